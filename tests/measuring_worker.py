@@ -36,7 +36,7 @@ Found = dict[str, pd.DataFrame | np.ndarray]
 
 
 def measure_all(ground: Path, workspace: Path) -> Found:
-    """All that is measured, of the checkpoints ``gated`` and ``dense`` on the text in ``ground``, to a workspace."""
+    """Run every measurement of the checkpoints ``gated`` and ``dense`` on the text in ``ground``, into a workspace."""
     subject: dict[str, Any] = {
         "workspace": workspace, "data": [str(ground / "text")], "block_size": 48, "device": "cpu",
     }  # fmt: skip
@@ -64,7 +64,7 @@ def measure_all(ground: Path, workspace: Path) -> Found:
 
 
 def _arrays(name: str, table: HeadScores) -> Found:
-    """All numbers of a table."""
+    """Return all numeric columns of a table."""
     found: Found = {name: table.rows}
     if table.positions is not None:
         found[f"{name}, positions"] = table.positions
@@ -78,7 +78,7 @@ def _arrays(name: str, table: HeadScores) -> Found:
 
 
 def spoil_one(ground: Path, workspace: Path) -> None:
-    """What one process cannot measure is an error of all, in the same words."""
+    """Check that an error of one process is raised by all, in the same words."""
     options = NLLOptions(
         workspace=workspace, model=str(ground / "dense"), data=[str(ground / "text")], block_size=48, device="cpu"
     )

@@ -1,4 +1,4 @@
-"""What works where only the base is installed, and what the rest says there: as if the extras' packages were not."""
+"""Test what works with only the base dependencies, and what the other commands report without their extras."""
 
 from __future__ import annotations
 

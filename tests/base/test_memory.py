@@ -1,4 +1,4 @@
-"""Memory is asked for only where it is there: one line in seconds, and not the end of the process by the system."""
+"""Test that a lack of memory is reported in one line within seconds, before the system ends the process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 
 def groups(folder: Path, version: int, limit: int | str, use: int, given_back: int = 0) -> int:
-    """What is left to a process whose control group has this limit, this use, and so much of it in files."""
+    """Return the available memory of a process in a control group with this limit, use and file cache."""
     mount = folder / "mount"
     own = mount / "a" / "b" if version == 2 else mount / "memory" / "a" / "b"
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")

@@ -1,4 +1,4 @@
-"""What is said while a command works, on a terminal and in a pipe, and what it prints for programs."""
+"""Test what a command shows while it works, on a terminal and in a pipe, and what it prints for programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Project = tuple[Path, Path]  # recipe, workspace
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A recipe and a workspace with its probe, its layouts, and their comparison."""
+    """Write a recipe and a workspace with a probe, layouts, and their comparison."""
     folder = tmp_path_factory.mktemp("console")
     recipe, workspace = write_project(folder / "project"), folder / "workspace"
     place = ["--probe", "tiny", "--workspace", str(workspace)]
@@ -273,7 +273,7 @@ class TestJson:
 
 class TestCompletion:
     def complete(self, folder: Path, line: str) -> list[str]:
-        """What bash is offered for the last word of a line, where torch cannot be loaded."""
+        """Return the completions that bash offers for the last word of a line, where torch cannot be loaded."""
         (folder / "torch.py").write_text("raise SystemExit('torch was loaded')\n")
         last = str(line.count(" "))
         done = subprocess.run(

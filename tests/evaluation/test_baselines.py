@@ -1,4 +1,4 @@
-"""Pruning after the fact: scores are kvpress's, the protocol is what it says, and the command says what is wrong."""
+"""Test KV-cache compression baselines: scores equal kvpress's, the protocol holds, and the command reports errors."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def protocol(kind: str = EXACT, sinks: int = SINKS) -> Protocol:
 
 
 def untrained_kvzap(model: PreTrainedModel) -> KVzap:
-    """Networks that tell keys apart, without having learned how."""
+    """Return networks that distinguish keys without being trained."""
     torch.manual_seed(3)
     return KVzap([Surrogate(32, 2) for _ in range(model.config.num_hidden_layers)], 0.0, 0)
 
 
 def rules(model: PreTrainedModel, kind: str = EXACT, density: float = 0.4) -> dict[str, Rule]:
-    """Every method, as far as a threshold can be said without looking."""
+    """Return every method for which a threshold can be set in advance."""
     how = protocol(kind)
     return {
         "streaming": streaming(how),

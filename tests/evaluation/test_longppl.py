@@ -1,4 +1,4 @@
-"""LongPPL: which tokens are key, that it is the authors' package's, its table, and the command."""
+"""Test LongPPL: key tokens, agreement with the authors' package, the table, and the command."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TestPackage:
 
 
 def copying(monkeypatch: pytest.MonkeyPatch, context: int = 4) -> PreTrainedModel:
-    """A model that is sure of what followed the last ``context`` tokens before, and else knows nothing."""
+    """Return a model that repeats whatever followed the last ``context`` tokens before, and is otherwise uniform."""
     model = tiny_model(vocab_size=300)
 
     def forward(input_ids: Tensor, **_: Any) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""A result that is not finite is an error, and never a table with a hole or a density of 0."""
+"""Test that a non-finite result is an error, never a gap in a table or a density of 0."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from spkv_nas.probing.measure import measure_signal
 
 
 def spoil(model: PreTrainedModel, value: float = math.nan) -> PreTrainedModel:
-    """The model with one number of its last norm that is not finite."""
+    """Set one weight of the model's last norm to a non-finite number."""
     model.model.norm.weight.data[3] = value
     return model
 
 
 def spoil_gates(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with one predictor that says NaN for its second head."""
+    """Make one predictor return NaN for its second head."""
     list(predictors(model).values())[2].down.bias.data[1] = math.nan
     return model
 

@@ -1,4 +1,4 @@
-"""RULER's scores: by its definition, beside the floor, and the same however many prompts are continued at once."""
+"""Test RULER scores: their definition, the floor beside them, and independence from the batch size."""
 
 from __future__ import annotations
 

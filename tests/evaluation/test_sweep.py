@@ -1,4 +1,4 @@
-"""Evaluate: a sweep is what each threshold gives by hand, and the command writes it or says what is wrong."""
+"""Test threshold sweeps: each threshold equals a separate evaluation, and the command writes the table or explains."""
 
 from __future__ import annotations
 

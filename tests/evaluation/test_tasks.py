@@ -1,4 +1,4 @@
-"""What a checkpoint answers to downstream tasks: the same however many pass at once, and by whichever path."""
+"""Test a checkpoint's answers to downstream tasks: independent of the batch size and of the code path."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dense() -> PreTrainedModel:
 def ask(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, names: str, kept: Path, **options: Any
 ) -> list[Found]:
-    """What a model gives to tasks, its gates hard if it has any."""
+    """Return the model's answers to tasks, with hard gates if it has any."""
     lm = CheckpointLM(model, tokenizer, **options)
     with nullcontext() if gate_config(model) is None else gate_mode(model, "hard", 0.5):
         suite = load_suite(names, [str(folder)], [], allow_code=False)
@@ -204,7 +204,7 @@ class TestAnswers:
 
 
 def samples(folder: Path) -> list[float]:
-    """All log-probabilities that are kept below a folder."""
+    """Collect all log-probabilities stored below a folder."""
     rows = [json.loads(line) for file in sorted(folder.glob("choices*")) for line in file.read_text().splitlines()[1:]]
     return [answer[0] for row in rows for (answer,) in row["resps"]]
 

@@ -1,4 +1,4 @@
-"""Trust: how well a table orders what single heads save, on tables and gains where the answer is known."""
+"""Test how well a table ranks the gains of single heads, on tables and gains with a known answer."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class TestFiles:
 
 
 def put(place: Workspace, name: str, values: object, found: Gains | None = None, **metadata: Any) -> HeadScores:
-    """A probe in a workspace, of the model ``m`` unless said otherwise, as it is read back."""
+    """Write a probe to a workspace, by default of the model ``m``, and return it as read back."""
     table = replace(make_table(values), name=name, gains=found, metadata={"model": "m", **metadata})
     table.write(place.probe_dir(name))
     return HeadScores.read(place.probe_dir(name))

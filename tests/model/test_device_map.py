@@ -1,4 +1,4 @@
-"""A model over several devices: what is measured is the same, and what cannot be done so is said."""
+"""Test a model sharded across devices: measurements are the same, and unsupported uses are reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from spkv_nas.probing.priced import learn_gates
 
 
 def parted(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The model with most of its layers on the disk, as accelerate has it: their weights are on the device meta."""
+    """Offload most layers of the model to disk with accelerate, so that their weights are on the meta device."""
     places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.2": "cpu"}
     places |= dict.fromkeys(("model.layers.1", "model.layers.3", "model.norm", "lm_head"), "disk")
     accelerate.dispatch_model(model, places, offload_dir=folder)

@@ -1,4 +1,4 @@
-"""A cache file is read as it was written, or refused: kernels follow its tables without looking."""
+"""Test cache files: read as written, or refused, since kernels follow their tables without a check."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def file(model: PreTrainedModel, tmp_path: Path, tokens: Tensor) -> Path:
-    """Of two sequences of 23 tokens."""
+    """File of a cache with two sequences of 23 tokens."""
     cache = SPKVCache(model)
     model.generate(tokens[:, :12], past_key_values=cache, max_new_tokens=12, min_new_tokens=12, pad_token_id=0)
     cache.save(tmp_path / "cache.safetensors")
@@ -41,7 +41,7 @@ def file(model: PreTrainedModel, tmp_path: Path, tokens: Tensor) -> Path:
 
 
 def rewrite(file: Path, change: Change) -> None:
-    """Change a file and leave out its hash, as one that wants to do harm would."""
+    """Change a file and remove its hash, as an attacker would."""
     with safe_open(file, "pt") as opened:
         sizes = dict(opened.metadata())
     tensors = load_file(file)

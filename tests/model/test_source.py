@@ -1,4 +1,4 @@
-"""Models by their id on the hub, at a revision: read from a cache as the hub's library leaves it, without a network."""
+"""Test models by hub id and revision, read without a network from a cache as the hub's library leaves it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OLD, NEW = "a" * 40, "b" * 40
 
 @dataclass(frozen=True)
 class Repository:
-    """One in the hub's cache: blobs by their hash, a folder of links for each commit, and what names point to."""
+    """Repository in the hub's cache: blobs by hash, a folder of links for each commit, and named references."""
 
     folder: Path
     name: str
@@ -67,7 +67,7 @@ def repository(
     monkeypatch: pytest.MonkeyPatch,
     tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> Repository:
-    """``org/NAME``: one commit of a model, tagged v1, and one, sharded, of another, in main and a pull request."""
+    """Cache ``org/NAME``: a commit tagged v1, and a sharded model in main and in a pull request."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     name = "tiny" + hashlib.sha256(request.node.name.encode()).hexdigest()[:8]  # commits are kept by name
     repository = Repository(tmp_path / "hub" / f"models--org--{name}", f"org/{name}")

@@ -1,4 +1,4 @@
-"""Weights from one folder to another: as files, in the shards that they were in, and never twice in memory."""
+"""Test copying weights between folders: as files, in their original shards, and never twice in memory."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
 
 
 def write(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase, size: str = "20KB") -> Path:
-    """A checkpoint in shards, as other tools write them."""
+    """Write a checkpoint in shards, as other tools do."""
     model.save_pretrained(folder, max_shard_size=size)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def weights(folder: Path) -> dict[str, Path]:
-    """Files of weights by name, the index among them."""
+    """Return the weight files by name, including the index."""
     return {file.name: file for file in folder.iterdir() if ".safetensors" in file.name}
 
 
@@ -53,7 +53,7 @@ def dense(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports that no fresh process is asked about."""
+    """Skip the check of exports in a fresh process."""
     monkeypatch.setattr(verify_export, "check", lambda *_: 0.0)
 
 
@@ -175,7 +175,7 @@ for kind in ("dense", "gated"):
 
 
 def private(process: int) -> int:
-    """Bytes of a process's memory that are no file's."""
+    """Return the bytes of a process's memory that no file backs."""
     (kib,) = re.findall(r"RssAnon:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
     return int(kib) << 10
 

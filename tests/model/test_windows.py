@@ -1,4 +1,4 @@
-"""One rule for the local window, whatever measures it, and a word where windows of different lengths are compared."""
+"""Test that every measurement uses one rule for the local window, and that mixed windows are warned about."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from spkv_nas.stages.propose.stage import propose
 
 @pytest.fixture
 def subject(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A dense model of one's own, and two documents of text."""
+    """Write a dense model and two documents of text."""
     save(tiny_model(vocab_size=300, max_position_embeddings=512), tiny_tokenizer, tmp_path / "mine")
     (tmp_path / "text").mkdir()
     for number in range(8):
@@ -108,7 +108,7 @@ class TestMixedWindows:
         assert read_record(tmp_path / "w/reports/tiny/zero-shot.yaml", "scores")["windows"] == {"narrow": 8, "wide": 16}
 
     def probes(self, place: Workspace, **windows: int) -> None:
-        """Probes of one model: the recommended signal, named ``gates``, and densities."""
+        """Write probes of one model: the recommended signal, named ``gates``, and densities."""
         for name, window in windows.items():
             signal = {"signal": RECOMMENDED} if name == "gates" else {}
             table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))

@@ -1,4 +1,4 @@
-"""Gains of heads and layers: each is the difference of two plain scores, and layouts follow it."""
+"""Test gains of heads and layers: each is the difference of two plain scores, and layouts follow them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Signal = Callable[..., HeadScores]
 
 @pytest.fixture
 def blocks() -> TokenBlocks:
-    """5 blocks of 40 tokens; 10 documents of 20 tokens in two domains."""
+    """Token blocks: 5 of 40 tokens; 10 documents of 20 tokens in two domains."""
     tokens = np.random.default_rng(0).integers(3, 290, size=(5, 40)).astype(np.int32)
     owner = np.repeat(np.arange(10, dtype=np.int32), 20).reshape(5, 40)
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10)))
 
 
 def loud(family: str = "llama") -> PreTrainedModel:
-    """A model whose attention outside the window is heard."""
+    """Make a model on which attention outside the window has a large effect."""
     model = tiny_model(family, vocab_size=300)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -51,7 +51,7 @@ def loud(family: str = "llama") -> PreTrainedModel:
 
 
 def plain(model: PreTrainedModel, windows: np.ndarray, blocks: TokenBlocks) -> DocumentNLL:
-    """With a window per KV head [L, Hkv], in whole passes."""
+    """Return NLL with a window per KV head [L, Hkv], in whole passes."""
     with full_attention(model) as states:
         for state, row in zip(states, windows.tolist(), strict=True):
             state.windows = tuple(row)
@@ -59,14 +59,14 @@ def plain(model: PreTrainedModel, windows: np.ndarray, blocks: TokenBlocks) -> D
 
 
 def ends(model: PreTrainedModel, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """The windows [L, Hkv] of all-local and of full attention."""
+    """Return the windows [L, Hkv] of all-local and of full attention."""
     with full_attention(model) as states:
         own = np.array([[state.checkpoint_window] * state.num_kv_heads for state in states])
     return np.minimum(own, window), own
 
 
 def by_hand(model: PreTrainedModel, blocks: TokenBlocks, places: Sequence[Any], *, opens: bool) -> list[float]:
-    """The gain of what lies at each of ``places`` in [L, Hkv]."""
+    """Return the gain of the heads at each of ``places`` in [L, Hkv]."""
     local, own = ends(model, WINDOW)
     before, after = (local, own) if opens else (own, local)
     base, gains = plain(model, before, blocks).mean, []

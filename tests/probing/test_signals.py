@@ -1,4 +1,4 @@
-"""Rival signals: each is what a small direct computation from full attention matrices gives."""
+"""Test the other signals against a small direct computation from full attention matrices."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ RIVALS = SIGNALS.names[1:]
 
 @pytest.fixture
 def blocks() -> TokenBlocks:
-    """6 blocks of 40 tokens; 10 documents of 24 tokens in two domains, so that documents cross blocks."""
+    """Token blocks: 6 of 40 tokens; 10 documents of 24 tokens in two domains, so that documents cross blocks."""
     tokens = np.random.default_rng(0).integers(3, 290, size=(6, LENGTH)).astype(np.int32)
     owner = np.repeat(np.arange(10, dtype=np.int32), 24).reshape(6, LENGTH)
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10)))
 
 
 def attentions(family: str, tokens: np.ndarray) -> np.ndarray:
-    """float64 [L, N, Hq, T, T] of the stock model, by transformers' own eager attention."""
+    """Return attention float64 [L, N, Hq, T, T] of the stock model, by transformers' eager implementation."""
     model = tiny_model(family, vocab_size=300).double()
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -102,13 +102,13 @@ class TestAttentionMass:
 
 
 def texts_with_needles(blocks: TokenBlocks, window: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [N, T], and [N] where the needles are."""
+    """Return token ids int64 [N, T] and the needles' positions [N]."""
     rows, depth = needles(blocks, window, length, seed)
     return np.stack(list(rows)), depth
 
 
 def induction_model(blocks: TokenBlocks) -> PreTrainedModel:
-    """Query head 3 of layer 3 (KV head 1) matches its own token with the one before each key, by orthogonal codes.
+    """Make a model whose query head 3 of layer 3 (KV head 1) is an induction head, by orthogonal codes.
 
     The layer has no position embedding (SmolLM3), so that query and key are what the hooks say.
     """
@@ -187,7 +187,7 @@ class TestDuo:
         return float(self.loss(alphas, sinks)[0].detach())
 
     def loss(self, alphas: Tensor, sinks: int = 0) -> tuple[Tensor, list[Mixture]]:
-        """Distillation loss of a llama in float64 at the given alphas [4, 2]."""
+        """Return the distillation loss of a float64 llama at the given alphas [4, 2]."""
         model = tiny_model(vocab_size=300).double()
         tokens = torch.randint(3, 290, (2, LENGTH), generator=torch.Generator().manual_seed(0))
         with full_attention(model) as states:

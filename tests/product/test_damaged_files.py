@@ -1,4 +1,4 @@
-"""Files that are damaged, hostile or somebody else's: accepted, or refused in a few clear lines; never a crash."""
+"""Test files that are damaged, hostile or foreign: accepted, or refused in a few clear lines; never a crash."""
 
 from __future__ import annotations
 

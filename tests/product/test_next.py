@@ -1,4 +1,4 @@
-"""The whole path of one's own model: every command that the product itself suggests, until it suggests nothing more."""
+"""Run the workflow for a user's model: every command that the product suggests, until it suggests no more."""
 
 from __future__ import annotations
 

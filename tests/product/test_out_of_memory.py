@@ -1,4 +1,4 @@
-"""A GPU that has no memory for a pass: it is run again with fewer blocks, and nothing counts twice."""
+"""Test a GPU without memory for a pass: the pass runs again with fewer blocks, and nothing counts twice."""
 
 from __future__ import annotations
 

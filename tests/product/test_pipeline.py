@@ -1,4 +1,4 @@
-"""The commands, as a person runs them: the whole path on a tiny recipe, and what they say about bad input."""
+"""Test the commands as a user runs them: the whole workflow on a tiny recipe, and the errors for bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures that cannot be are marked or not printed, and messages name what is wrong and what there is to do."""
+"""Test that undefined figures are marked or left out, and that messages name the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Said = Callable[..., str]
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A dense model of 128 positions."""
+    """Checkpoint of a dense model with 128 positions."""
     save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "mine")
     return tmp_path / "mine"
 
@@ -105,7 +105,7 @@ class TestFigures:
 class TestProposal:
     @pytest.fixture
     def table(self, tmp_path: Path) -> Path:
-        """2 layers x 4 KV heads, three of them equal, without a window."""
+        """Table of 2 layers x 4 KV heads, three of them equal, without a window."""
         rows = zip(np.repeat((0, 1), 4), (0, 1, 2, 3) * 2, (0.9, 0.5, 0.5, 0.5, 0.1, 0.2, 0.05, 0.01), strict=True)
         file = tmp_path / "mine.csv"
         file.write_text("layer,kv_head,density\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))

@@ -1,4 +1,4 @@
-"""The best layout under constraints: exact against brute force, and what it says of infeasible sets."""
+"""Test the best layout under constraints: exact against brute force, and the message for infeasible sets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Mask = np.ndarray
 
 
 def all_masks(shape: tuple[int, int]) -> Mask:
-    """Every layout of a grid: bool [2 ** (L * Hkv), L, Hkv]."""
+    """Return every layout of a grid: bool [2 ** (L * Hkv), L, Hkv]."""
     size = shape[0] * shape[1]
     return ((np.arange(2**size)[:, None] >> np.arange(size)) & 1).astype(bool).reshape(-1, *shape)
 
 
 def meets(masks: Mask, constraints: Constraints, weights: np.ndarray, budget: float) -> np.ndarray:
-    """bool [N]: which of ``masks`` are allowed, by the words of the docstring of ``Constraints``."""
+    """Return bool [N], the ``masks`` that the docstring of ``Constraints`` allows."""
     heads = masks.shape[2]
     number = masks.sum(2)
     allowed = (masks * weights).sum((1, 2)) <= budget
@@ -51,7 +51,7 @@ def meets(masks: Mask, constraints: Constraints, weights: np.ndarray, budget: fl
 
 @st.composite
 def searches(draw: st.DrawFn) -> tuple[np.ndarray, Constraints, np.ndarray | None, int]:
-    """Densities [P, L, Hkv] with and without ties, constraints of every kind, weights or none, a budget."""
+    """Draw densities [P, L, Hkv] with and without ties, constraints of every kind, optional weights, a budget."""
     layers = draw(st.integers(1, 5))
     heads = draw(st.integers(1, 3 if layers < 5 else 2))
     generator = np.random.default_rng(draw(st.integers(0, 10**6)))

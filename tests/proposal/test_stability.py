@@ -1,4 +1,4 @@
-"""How sure a choice of heads is: counts by document, their bootstrap, and the agreement of probes."""
+"""Test the certainty of a choice of heads: counts by document, their bootstrap, and the agreement of probes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EDGES, FINE = np.linspace(-6, 6, 5), np.linspace(-6, 6, 121)
 
 
 def make_probe(seed: int = 0, num_documents: int = 40, shape: tuple[int, int] = (4, 2), name: str = "p") -> HeadScores:
-    """A table of two domains as a probe makes it, from normal logits whose mean varies by head and by document."""
+    """Make a probe's table of two domains, from normal logits whose mean varies by head and by document."""
     generator = np.random.default_rng(seed)
     mean = np.random.default_rng(99).normal(0, 2, (1, *shape, 1))
     domain = np.arange(num_documents) % 2

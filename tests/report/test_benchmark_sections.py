@@ -1,4 +1,4 @@
-"""What judges a checkpoint beside the field, on the report's page: the numbers of its files, and honest words."""
+"""Test the page's sections about benchmarks: numbers equal those of the files, and sentences claim no more."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write(table: ResultTable, folder: Path, rows: Any, **origin: Any) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Results with every table: the committed one, and three that are made up."""
+    """Write results with every table: the committed one, and three that are made up."""
     for file in COMMITTED.glob("baselines.*"):
         shutil.copy(file, tmp_path)
     write(RULER, tmp_path, RULER_ROWS, model="m/own", against={"model": "m/other"}, floor_window=32)
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def numbers(text: str) -> list[str]:
-    """Every number in a text that has a point, without its sign."""
+    """Return every number in a text that has a decimal point, without its sign."""
     return re.findall(r"\d[\d,]*\.\d+", text)
 
 

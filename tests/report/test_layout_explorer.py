@@ -1,4 +1,4 @@
-"""What the page's instrument is given to choose heads by: the numbers of the commands, and evidence of every kind."""
+"""Test the data of the page's layout explorer: the commands' numbers, and evidence of every kind."""
 
 from __future__ import annotations
 

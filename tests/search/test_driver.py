@@ -1,4 +1,4 @@
-"""The layout search: its space, its samplers, its queue of tasks under dying workers, its results."""
+"""Test the layout search: its space, its samplers, its evaluators, its results."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from spkv_nas.search.trials import GENERATION, Effort, LayoutCost, Result, Trial
 
 @pytest.fixture
 def table() -> HeadScores:
-    """6 layers x 3 KV heads, all densities different."""
+    """Table of 6 layers x 3 KV heads, all densities different."""
     density = np.random.default_rng(3).permutation(18).reshape(6, 3) / 18 + 0.01
     return make_table(density)
 
 
 def value(layout: Layout, table: HeadScores) -> float:
-    """An objective: what the global heads miss of a second grid of weights."""
+    """Return an objective: the weight of a second grid that the global heads do not cover."""
     weights = np.random.default_rng(5).random((table.num_layers, table.num_kv_heads)) + table.density
     return -float(weights[layout.global_mask].sum())
 
@@ -188,7 +188,7 @@ class TestResults:
 
 
 class TableJudge:
-    """Judges layouts by a table's densities, without any model; ``done`` are its retrainings, in order.
+    """Scores layouts by a table's densities, without any model; ``done`` are its retrainings, in order.
 
     With ``racing`` it stops whatever is behind its rival.
     """

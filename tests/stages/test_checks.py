@@ -1,4 +1,4 @@
-"""A mistake is named before torch is loaded: options, files and names are checked without the stage of a command."""
+"""Test that mistakes are reported before torch is imported: options, files and names of every command."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ MISTAKES: list[tuple[str, str]] = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workspace with the probe p, its layouts, a text, a model's folder, and recipes with a mistake each."""
+    """Workspace with the probe p, its layouts, a text, a model's folder, and recipes with one mistake each."""
     folder = tmp_path_factory.mktemp("place")
     make_table([[0.5, 0.25], [0.1, 0.7], [0.2, 0.3], [0.4, 0.6]]).write(folder / "probes" / "p")
     for name, layout in make_layouts("densest").items():
@@ -146,7 +146,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(place: Path) -> dict[str, tuple[int, str, bool]]:
-    """(exit code, what was said, whether torch was loaded) of every line, one after the other in one process."""
+    """Return (exit code, output, whether torch was imported) of every command line, run one by one in one process."""
     lines = []
     for mistake, _ in MISTAKES:
         words = mistake.replace("{}", str(place)).split()
@@ -159,7 +159,7 @@ def answers(place: Path) -> dict[str, tuple[int, str, bool]]:
 
 
 def _options(command: str) -> type:
-    """The options class of a command; of a group's nothing."""
+    """Return the options class of a command, and nothing for a group."""
     for function in COMMANDS:
         if function.__name__.replace("_", "-") == command:
             return next(iter(get_type_hints(function).values()))

@@ -1,4 +1,4 @@
-"""Two checkpoints on the same documents, under the name of the recipe that they belong to."""
+"""Test evaluating two checkpoints on the same documents, under the name of the recipe that they belong to."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_run(final: Path, variant: str) -> None:
 
 
 def checkpoints(place: Path) -> tuple[Path, Path]:
-    """The hybrid's folder and the dense model's."""
+    """Return the hybrid's folder and the dense model's."""
     (hybrid,), (dense,) = ([*(place / "runs/mine").glob(where)] for where in ("branches/*/final", "dense-*/final"))
     return hybrid, dense
 

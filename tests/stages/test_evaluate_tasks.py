@@ -1,4 +1,4 @@
-"""Which downstream tasks are asked, where their data is, and what becomes of the answers."""
+"""Test the tasks command: which tasks run, where their data is, and what happens to the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``spkv-nas generate``: the text of whole forward passes for every kind of checkpoint, and true figures."""
+"""Test ``spkv-nas generate``: text equals whole forward passes for every kind of checkpoint, and figures are right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = "the quick brown fox jumps over the lazy dog and the quick fox"
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, request: pytest.FixtureRequest) -> Path:
-    """A checkpoint of the kind that the test asks for; windows of 6."""
+    """Checkpoint of the kind that the test's parameter names; windows of 6."""
     model = tiny_model(vocab_size=300, eos_token_id=None)
     if request.param == "gates":
         attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4))
@@ -47,7 +47,7 @@ def every_kind(test: object) -> object:
 
 
 def greedy(model: PreTrainedModel, ids: torch.Tensor, number: int) -> torch.Tensor:
-    """The likeliest tokens, one whole forward pass for each."""
+    """Return the most likely tokens, one whole forward pass for each."""
     for _ in range(number):
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[:, -1]

@@ -1,4 +1,4 @@
-"""The options of the commands: declared once, read by the stages, expanded into a command line."""
+"""Test the commands' options: declared once, read by the stages, expanded into a command line."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TestExpansion:
 
         @command(line)
         def ask(given: ProposeOptions, reporter: Reporter) -> None:
-            """Ask for layouts."""
+            """Build options that request layouts."""
             seen.append(given)
 
         return line
@@ -146,7 +146,7 @@ def test_every_command_takes_its_options_and_says_what_they_mean() -> None:
 
 
 def help_of(one: type, name: str) -> str:
-    """What the help shows of an option's default, and the sentence that it adds."""
+    """Return the default that the help shows for an option, and the sentence about it."""
     (field,) = (field for field in fields(one) if field.name == name)
     return f"{field.metadata.get(SHOWN)} {field.metadata.get(NOTE)}"
 

@@ -1,4 +1,4 @@
-"""What the measuring commands measure, and what they call it: one rule for probe, evaluate and score."""
+"""Test the subject of measurements and its name: one rule for probe, evaluate and score."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spkv_nas.stages.subject import Subject
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A checkpoint with gates."""
+    """Checkpoint with gates."""
     folder = tmp_path / "checkpoint"
     save(gated(), tiny_tokenizer, folder)
     return folder

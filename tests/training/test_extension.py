@@ -1,4 +1,4 @@
-"""Branches whose blocks grow longer on the way: their data, their positions, and runs that agree."""
+"""Test branches whose blocks grow during training: their data, their positions, and runs that agree."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_the_table_has_both_lengths(recipe: Recipe) -> None:
 
 
 class ShortSamples:
-    """In place of RULER's, which have no room in 32 tokens."""
+    """Stands in for RULER's samples, which do not fit in 32 tokens."""
 
     def __init__(self, _tokenizer: object, size: int, *_: object) -> None:
         self.size = size

@@ -1,4 +1,4 @@
-"""Export as a function: which layout the folder gets, in which form, and what a fresh process has to say about it."""
+"""Test exports as a function: which layout and form the folder gets, and what the check in a fresh process reports."""
 
 from __future__ import annotations
 

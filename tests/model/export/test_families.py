@@ -1,4 +1,4 @@
-"""Exports of twelve families: what plain transformers runs in a fresh process is the hybrid, or it refuses.
+"""Test exports of twelve model families: plain transformers reproduces the hybrid in a fresh process, or refuses.
 
 All exports are written first. Then one fresh process answers for all of them, and another one, which imports spkv_nas,
 for those with a model type of their own.
