@@ -41,18 +41,18 @@ def measure_all(ground: Path, workspace: Path) -> Found:
         "workspace": workspace, "data": [str(ground / "text")], "block_size": 48, "device": "cpu",
     }  # fmt: skip
     gated, dense = str(ground / "gated"), str(ground / "dense")
-    found: Found = {}
+    result: Found = {}
 
     def take(name: str, **options: Any) -> None:
         table = probe(ProbeOptions(name=name, **{"model": dense, **options, **subject}))
-        found.update(_arrays(name, table))
+        result.update(_arrays(name, table))
 
     for name, tokens in (("long", None), ("short", SHORT)):
         options: dict[str, Any] = {"model": gated, "max_tokens": tokens, "name": name, **subject}
         at_tau = nll(NLLOptions(**options)).evaluation
-        found[name] = np.array([at_tau.density, *at_tau.nll.total, *at_tau.nll.num_tokens])
-        found[f"{name}, sweep"] = sweep(SweepOptions(**options, taus="0.2..0.8", points=3)).rows
-    found["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).rows
+        result[name] = np.array([at_tau.density, *at_tau.nll.total, *at_tau.nll.num_tokens])
+        result[f"{name}, sweep"] = sweep(SweepOptions(**options, taus="0.2..0.8", points=3)).rows
+    result["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).rows
     take("density", model=gated, gain_tokens=200)
     take("learned", signal="density", steps=6, gain_tokens=0)
     for signal in SIGNALS.names[1:]:
@@ -60,21 +60,21 @@ def measure_all(ground: Path, workspace: Path) -> Found:
         some |= {"steps": 4} if signal in ("duo", "head-gates") else {}
         take(signal, signal=signal, window=6, **some)
     take("duo, short", signal="duo", window=6, steps=4, max_tokens=SHORT)
-    return found
+    return result
 
 
 def _arrays(name: str, table: HeadScores) -> Found:
     """Return all numeric columns of a table."""
-    found: Found = {name: table.rows}
+    result: Found = {name: table.rows}
     if table.positions is not None:
-        found[f"{name}, positions"] = table.positions
+        result[f"{name}, positions"] = table.positions
     if table.histogram is not None:
-        found[f"{name}, histogram"] = table.histogram.counts
+        result[f"{name}, histogram"] = table.histogram.counts
     if table.documents is not None:
-        found[f"{name}, documents"] = table.documents.kept
+        result[f"{name}, documents"] = table.documents.kept
     if table.gains is not None:
-        found[f"{name}, gains"] = np.stack([table.gains.values, table.gains.standard_error])
-    return found
+        result[f"{name}, gains"] = np.stack([table.gains.values, table.gains.standard_error])
+    return result
 
 
 def spoil_one(ground: Path, workspace: Path) -> None:

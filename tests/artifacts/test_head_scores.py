@@ -64,10 +64,10 @@ def test_domains_are_weighted_by_their_tokens() -> None:
 @pytest.mark.parametrize("tau", [0.1, 0.5, 0.8])
 def test_density_at_a_threshold_matches_a_count_of_the_utilities(tau: float) -> None:
     table, logits = probed()
-    found = table.at_tau(tau)
+    actual = table.at_tau(tau)
     expected = (1 / (1 + np.exp(-logits)) >= tau).mean(axis=(0, 3))
-    np.testing.assert_allclose(found.density, expected, atol=0.02)  # linear within a bin of 0.1
-    assert found.tau == tau
+    np.testing.assert_allclose(actual.density, expected, atol=0.02)  # linear within a bin of 0.1
+    assert actual.tau == tau
 
 
 def test_extreme_thresholds() -> None:
@@ -130,17 +130,17 @@ def test_diagnosis_of_differentiated_gates_is_empty() -> None:
 def test_round_trip(tmp_path: Path) -> None:
     table, _ = probed()
     table.write(tmp_path / "p")
-    found = HeadScores.read(tmp_path / "p")
-    np.testing.assert_allclose(found.density, table.density, rtol=1e-5)
-    np.testing.assert_allclose(found.standard_error, table.standard_error, rtol=1e-5)
-    assert (found.name, found.tau, found.window, found.domains) == ("p", 0.5, 32, ("code", "docs"))
-    assert found.metadata["seed"] == 7
-    assert found.histogram is not None
+    result = HeadScores.read(tmp_path / "p")
+    np.testing.assert_allclose(result.density, table.density, rtol=1e-5)
+    np.testing.assert_allclose(result.standard_error, table.standard_error, rtol=1e-5)
+    assert (result.name, result.tau, result.window, result.domains) == ("p", 0.5, 32, ("code", "docs"))
+    assert result.metadata["seed"] == 7
+    assert result.histogram is not None
     assert table.histogram is not None
-    np.testing.assert_array_equal(found.histogram.counts, table.histogram.counts)
-    np.testing.assert_allclose(found.at_tau(0.7).density, table.at_tau(0.7).density)
-    assert found.positions is not None
-    assert found.positions.to_dict("list") == table.positions.to_dict("list")  # type: ignore[union-attr]
+    np.testing.assert_array_equal(result.histogram.counts, table.histogram.counts)
+    np.testing.assert_allclose(result.at_tau(0.7).density, table.at_tau(0.7).density)
+    assert result.positions is not None
+    assert result.positions.to_dict("list") == table.positions.to_dict("list")  # type: ignore[union-attr]
     assert HeadScores.read(tmp_path / "p" / "density.csv").window == 32
 
 
@@ -254,9 +254,9 @@ def test_arrays_of_any_damaged_file_are_refused(tmp_path: Path) -> None:
 
 def test_columns_keep_their_types(tmp_path: Path) -> None:
     probed()[0].write(tmp_path)
-    found = HeadScores.read(tmp_path)
+    result = HeadScores.read(tmp_path)
     (tmp_path / "mine.csv").write_text(f"{HEADER}\n0,0,1\n")
-    for frame in (found.rows, HeadScores.read(tmp_path / "mine.csv").rows):
+    for frame in (result.rows, HeadScores.read(tmp_path / "mine.csv").rows):
         types = {name: str(kind) for name, kind in frame.dtypes.items()}
         assert types.pop("domain") in ("str", "object")  # by the version of pandas
         assert types == {
@@ -268,8 +268,8 @@ def test_columns_keep_their_types(tmp_path: Path) -> None:
             "standard_error": "float64",
         }
         assert isinstance(frame.index, pd.RangeIndex)
-    assert found.positions is not None
-    assert [str(kind) for kind in found.positions.dtypes] == ["int64"] * 4 + ["float64", "int64"]
+    assert result.positions is not None
+    assert [str(kind) for kind in result.positions.dtypes] == ["int64"] * 4 + ["float64", "int64"]
 
 
 def test_metadata_that_names_one_value_twice(tmp_path: Path) -> None:
@@ -282,9 +282,9 @@ def test_metadata_that_names_one_value_twice(tmp_path: Path) -> None:
 def test_writing_leaves_nothing_of_an_earlier_probe(tmp_path: Path) -> None:
     probed()[0].write(tmp_path)
     HeadScores("p", rows([[0.5]])).write(tmp_path)
-    found = HeadScores.read(tmp_path)
-    assert found.histogram is None
-    assert found.positions is None
+    result = HeadScores.read(tmp_path)
+    assert result.histogram is None
+    assert result.positions is None
 
 
 def test_unknown_domain() -> None:

@@ -44,10 +44,10 @@ def test_harm_has_a_tick_of_its_own() -> None:
 
 
 def test_where_all_heads_do_harm_0_is_the_highest() -> None:
-    found = measure([[-0.002, -0.03]])
-    assert found.scale.text(-0.03) == f"{MINUS}30"
-    assert [found.scale.text(value) for value in found.scale.ticks] == [f"{MINUS}30", "0"]
-    assert found.scale.fraction(0.0) == pytest.approx(1.0, abs=1e-3)
+    result = measure([[-0.002, -0.03]])
+    assert result.scale.text(-0.03) == f"{MINUS}30"
+    assert [result.scale.text(value) for value in result.scale.ticks] == [f"{MINUS}30", "0"]
+    assert result.scale.fraction(0.0) == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_where_all_heads_do_harm_0_is_the_highest() -> None:
     ],
 )
 def test_the_highest_gain_is_written_in_few_letters(high: float, shown: str, text: str) -> None:
-    found = measure([[high, 0.0]])
-    assert (found.shown, found.scale.text(high)) == (shown, text)
+    result = measure([[high, 0.0]])
+    assert (result.shown, result.scale.text(high)) == (shown, text)
 
 
 def test_scores_are_shares() -> None:

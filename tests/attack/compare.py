@@ -76,7 +76,7 @@ def _without_clocked_hashes(content: bytes, name: str) -> bytes:
 
 def snapshot(ground: Path, *parts: str) -> Snapshot:
     """All files of ``parts`` of the ground (default: of the workspace and the export)."""
-    found = {}
+    result = {}
     for part in parts or ("w", "out"):
         for path in sorted((ground / part).rglob("*")):
             name = path.relative_to(ground)
@@ -84,8 +84,8 @@ def snapshot(ground: Path, *parts: str) -> Snapshot:
                 continue  # hidden: locks, and what is being written, which no reader looks at
             content = normalised(path)
             if content is not None:
-                found[str(name)] = hashlib.sha256(content).hexdigest()
-    return found
+                result[str(name)] = hashlib.sha256(content).hexdigest()
+    return result
 
 
 def differences(expected: Snapshot, found: Snapshot) -> list[str]:

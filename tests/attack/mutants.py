@@ -139,8 +139,8 @@ def _insert(sound: bytes, draw: random.Random) -> bytes:
 
 def _array(sound: bytes, draw: random.Random) -> bytes:
     """A sound archive with one array that is another: of another kind or shape, or with a value out of range."""
-    with np.load(io.BytesIO(sound)) as found:
-        arrays: dict[str, Any] = {name: found[name] for name in found.files}
+    with np.load(io.BytesIO(sound)) as result:
+        arrays: dict[str, Any] = {name: result[name] for name in result.files}
     name = draw.choice(sorted(arrays))
     values = arrays[name]
     numeric = values.dtype.kind in "iuf"

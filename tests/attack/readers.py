@@ -155,10 +155,10 @@ def _make_calibration(name: str) -> Callable[[Path], Path]:
 
 
 def _use_calibration(file: Path) -> None:
-    found = Calibration.read(file.parent)
-    assert found.contexts("decode")
-    assert found.source
-    assert found.is_disturbed in (True, False)
+    result = Calibration.read(file.parent)
+    assert result.contexts("decode")
+    assert result.source
+    assert result.is_disturbed in (True, False)
 
 
 def _use_runs(file: Path) -> None:

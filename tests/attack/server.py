@@ -101,8 +101,8 @@ def wait(number: int, seconds: float) -> int | None:
     """The exit status of a child as shells and subprocess say it, None if it still runs after so many seconds."""
     end = time.monotonic() + seconds
     while True:
-        found, status = os.waitpid(number, os.WNOHANG)
-        if found:
+        result, status = os.waitpid(number, os.WNOHANG)
+        if result:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > end:
             return None

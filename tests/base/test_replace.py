@@ -46,9 +46,9 @@ class TestReplacing:
         (tmp_path / "mine.txt").write_text("mine")
         write(tmp_path, "old")
         write(tmp_path, "new", with_heads=False)
-        found = read(tmp_path)
-        assert found.keys() == {"mine.txt", "table.csv", "table.yaml"}
-        assert found["table.csv"] == "new"
+        result = read(tmp_path)
+        assert result.keys() == {"mine.txt", "table.csv", "table.yaml"}
+        assert result["table.csv"] == "new"
 
     @pytest.mark.parametrize("before", range(24))
     def test_killed_anywhere_it_is_all_old_or_all_new(

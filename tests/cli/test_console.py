@@ -124,10 +124,10 @@ class TestPipe:
         recipe, workspace = project
         monkeypatch.setattr("spkv_nas.cli.screen.EVERY", 0.0)
         main(["evaluate", "--model", dense(workspace), *text(recipe), "--name", "told", "--workspace", str(workspace)])
-        said = capsys.readouterr().err
-        assert said.startswith("evaluate nll: starting\n")
-        assert "evaluating: 16 of " in said
-        assert " left\n" in said
+        output = capsys.readouterr().err
+        assert output.startswith("evaluate nll: starting\n")
+        assert "evaluating: 16 of " in output
+        assert " left\n" in output
 
     def test_quiet_and_verbose_before_and_after_the_command(
         self, project: Project, capsys: pytest.CaptureFixture[str]
@@ -166,10 +166,10 @@ class TestReuse:
     def test_retrained_layouts(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
         main(["train-hybrid", "--recipe", str(recipe), "--probe", "tiny", "--workspace", str(workspace)])
-        said = capsys.readouterr().err
-        assert re.search(r"^reused (\d+) of \1 zero-shot scores$", said, re.MULTILINE)
-        assert "reused 4 of 4 runs\n" in said
-        assert "seed 0" not in said
+        output = capsys.readouterr().err
+        assert re.search(r"^reused (\d+) of \1 zero-shot scores$", output, re.MULTILINE)
+        assert "reused 4 of 4 runs\n" in output
+        assert "seed 0" not in output
 
     def test_nothing_is_said_where_all_had_to_be_done(self) -> None:
         heard = Heard()
@@ -196,14 +196,14 @@ class TestJson:
 
     def test_the_comparison_is_its_table(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
-        found = self.document(capsys, workspace, "train-hybrid", "--recipe", recipe, "--probe", "tiny")
-        rows = pd.read_csv(Path(str(found["folder"])) / "comparison.csv")
-        printed = pd.DataFrame(found["layouts"])
+        result = self.document(capsys, workspace, "train-hybrid", "--recipe", recipe, "--probe", "tiny")
+        rows = pd.read_csv(Path(str(result["folder"])) / "comparison.csv")
+        printed = pd.DataFrame(result["layouts"])
         assert list(printed.columns) == list(rows.columns)
         assert printed["strategy"].tolist() == rows["strategy"].tolist()
         assert np.allclose(printed["nll"], rows["nll"], atol=1e-4)
-        assert found["layouts"][0]["delta_nll_percent"] is None
-        assert all(Path(model["checkpoint"]).is_dir() for model in found["checkpoints"])
+        assert result["layouts"][0]["delta_nll_percent"] is None
+        assert all(Path(model["checkpoint"]).is_dir() for model in result["checkpoints"])
 
     def test_every_command_with_a_table(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
@@ -226,19 +226,19 @@ class TestJson:
             ("reproduce", "ladder"): {"rows", "context", "density", "folder", "figure"},
         }
         for arguments, keys in expected.items():
-            found = self.document(capsys, workspace, *arguments)
-            assert keys <= found.keys(), arguments
-            if "folder" in found:
-                assert Path(str(found["folder"])).is_dir()
+            actual = self.document(capsys, workspace, *arguments)
+            assert keys <= actual.keys(), arguments
+            if "folder" in actual:
+                assert Path(str(actual["folder"])).is_dir()
 
     def test_a_difference_is_the_exit_code_too(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
         _, workspace = project
         files = [str(workspace / "layouts" / "tiny" / f"{name}.yaml") for name in ("densest", "sparsest")]
         with pytest.raises(SystemExit, match="1"):
             main(["layout", "diff", *files, "--json"])
-        found = json.loads(capsys.readouterr().out)
-        assert not found["same"]
-        assert found["num_heads"] > 0
+        result = json.loads(capsys.readouterr().out)
+        assert not result["same"]
+        assert result["num_heads"] > 0
 
     def test_an_error_prints_no_document(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="2"):

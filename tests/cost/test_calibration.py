@@ -56,8 +56,8 @@ class TestInterpolation:
         ],
     )
     def test_by_hand(self, density: float, context: int, seconds: float) -> None:
-        found = make_calibration().layer_seconds(context, density=density, window=4)
-        assert found == pytest.approx(seconds)
+        result = make_calibration().layer_seconds(context, density=density, window=4)
+        assert result == pytest.approx(seconds)
 
     def test_a_layout_is_the_sum_of_its_layers(self) -> None:
         calibration = make_calibration()
@@ -182,8 +182,8 @@ class TestMeasuring:
         monkeypatch.setattr(attention_timing, "attention", prefill)
         steps: list[tuple[int, int]] = []
         case = LayerCase(4, 2, 8, dtype, window=4, batch=2, device="cpu")
-        found = time_attention(case, (8, 24), progress=lambda *step: steps.append(step))
-        assert [(row.phase, row.context, row.num_global) for row in found.timings] == list(
+        actual = time_attention(case, (8, 24), progress=lambda *step: steps.append(step))
+        assert [(row.phase, row.context, row.num_global) for row in actual.timings] == list(
             itertools.product(("decode", "prefill"), (8, 24), (0, 1, 2))
         )
         assert steps == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
@@ -198,9 +198,9 @@ class TestMeasuring:
     def test_times_are_per_token_and_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A clock that moves by one second per look: every call takes one, in eight caches or for all tokens."""
         monkeypatch.setattr(kernel_timing, "perf_counter", itertools.count().__next__)
-        found = time_attention(CASE, (8,))
+        result = time_attention(CASE, (8,))
         seconds: dict[Phase, set[float]] = {
-            phase: {row.seconds_per_token for row in found.timings if row.phase == phase}
+            phase: {row.seconds_per_token for row in result.timings if row.phase == phase}
             for phase in ("decode", "prefill")
         }
         assert seconds == {"decode": {1 / (8 * 2)}, "prefill": {1 / (8 * 2)}}
@@ -208,9 +208,9 @@ class TestMeasuring:
     def test_prefill_stops_where_a_call_takes_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each call takes a second. At 8 tokens that promises four at 16, at 16 tokens nine at 48: too long."""
         monkeypatch.setattr(kernel_timing, "perf_counter", itertools.count().__next__)
-        found = time_attention(CASE, (8, 16, 48))
-        assert (found.contexts("decode"), found.contexts("prefill")) == ((8, 16, 48), (8, 16))
-        assert not found.covers(48, "prefill")
+        result = time_attention(CASE, (8, 16, 48))
+        assert (result.contexts("decode"), result.contexts("prefill")) == ((8, 16, 48), (8, 16))
+        assert not result.covers(48, "prefill")
 
     def test_the_caches_are_bounded(self) -> None:
         """Eight caches of a small layer for each number of global heads, one of a large one."""

@@ -31,9 +31,9 @@ class TestLaw:
     def test_known_parameters_are_recovered(self) -> None:
         compute = np.geomspace(1e18, 1e22, 9)
         law = fit(compute, 1.7 + 400 * compute**-0.12)
-        found = [law.irreducible, law.amplitude, law.exponent]
-        assert [i.value for i in found] == pytest.approx([1.7, 400, 0.12], rel=1e-6)
-        assert [i.high - i.low for i in found] == pytest.approx([0, 0, 0], abs=1e-4)
+        result = [law.irreducible, law.amplitude, law.exponent]
+        assert [i.value for i in result] == pytest.approx([1.7, 400, 0.12], rel=1e-6)
+        assert [i.high - i.low for i in result] == pytest.approx([0, 0, 0], abs=1e-4)
         assert law.r_squared == pytest.approx(1.0)
         assert law.predict(1e24).value == pytest.approx(1.7 + 400 * 1e24**-0.12)
 

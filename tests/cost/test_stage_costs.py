@@ -209,13 +209,13 @@ def llama(tmp_path: Path) -> Path:
 class TestCommand:
     def test_of_a_model(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", "--model", str(llama), "--hardware", "h100", "--tokens", "100000"])
-        said = capsys.readouterr()
+        output = capsys.readouterr()
         for words in ("8,030,261,248 parameters", "269,025,536 in predictors", "priced gates, frozen model",
                       "80 GB", "40% of the 989 TFLOP/s", "100,000 held-out tokens"):  # fmt: skip
-            assert words in said.out
-        assert "does not fit: train the SP-KV reference\n" in said.err
-        assert "does not fit: retrain a hybrid\n" in said.err
-        assert "sharding: fsdp on 4 devices" in said.err
+            assert words in output.out
+        assert "does not fit: train the SP-KV reference\n" in output.err
+        assert "does not fit: retrain a hybrid\n" in output.err
+        assert "sharding: fsdp on 4 devices" in output.err
 
     def test_for_programs(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
         line = ["plan", "--model", str(llama), "--hardware", "a100", "--budget", "64", "--context", "32k", "--json"]
@@ -236,14 +236,14 @@ class TestCommand:
     def test_of_a_recipe(self, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         before = set(recipe_file.parent.rglob("*"))
         main(["plan", str(recipe_file), "--workspace", str(recipe_file.parent), "--json", "--device", "cpu"])
-        found = json.loads(capsys.readouterr().out)
-        stages = {stage["name"]: stage for stage in found["stages"]}
+        result = json.loads(capsys.readouterr().out)
+        stages = {stage["name"]: stage for stage in result["stages"]}
         assert [stages[name]["tokens"] for name in ("train the dense model", "train the SP-KV reference")] == [
             6 * 4 * 32, 8 * 4 * 32,
         ]  # fmt: skip
-        assert all(stage["fits"] and stage["seconds"] is None for stage in found["stages"])
+        assert all(stage["fits"] and stage["seconds"] is None for stage in result["stages"])
         assert "priced gates, frozen model" not in stages
-        assert any("nothing was measured here" in remark for remark in found["remarks"])
+        assert any("nothing was measured here" in remark for remark in result["remarks"])
         assert set(recipe_file.parent.rglob("*")) == before
 
     def test_training_is_what_init_writes(
@@ -257,10 +257,10 @@ class TestCommand:
         written = branch["steps"] * branch["batch_size"] * length["block_size"]
         capsys.readouterr()
         main(["plan", "--model", str(model), "--data", str(text), "--device", "cpu", "--json"])
-        found = json.loads(capsys.readouterr().out)
-        stages = {stage["name"]: stage["tokens"] for stage in found["stages"]}
+        result = json.loads(capsys.readouterr().out)
+        stages = {stage["name"]: stage["tokens"] for stage in result["stages"]}
         assert stages["train the SP-KV reference"] == stages["retrain a hybrid"] == written < 160 * 2048
-        assert f"160 steps of {written // 160:,} tokens (with --device cuda at most 16,384)" in str(found["remarks"])
+        assert f"160 steps of {written // 160:,} tokens (with --device cuda at most 16,384)" in str(result["remarks"])
 
     def test_mistakes(self, llama: Path, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "give a recipe, or --model" in fails(capsys, "plan")

@@ -118,10 +118,10 @@ class TestDatasets:
 
     def test_are_read_once_and_without_duplicates(self, source: SourceConfig, tmp_path: Path) -> None:
         tokenizer = bytes_tokenizer()
-        found = load_text([source], tokenizer, tmp_path / "cache", tmp_path, block_size=64)
-        assert len(found.documents) == len(tokenizer.texts) == 40
-        assert found.domains == ("web",)
-        assert same(load_text([source], tokenizer, tmp_path / "cache", tmp_path, block_size=64), found)
+        result = load_text([source], tokenizer, tmp_path / "cache", tmp_path, block_size=64)
+        assert len(result.documents) == len(tokenizer.texts) == 40
+        assert result.domains == ("web",)
+        assert same(load_text([source], tokenizer, tmp_path / "cache", tmp_path, block_size=64), result)
         assert len(tokenizer.texts) == 40
         self.write(tmp_path / "set", range(41))
         assert len(load_text([source], tokenizer, tmp_path / "cache", tmp_path, block_size=64).documents) == 41

@@ -28,10 +28,10 @@ from spkv_nas.data.splits import cache_split, load_text, read_split
 class TestPieces:
     def test_make_up_the_text_and_end_with_paragraphs(self) -> None:
         text = prose(500)
-        found = list(cut([text], 1000))
-        assert "".join(found) == text
-        assert all(piece.endswith("\n\n") for piece in found)
-        assert all(500 <= len(piece) <= 1500 for piece in found)
+        result = list(cut([text], 1000))
+        assert "".join(result) == text
+        assert all(piece.endswith("\n\n") for piece in result)
+        assert all(500 <= len(piece) <= 1500 for piece in result)
 
     @pytest.mark.parametrize("step", [1, 7, 999, 1000, 1001, 5000])
     def test_do_not_show_how_the_text_was_read(self, step: int) -> None:
@@ -49,10 +49,10 @@ class TestLongDocuments:
     ) -> None:
         monkeypatch.setattr(readers, "MOST_CHARACTERS", 5000)
         (tmp_path / "long.txt").write_text(prose(300))
-        found = list(documents(["long.txt"], tmp_path, piece=1000))
-        assert [d.text for d in found] == list(cut([prose(300)], 1000))
-        assert [d.piece for d in found] == list(range(len(found)))
-        assert found[2].label == "long.txt, piece 3"
+        result = list(documents(["long.txt"], tmp_path, piece=1000))
+        assert [d.text for d in result] == list(cut([prose(300)], 1000))
+        assert [d.piece for d in result] == list(range(len(result)))
+        assert result[2].label == "long.txt, piece 3"
 
     def test_many_documents_stay_whole(self, tmp_path: Path) -> None:
         for i in range(20):
@@ -63,9 +63,9 @@ class TestLongDocuments:
 
     def test_pieces_that_are_alike_are_documents_of_their_own(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("the same line\n" * 1000)
-        found = list(documents(["a.txt"], tmp_path, piece=1400))
-        assert len({d.text for d in found}) == 1
-        assert len({d.id for d in found}) == len(found) == 10
+        result = list(documents(["a.txt"], tmp_path, piece=1400))
+        assert len({d.text for d in result}) == 1
+        assert len({d.id for d in result}) == len(result) == 10
 
     def test_what_is_no_text_after_a_while_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(readers, "MOST_CHARACTERS", 5000)
@@ -117,8 +117,8 @@ class TestShare:
         (tmp_path / "corpus.txt").write_text(prose(2000))
         said: list[str] = []
         options: dict[str, Any] = {"block_size": 64, "max_tokens": 256, "reporter": Recorder(announced=said.append)}
-        found = load_text(["corpus.txt"], bytes_tokenizer(), tmp_path / "cache", tmp_path, **options)
-        assert len(found.documents) == found.num_blocks == 4
+        result = load_text(["corpus.txt"], bytes_tokenizer(), tmp_path / "cache", tmp_path, **options)
+        assert len(result.documents) == result.num_blocks == 4
         number = len(list(documents(["corpus.txt"], tmp_path, piece=piece_size(64))))
         assert said == [f"corpus.txt is one long document: its {number} pieces serve as documents"]
 
@@ -131,8 +131,8 @@ class TestShare:
         said: list[str] = []
         sources = ["text"] * bool(others) + [SourceConfig(path="long.txt", max_documents=1)]
         reporter = Recorder(announced=said.append)
-        found = load_text(sources, bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, reporter=reporter)
-        assert len(found.documents) == others + 1
+        result = load_text(sources, bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, reporter=reporter)
+        assert len(result.documents) == others + 1
         note = "long.txt is one long document, of which one piece is read"
         assert said == [note if others else f"{note}: no standard error can be given"]
 
@@ -189,14 +189,14 @@ class TestRestart:
     @pytest.mark.parametrize("name", ["tokens.bin", "document.bin", "documents.jsonl"])
     @pytest.mark.parametrize("damage", [lambda data: data + b"torn", lambda data: data[:-5], lambda data: b""])
     def test_what_a_killed_writer_left_is_cut_to_what_is_whole(self, name: str, damage: Any, tmp_path: Path) -> None:
-        found = [Document(prose(2, i), "a", str(i)) for i in range(9)]
+        result = [Document(prose(2, i), "a", str(i)) for i in range(9)]
 
         def write(folder: Path, number: int) -> None:
             with BlockWriter(folder.with_suffix(".partial"), 16, "text") as writer:
-                for document in found[:number]:
+                for document in result[:number]:
                     if not writer.has(document):
                         writer.add(document, np.frombuffer(document.text.encode(), np.uint8))
-                if number == len(found):
+                if number == len(result):
                     writer.finish(folder)
 
         write(tmp_path / "undisturbed", 9)

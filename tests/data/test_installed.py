@@ -101,9 +101,9 @@ class TestWhatIsTaken:
     def test_a_licence_at_the_top_is_cut_off_and_another_comment_is_not(self, site: Site) -> None:
         comment = "# what it is for\n"
         site.add("alpha", {"alpha/a.py": f"{LICENCE}import b\n", "alpha/b.py": f"{comment}import c\n# License\n"})
-        found = texts()
-        assert found["alpha/a.py"][1] == "import b\n"
-        assert found["alpha/b.py"][1] == f"{comment}import c\n# License\n"
+        result = texts()
+        assert result["alpha/a.py"][1] == "import b\n"
+        assert result["alpha/b.py"][1] == f"{comment}import c\n# License\n"
 
     def test_long_files_are_cut(self, site: Site) -> None:
         site.add("alpha", {"alpha/long.py": "word " * MAX_CHARACTERS})
@@ -116,12 +116,12 @@ class TestWhatIsTaken:
         monkeypatch.setattr(installed, "MOST_BYTES", 100)
         files: Files = {f"alpha/{letter}.py": letter * 10 for letter in "abcdefghijklmnopqrstuvwxyz"}
         site.add("alpha", files)
-        found = list(texts())
-        assert len(found) == 10 + 1
-        assert found[:-1] == sorted(found[:-1]) != list(files)[:10]
+        result = list(texts())
+        assert len(result) == 10 + 1
+        assert result[:-1] == sorted(result[:-1]) != list(files)[:10]
         (tmp_path / "elsewhere").mkdir()
         Site(tmp_path / "elsewhere", monkeypatch).add("alpha", files)
-        assert list(texts()) == found
+        assert list(texts()) == result
 
 
 class TestVersions:
@@ -132,12 +132,12 @@ class TestVersions:
         site.install("beta", "2.1", {"beta/b.py": "other text"})
         site.install("delta", "4.0+cpu", {"delta/d.py": "second"})
         with pytest.warns(UserWarning, match="lacks packages") as caught:
-            found = texts()
+            result = texts()
         assert [str(warning.message) for warning in caught] == [
             "source 'installed' skips packages whose installed version is not the pinned one: beta (2.1, not "
             "2.0), gamma (absent)"
         ]
-        assert {name for name in found if name.endswith(".py")} == {"alpha/a.py", "delta/d.py"}
+        assert {name for name in result if name.endswith(".py")} == {"alpha/a.py", "delta/d.py"}
 
     def test_those_pinned_below_the_line_are_no_part_of_it(self, site: Site) -> None:
         site.add("alpha", {"alpha/a.py": "first"})
@@ -154,8 +154,8 @@ class TestVersions:
 def test_a_recipe_names_it_beside_others_and_equal_files_count_once(site: Site, tmp_path: Path) -> None:
     site.add("alpha", {"alpha/a.py": "same", "alpha/b.py": "same", "alpha/c.py": "other"})
     (tmp_path / "own.txt").write_text("other")
-    found = [document.name for document in documents(["own.txt", "installed"], tmp_path)]
-    assert found == ["own.txt", "alpha/a.py", "alpha, description"]
+    result = [document.name for document in documents(["own.txt", "installed"], tmp_path)]
+    assert result == ["own.txt", "alpha/a.py", "alpha, description"]
 
 
 def test_the_pinned_versions_are_found_and_installed() -> None:
@@ -175,9 +175,9 @@ def test_a_new_pin_goes_below_the_line_that_ends_the_text() -> None:
 
 def test_one_real_package() -> None:
     (package,) = [package for package in installed._packages()[0] if package.name == "click"]
-    found = installed._files(package)
-    assert "click/core.py" in map(str, found)
-    assert {installed.domain(file) for file in found} == {"code"}
+    result = installed._files(package)
+    assert "click/core.py" in map(str, result)
+    assert {installed.domain(file) for file in result} == {"code"}
 
 
 class TestTheEmbeddedModels:

@@ -45,8 +45,8 @@ class TestMixture:
     )
     def test_every_stretch_has_its_share(self, share: float, num_text: int, seed: int, start: int, length: int) -> None:
         mixture = Mixture.drawn(share, num_text, seed)
-        found = sum(mixture.at(place)[0] for place in range(start, start + length))
-        assert abs(found - share * length) <= 1 + 1e-6
+        result = sum(mixture.at(place)[0] for place in range(start, start + length))
+        assert abs(result - share * length) <= 1 + 1e-6
 
     @pytest.mark.parametrize("share", [0.017, 0.5, 1.0])
     def test_each_number_once_and_the_text_as_often_as_it_comes_round(self, share: float) -> None:
@@ -68,7 +68,7 @@ class TestMixture:
 
 
 def ruler_blocks(tokenizer: PreTrainedTokenizerBase, **options: Any) -> RulerBlocks:
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "block_size": 512,
         "tasks": ("niah_single_1",),
         "lengths": (512,),
@@ -76,7 +76,7 @@ def ruler_blocks(tokenizer: PreTrainedTokenizerBase, **options: Any) -> RulerBlo
         "seed": 0,
         "material": NO_MATERIAL,
     }
-    return RulerBlocks(tokenizer, **{**found, **options})
+    return RulerBlocks(tokenizer, **{**result, **options})
 
 
 @pytest.fixture(scope="module")
@@ -185,11 +185,11 @@ class TestTraining:
         """A run that was begun on the first would otherwise go on with the second."""
         essays = recipe_file.parent / "essays.txt"
         recipe = Recipe(**merged(mixed.model_dump(), {"data": {"mix": {"ruler": {"haystack": ["essays.txt"]}}}}))
-        found = set()
+        result = set()
         for word in ("first", "second"):
             essays.write_text(f"This is the {word}. " * 30)
-            found.add(load_corpus(recipe, recipe_file.parent, tmp_path / "runs").text)
-        assert len(found) == 2
+            result.add(load_corpus(recipe, recipe_file.parent, tmp_path / "runs").text)
+        assert len(result) == 2
         essays.write_text("One.")
         with pytest.raises(UserError, match=r"data.mix.ruler.haystack .*essays.txt: 1 sentences"):
             load_corpus(recipe, recipe_file.parent, tmp_path / "runs")

@@ -109,14 +109,14 @@ def test_every_needle_is_there_once(task: str, tokenizer: PreTrainedTokenizerBas
     wanted = {"niah_multivalue": 4, "niah_multiquery": 4}.get(task, 1)
     for sample in samples(task, 1024, 20, tokenizer, material):
         named = re.findall(r"A magic \w+ of ([\w-]+(?: [\w-]+)*?) is ([\w-]+)\.", sample.text)
-        found = {value: key for key, value in named}
+        result = {value: key for key, value in named}
         assert len(sample.answers) == wanted
         for answer in sample.answers:
             assert sample.text.count(answer) == 1
-            assert found[answer] in sample.answer_prefix
+            assert result[answer] in sample.answer_prefix
         if task != "niah_multivalue":
-            assert len(set(found.values())) == len(found)
-        assert len(found) >= {"niah_multikey_1": 4, "niah_multikey_2": 20, "niah_multikey_3": 7}.get(task, wanted)
+            assert len(set(result.values())) == len(result)
+        assert len(result) >= {"niah_multikey_1": 4, "niah_multikey_2": 20, "niah_multikey_3": 7}.get(task, wanted)
 
 
 @pytest.mark.parametrize("task", ["niah_single_1", "niah_single_3", "niah_multikey_2", "niah_multivalue"])
@@ -244,8 +244,8 @@ def test_a_long_list_of_words_is_filled() -> None:
 
 def test_essays_go_on_at_their_beginning() -> None:
     essays = Essays((("a", "b."), ("c", "d", "e."), ("f.",)))
-    found = {tuple(essays.start(Random(seed))(8)) for seed in range(20)}
-    assert found == {
+    result = {tuple(essays.start(Random(seed))(8)) for seed in range(20)}
+    assert result == {
         ("a b.", "c d e.", "f.", "a b."),
         ("c d e.", "f.", "a b.", "c d"),
         ("f.", "a b.", "c d e.", "f.", "a"),

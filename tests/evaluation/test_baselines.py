@@ -262,13 +262,13 @@ def test_rules_of_one_density_are_compared_by_document() -> None:
     dense = 200.0 + rng.normal(size=40)
     harm = rng.uniform(1.0, 20.0, size=40)  # the same for all rules
     totals = [dense, dense + harm + 1.0, dense + harm + 0.1 * rng.normal(size=40), dense + harm + 0.1]
-    found = [
+    result = [
         Measurement(method, None, target, density, DocumentNLL(total, tokens), tau)
         for (method, target, density, tau), total in zip(
             [("full-attention", None, 1.0, None), ("kvzap", 0.2, 0.2, None), ("h2o", 0.2, 0.2, None),
              (SP_KV, None, 0.205, 0.5)], totals, strict=True)
     ]  # fmt: skip
-    rows = baselines_table(found).set_index("method")
+    rows = baselines_table(result).set_index("method")
     assert rows["above_lowest"].isna().tolist() == [True, False, True, False]
     assert rows.loc["kvzap", "above_lowest"] == pytest.approx(0.5, abs=0.02)  # 1 of 200 nats
     assert rows.loc["kvzap", "above_lowest_standard_error"] < rows.loc["kvzap", "delta_nll_standard_error"] / 20
@@ -371,11 +371,11 @@ class TestCommand:
         save(gated(), tiny_tokenizer, tmp_path / "mine")
         options = ["--model", dense, "--data", text, "--block-size", str(BLOCK), "-w", tmp_path / "w"]
         assert "has no gates" in fails(capsys, "evaluate", "baselines", *options, "--against", dense)
-        said = fails(capsys, "evaluate", "baselines", *options, "--against", tmp_path / "mine", "--window", "8")
-        assert "--window 8 is not that of --against, 6" in said
+        message = fails(capsys, "evaluate", "baselines", *options, "--against", tmp_path / "mine", "--window", "8")
+        assert "--window 8 is not that of --against, 6" in message
 
     def test_one_document(self, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "one.txt").write_text("a word " * 12)
         options = ["--model", dense, "--data", tmp_path / "one.txt", "--block-size", "24", "--methods", "streaming"]
-        said = fails(capsys, "evaluate", "baselines", *options, "-w", tmp_path / "w")
-        assert "document" in said
+        message = fails(capsys, "evaluate", "baselines", *options, "-w", tmp_path / "w")
+        assert "document" in message

@@ -75,8 +75,8 @@ class TestCourse:
 
     @pytest.mark.parametrize(("blocks", "laps"), [(15, None), (16, [8, 8]), (33, [8, 8, 17])])
     def test_a_short_text_has_fewer_laps_or_none(self, text: TokenBlocks, blocks: int, laps: list[int] | None) -> None:
-        found = RungSchedule.of(text.take(blocks))
-        assert laps == (None if found is None else [lap.num_blocks for lap in found.laps])
+        result = RungSchedule.of(text.take(blocks))
+        assert laps == (None if result is None else [lap.num_blocks for lap in result.laps])
 
 
 class TestEstimate:
@@ -89,9 +89,9 @@ class TestEstimate:
             losses = generator.exponential(size=(64, 4)) @ generator.random((4, 11))
             losses += noise * generator.standard_t(4, losses.shape)
             part = losses[generator.permutation(64)[:seen]]
-            found = Estimate.of(part[:, 0], part[:, 1:], losses[:, 1:].mean(0), seen / 64)
-            errors.append(found.nats - losses[:, 0].mean())
-            said.append(found.standard_error)
+            result = Estimate.of(part[:, 0], part[:, 1:], losses[:, 1:].mean(0), seen / 64)
+            errors.append(result.nats - losses[:, 0].mean())
+            said.append(result.standard_error)
         return errors, said
 
     @pytest.mark.parametrize("seen", [16, 32])
@@ -161,8 +161,8 @@ class TestRivals:
     values = tuple([float(value)] for value in (5, 3, 4, 1, 2, 9, 8, 7, 6, 10, 0, 0))
 
     def rival(self, *costs: float) -> int | None:
-        found = Finished(TRIED, self.values).rival(costs)
-        return None if found is None else TRIED.index(found)
+        result = Finished(TRIED, self.values).rival(costs)
+        return None if result is None else TRIED.index(result)
 
     def test_is_the_first_of_the_best(self) -> None:
         assert self.rival() == 10

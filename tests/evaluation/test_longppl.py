@@ -58,10 +58,10 @@ class TestPackage:
         spans = key_spans(model, tokenizer, golden["text"], Criterion(GOLDEN["short"], GOLDEN["stride"]))
         assert spans == [tuple(span) for span in golden["spans"]]
         for name, judged in (("own", tokenizer), ("by_letter", self.letters(tokenizer))):
-            found, expected = read(model, judged, golden["text"], spans), golden[name]
-            assert (found.num_keys, found.num_tokens + 1) == (expected["n_key_token"], expected["n_token"])
-            assert math.exp(found.key_total / found.num_keys) == pytest.approx(expected["longppl"], rel=1e-5)
-            assert math.exp(found.total / found.num_tokens) == pytest.approx(expected["ppl"], rel=1e-5)
+            actual, expected = read(model, judged, golden["text"], spans), golden[name]
+            assert (actual.num_keys, actual.num_tokens + 1) == (expected["n_key_token"], expected["n_token"])
+            assert math.exp(actual.key_total / actual.num_keys) == pytest.approx(expected["longppl"], rel=1e-5)
+            assert math.exp(actual.total / actual.num_tokens) == pytest.approx(expected["ppl"], rel=1e-5)
 
 
 def copying(monkeypatch: pytest.MonkeyPatch, context: int = 4) -> PreTrainedModel:
@@ -99,8 +99,8 @@ class TestKeys:
         text = far + noise(100) + once + near + noise(10) + near + noise(60) + far + noise(40)
         at = text.rindex(far)
         limit = 60 + stride  # of the short context, from where the far string is seen again
-        found = key_spans(copying(monkeypatch), tiny_tokenizer, text, Criterion(60, stride))
-        assert found == ([(at + 4, at + 20)] if limit < at else [])
+        result = key_spans(copying(monkeypatch), tiny_tokenizer, text, Criterion(60, stride))
+        assert result == ([(at + 4, at + 20)] if limit < at else [])
 
     def test_thresholds(self, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
         """The short context costs a copied letter log 300 nats; the others are as likely in both."""
@@ -129,19 +129,19 @@ class TestKeys:
         model = gated()
         for tau, share in ((0.0, 1.0), (0.4, None)):
             set_gate_mode(model, "hard", tau)
-            found = read(model, tiny_tokenizer, string.ascii_letters, [(3, 9)])
-            assert found.num_keys == 6
-            assert found.density == share if share else 0.05 < found.density < 0.95
+            result = read(model, tiny_tokenizer, string.ascii_letters, [(3, 9)])
+            assert result.num_keys == 6
+            assert result.density == share if share else 0.05 < result.density < 0.95
         assert read(hybrid(), tiny_tokenizer, string.ascii_letters, []).density == 0.5
 
     def test_long_documents_are_read_in_parts(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """A rest no longer than the short context is left out, and so is a short document."""
         documents = [Document(string.ascii_uppercase * n, "text", str(n)) for n in (4, 1, 5, 3)]
-        found = stretches(documents, tiny_tokenizer, 40, 26, None)
-        assert [(one.document, one.name, len(one.text)) for one in found] == [
+        result = stretches(documents, tiny_tokenizer, 40, 26, None)
+        assert [(one.document, one.name, len(one.text)) for one in result] == [
             (0, "4", 40), (0, "4", 40), (2, "5", 40), (2, "5", 40), (2, "5", 40), (3, "3", 40), (3, "3", 38),
         ]  # fmt: skip
-        assert found[1].text == (string.ascii_uppercase * 4)[40:80]
+        assert result[1].text == (string.ascii_uppercase * 4)[40:80]
 
     @pytest.mark.parametrize(("most", "lengths"), [(81, [40, 40]), (110, [40, 40, 30]), (80, [40, 40]), (26, [])])
     def test_no_more_tokens_are_read_than_the_limit(

@@ -111,8 +111,8 @@ class TestContinuation:
         assert np.isnan(together.densities).all() == (make not in (gated, hybrid))
 
     def test_the_density_is_that_of_the_prompts(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        found = continue_greedily(hybrid(), tiny_tokenizer, ["the", *self.prompts], [20] * 4)
-        assert found.densities == pytest.approx([math.nan, 3 / 8, 3 / 8, 3 / 8], nan_ok=True)
+        result = continue_greedily(hybrid(), tiny_tokenizer, ["the", *self.prompts], [20] * 4)
+        assert result.densities == pytest.approx([math.nan, 3 / 8, 3 / 8, 3 / 8], nan_ok=True)
 
 
 class TestFloor:
@@ -156,9 +156,9 @@ def test_samples_answered_are_those_asked(
     monkeypatch.setattr(ruler, "continue_greedily", answering)
     monkeypatch.setattr(ruler, "_TOGETHER", 2000)
     told: list[tuple[int, int]] = []
-    found = Answers.of(answer(tiny_model(), tiny_tokenizer, make, 7, lambda *step: told.append(step)), 7)
-    assert list(found.scores) == [0, 1, 0, 1, 0, 1, 0]
-    assert list(found.densities) == [0.5] * 7
+    result = Answers.of(answer(tiny_model(), tiny_tokenizer, make, 7, lambda *step: told.append(step)), 7)
+    assert list(result.scores) == [0, 1, 0, 1, 0, 1, 0]
+    assert list(result.densities) == [0.5] * 7
     assert told[-1] == (7, 7)
     assert len(told) > 2
 
@@ -174,10 +174,10 @@ def test_a_sample_without_room_is_left_out(
     monkeypatch.setattr(ruler, "_TOGETHER", 1000)
     lines = answer(gated_hard(), tiny_tokenizer, make, 6)
     assert [line["index"] for line in lines] == [0, 1, 4]
-    found = Answers.of(lines, 6)
-    assert list(np.isnan(found.scores)) == [False, False, True, True, False, True]
-    assert not np.isnan(found.densities[[0, 1, 4]]).any()
-    rows = ruler_table([Cell("niah_single_1", 600, found, found, found)])
+    result = Answers.of(lines, 6)
+    assert list(np.isnan(result.scores)) == [False, False, True, True, False, True]
+    assert not np.isnan(result.densities[[0, 1, 4]]).any()
+    rows = ruler_table([Cell("niah_single_1", 600, result, result, result)])
     assert list(rows["num_samples"]) == [3, 3]
     assert rows.drop(columns=["difference", "difference_standard_error"]).notna().all(axis=None)
     assert list(rows["difference"]) == [0, 0]

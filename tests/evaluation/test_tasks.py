@@ -75,8 +75,8 @@ class TestAnswers:
         pairs = [("the quick", " brown fox"), ("the quick brown", " dog"), ("the quick", " brown dog"), ("", "the dog")]
         requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
         with gate_mode(model, "hard", 0.5), torch.no_grad():
-            found = lm.loglikelihood(requests)
-            for (before, after), (total, is_greedy) in zip(pairs, found, strict=True):
+            result = lm.loglikelihood(requests)
+            for (before, after), (total, is_greedy) in zip(pairs, result, strict=True):
                 context = tiny_tokenizer(before)["input_ids"] or [lm.prefix_token_id]
                 ids = context + tiny_tokenizer(before + after)["input_ids"][len(context) * bool(before) :]
                 scores = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
@@ -170,11 +170,11 @@ class TestAnswers:
                 export(None, tmp_path / name, stock)
             ours, plain = load(tmp_path / name)[0], AutoModelForCausalLM.from_pretrained(stock)
             assert (type(ours) is type(plain)) == (make is dense)
-            found = [
+            result = [
                 ask(model, tiny_tokenizer, folder, "choices", tmp_path / f"{name}{n}")
                 for n, model in enumerate((ours, plain))
             ]
-            assert found[0][0].values == found[1][0].values
+            assert result[0][0].values == result[1][0].values
             assert samples(tmp_path / f"{name}0") == pytest.approx(samples(tmp_path / f"{name}1"), abs=1e-4)
 
     @pytest.mark.parametrize("work", ["_read", "_generate"])
@@ -192,15 +192,15 @@ class TestAnswers:
         done = getattr(CheckpointLM, work)
 
         def short(self: CheckpointLM, items: Any, *rest: Any, **options: Any) -> Any:
-            found = done(self, items, *rest, **options)
+            result = done(self, items, *rest, **options)
             if len(items) > 3:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-            return found
+            return result
 
         monkeypatch.setattr(CheckpointLM, work, short)
         with pytest.warns(UserWarning, match="out of memory for"):
-            (found,) = ask(gated(), tiny_tokenizer, folder, names, tmp_path / "short")
-        assert (found.values, found.density) == (whole.values, whole.density)
+            (result,) = ask(gated(), tiny_tokenizer, folder, names, tmp_path / "short")
+        assert (result.values, result.density) == (whole.values, whole.density)
 
 
 def samples(folder: Path) -> list[float]:
@@ -239,10 +239,10 @@ class TestFinished:
         assert run() == 5
 
     def test_every_sample_is_there(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-        (found,) = ask(gated(), tiny_tokenizer, folder, "choices", tmp_path / "kept")
+        (result,) = ask(gated(), tiny_tokenizer, folder, "choices", tmp_path / "kept")
         (file,) = (tmp_path / "kept").iterdir()
         head, *rows = map(json.loads, file.read_text().splitlines())
-        assert head == {"task": "choices", "num_fewshot": 0, "density": found.density}
-        assert [row["metrics"]["acc"] for row in rows] == found.values["acc"]
+        assert head == {"task": "choices", "num_fewshot": 0, "density": result.density}
+        assert [row["metrics"]["acc"] for row in rows] == result.values["acc"]
         assert rows[0]["prompt"] == "the quick brown"
         assert rows[0]["asked"] == [[" the"], [" dog"], [" the lazy fox"]]

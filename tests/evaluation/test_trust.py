@@ -55,12 +55,12 @@ def judge(values: np.ndarray, budget: int = 3, found: Gains | None = None, docum
 
 class TestTrust:
     def test_a_table_that_orders_as_the_gains_do(self) -> None:
-        found = judge(GAINS * 10)
-        assert found.rho == pytest.approx(1.0)
-        assert found.interval is None  # resamples of a perfect order are perfect
-        assert found.left_out == pytest.approx(0.013 / 0.103)
-        assert found.missed == (Missed(2, 1, 0.010, 0.002),)
-        assert found.sentence() == (
+        result = judge(GAINS * 10)
+        assert result.rho == pytest.approx(1.0)
+        assert result.interval is None  # resamples of a perfect order are perfect
+        assert result.left_out == pytest.approx(0.013 / 0.103)
+        assert result.missed == (Missed(2, 1, 0.010, 0.002),)
+        assert result.sentence() == (
             "the table orders what opening single heads saves with Spearman +1.00; "
             "its 3 heads leave out 13 ± 3 % of the gains, most in layer 2, head 1 (0.010 ± 0.002 nats)"
         )
@@ -69,15 +69,15 @@ class TestTrust:
         """It takes .013 of .103; heads are named whose gains stand out of their noise."""
         table = np.zeros((4, 2))
         table[[0, 2, 3], [1, 1, 1]] = 1.0
-        found = judge(table)
+        actual = judge(table)
         expected = spearman(table.ravel(), GAINS.ravel())
         assert expected is not None
-        assert (found.rho, found.interval) == expected
+        assert (actual.rho, actual.interval) == expected
         left = 0.09 / 0.103
-        assert found.left_out == pytest.approx(left)
-        assert found.left_out_nats == pytest.approx(0.09)
-        assert found.left_out_error == pytest.approx(0.002 / 0.103 * np.sqrt(3 * (1 - left) ** 2 + 3 * left**2))
-        assert [(head.layer, head.kv_head, head.gain) for head in found.missed] == [
+        assert actual.left_out == pytest.approx(left)
+        assert actual.left_out_nats == pytest.approx(0.09)
+        assert actual.left_out_error == pytest.approx(0.002 / 0.103 * np.sqrt(3 * (1 - left) ** 2 + 3 * left**2))
+        assert [(head.layer, head.kv_head, head.gain) for head in actual.missed] == [
             (0, 0, 0.04),
             (3, 0, 0.03),
             (1, 0, 0.02),
@@ -85,22 +85,22 @@ class TestTrust:
 
     def test_noise_names_no_head(self) -> None:
         """The same choice, thirty times less sure."""
-        found = judge(-GAINS, found=gains(GAINS, 30 * ERRORS))
-        assert np.isnan(found.left_out)
-        assert found.missed == ()
-        assert found.sentence().startswith("no head's gain, opened alone, stands out of the noise")
+        result = judge(-GAINS, found=gains(GAINS, 30 * ERRORS))
+        assert np.isnan(result.left_out)
+        assert result.missed == ()
+        assert result.sentence().startswith("no head's gain, opened alone, stands out of the noise")
 
     @pytest.mark.parametrize(("documents", "are_few"), [(5, True), (7, True), (8, False), (None, False)])
     def test_few_documents_name_no_head(self, documents: int | None, are_few: bool) -> None:
         """The demo's 5 documents advised another signal, whose heads lose twice as much once retrained."""
-        found = judge(-GAINS, documents=documents)
-        assert (found.missed == ()) == are_few
-        assert found.sentence().endswith("measured on 5 documents, too few to rely on") == (documents == 5)
-        assert ("most in layer 0, head 0" in found.sentence()) != are_few
+        result = judge(-GAINS, documents=documents)
+        assert (result.missed == ()) == are_few
+        assert result.sentence().endswith("measured on 5 documents, too few to rely on") == (documents == 5)
+        assert ("most in layer 0, head 0" in result.sentence()) != are_few
 
     def test_errors_that_are_not_known(self) -> None:
-        found = judge(-GAINS, found=gains(GAINS, np.full((4, 2), np.nan)))
-        assert "leave out 99 % of the gains, most in layer 0, head 0 (0.040 nats)" in found.sentence()
+        result = judge(-GAINS, found=gains(GAINS, np.full((4, 2), np.nan)))
+        assert "leave out 99 % of the gains, most in layer 0, head 0 (0.040 nats)" in result.sentence()
 
 
 class TestFiles:
@@ -161,9 +161,9 @@ class TestWorkspace:
         put(place, "small", GAINS[:2], signal="opening", unit="nats per token")
         assert trust(place, table, chosen) is None
         put(place, "mine-opening", GAINS, signal="opening", unit="nats per token")
-        found = trust(place, table, chosen)
-        assert found is not None
-        assert found.rho == Trust.of(table.values, chosen, gains()).rho
+        result = trust(place, table, chosen)
+        assert result is not None
+        assert result.rho == Trust.of(table.values, chosen, gains()).rho
         own = put(place, "mine", LEFT, gains(GAINS[::-1]))
         assert trust(place, own, chosen) == trust_without_errors(own, chosen)
 
@@ -174,14 +174,16 @@ class TestWorkspace:
         """
         put(place, "mine", LEFT, gains(), gains={"documents": 9})
         put(place, "mine-duo", GAINS.clip(0) * 20, signal="duo")
-        found = propose(ProposeOptions(probe="mine", budget="3", workspace=place.root))
-        said = " ".join([*found.sentences, *(f"{one.reason} {one.command}" for one in found.next), str(found.advice)])
-        assert found.trust is not None
-        assert found.trust.num_documents == 9
+        result = propose(ProposeOptions(probe="mine", budget="3", workspace=place.root))
+        said = " ".join(
+            [*result.sentences, *(f"{one.reason} {one.command}" for one in result.next), str(result.advice)]
+        )
+        assert result.trust is not None
+        assert result.trust.num_documents == 9
         assert "opening " not in said.replace("opening single heads", "")
         assert "of largest gain" not in said
         assert "mine-duo" not in said
-        assert [one.reason.startswith(RECOMMENDATION) for one in found.next] == [True]
+        assert [one.reason.startswith(RECOMMENDATION) for one in result.next] == [True]
 
     def test_propose_shows_the_recommended_signal_beside_densities(self, place: Workspace) -> None:
         """Densities were compared with layer patterns and chance, and never with the heads that lose least."""
@@ -206,8 +208,8 @@ class TestWorkspace:
         put(place, "mine-duo", GAINS.clip(0), signal="duo")
         (place.probe_dir("mine-duo") / "density.csv").write_text("layer\n")
         with pytest.warns(UserWarning, match="changed since|a probe that cannot be read plays no part"):
-            found = trust(place, table, densest(table.values, 3))
-        assert found is None
+            result = trust(place, table, densest(table.values, 3))
+        assert result is None
 
     def test_an_old_probe_says_that_it_is_not_known(self) -> None:
         table = make_table(LEFT)
@@ -227,11 +229,11 @@ def test_gains_of_a_table_are_those_of_the_signal() -> None:
     owner = np.repeat(np.arange(8, dtype=np.int32), 20).reshape(4, 40)
     blocks = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i == 7], str(i)) for i in range(8)))
     model = tiny_model(vocab_size=300)
-    found, took = opening_gains(model, blocks, 6)
-    assert found.values == pytest.approx(opening(model, blocks, 6).values, abs=1e-9)
+    result, took = opening_gains(model, blocks, 6)
+    assert result.values == pytest.approx(opening(model, blocks, 6).values, abs=1e-9)
     assert took == {"passes": 6.0, "tokens": 160, "documents": 8}
     one = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "a", str(i)) for i in range(8)))
-    assert found.standard_error == pytest.approx(opening(model, one, 6).standard_error, abs=1e-9)
+    assert result.standard_error == pytest.approx(opening(model, one, 6).standard_error, abs=1e-9)
 
 
 class TestCommand:
@@ -297,9 +299,9 @@ class TestCommand:
 
 def test_the_page_names_what_is_left_out(tmp_path: Path) -> None:
     table, layouts = make_table(LEFT), make_layouts("densest")
-    found = Trust.of(table.values, layouts["densest"].global_mask, gains())
-    text = write_report(tmp_path / "one", ReportInputs(table, layouts, trust=found)).read_text(encoding="utf-8")
-    assert found.sentence()[1:].replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0") in text
+    result = Trust.of(table.values, layouts["densest"].global_mask, gains())
+    text = write_report(tmp_path / "one", ReportInputs(table, layouts, trust=result)).read_text(encoding="utf-8")
+    assert result.sentence()[1:].replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0") in text
     assert '<th scope="row">layer 3, KV head 0</th><td>30.0 ± 2.0</td><td>0.675</td><td>2</td>' in text
     assert '<th scope="row">layer 0, KV head 0</th>' not in text  # it is global
     plain = write_report(tmp_path / "two", ReportInputs(table, layouts)).read_text(encoding="utf-8")

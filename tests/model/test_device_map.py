@@ -44,21 +44,21 @@ def test_nll_and_scores(chunk: int, blocks: TokenBlocks, tmp_path: Path, monkeyp
     assert own.density == other.density
     assert np.array_equal(own.nll.total, other.nll.total)
     layouts = [None, *make_layouts("one", "two", "three").values()]
-    found = zero_shot(parted(tiny_model(), tmp_path / "dense"), layouts, blocks)
-    for one, same in zip(found, zero_shot(tiny_model(), layouts, blocks), strict=True):
+    result = zero_shot(parted(tiny_model(), tmp_path / "dense"), layouts, blocks)
+    for one, same in zip(result, zero_shot(tiny_model(), layouts, blocks), strict=True):
         assert np.array_equal(one.total, same.total)
 
 
 def test_density(blocks: TokenBlocks, tmp_path: Path) -> None:
-    found = probe(parted(gated(), tmp_path / "model"), blocks)
-    pd.testing.assert_frame_equal(found.rows, probe(gated(), blocks).rows)
+    result = probe(parted(gated(), tmp_path / "model"), blocks)
+    pd.testing.assert_frame_equal(result.rows, probe(gated(), blocks).rows)
 
 
 @pytest.mark.filterwarnings("ignore:the model predicts")
 @pytest.mark.parametrize("signal", slow_after(2, ["attention-mass", "retrieval", "opening", "closing"]))
 def test_signals(signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
-    found = measure_signal(signal, parted(tiny_model(), tmp_path / "model"), blocks, window=6)
-    pd.testing.assert_frame_equal(found.rows, measure_signal(signal, tiny_model(), blocks, window=6).rows)
+    result = measure_signal(signal, parted(tiny_model(), tmp_path / "model"), blocks, window=6)
+    pd.testing.assert_frame_equal(result.rows, measure_signal(signal, tiny_model(), blocks, window=6).rows)
 
 
 def test_nothing_learns_through_weights_that_are_on_no_device(blocks: TokenBlocks, tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_without_a_gpu_it_is_the_cpu(
     text: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, tmp_path / "model")
-    found = []
+    result = []
     for device in ("auto", "cpu"):
         where = ["--model", str(tmp_path / "model"), "--data", str(text), "--block-size", "32", "--device", device]
         main(["evaluate", *where, "--workspace", str(tmp_path), "--json", "-q"])
-        found.append(capsys.readouterr().out)
-    assert found[0] == found[1] != ""
+        result.append(capsys.readouterr().out)
+    assert result[0] == result[1] != ""

@@ -59,8 +59,8 @@ class TestSampled:
                 out = attention(*inputs[:3], window=6, log_utility=sampled.log_utility, backend=backend)
             (out * weight).sum().backward()
             grads.append([x.grad for x in inputs])
-        for expected, found in zip(*grads, strict=True):
-            assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
+        for expected, actual in zip(*grads, strict=True):
+            assert torch.allclose(actual, expected, rtol=1e-10, atol=1e-12)
         assert grads[1][3].count_nonzero() > 20
 
     def test_probabilities_are_utilities_clipped(self) -> None:
@@ -86,7 +86,7 @@ class TestSampled:
 
     def test_a_seed_repeats_it_and_checkpointing_changes_nothing(self, tokens: Tensor) -> None:
         """What is computed again in the backward pass samples the same gates."""
-        found = []
+        result = []
         for recompute in (False, True, False):
             model = gated(bias=0.0).train()
             scatter_gates(model)
@@ -96,12 +96,12 @@ class TestSampled:
             torch.manual_seed(7)
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
-            found.append([loss.detach(), *(p.grad for p in model.parameters())])
-        for other in found[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+            result.append([loss.detach(), *(p.grad for p in model.parameters())])
+        for other in result[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(result[0], other, strict=True))
         with torch.no_grad():
             again = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        assert again != found[0][0]  # another draw
+        assert again != result[0][0]  # another draw
 
 
 class TestPredictor:
@@ -157,8 +157,8 @@ class TestPredictor:
 def test_sinks_are_always_kept(tokens: Tensor) -> None:
     q, k, v = (torch.randn(1, 2, 24, 8) for _ in range(3))
     module = next(iter(predictors(gated(sinks=3)).values()))
-    found = module(torch.randn(1, 24, 32))
-    keep = gate_from_logits(found, "hard", 1.0).keep
+    result = module(torch.randn(1, 24, 32))
+    keep = gate_from_logits(result, "hard", 1.0).keep
     assert keep is not None
     assert keep.nonzero()[:, 2].tolist() == [0, 1, 2] * 2
     far = attention(q, k, v, window=6, keep=keep)

@@ -64,13 +64,13 @@ def whole_pass(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def test_greedy_text_and_logits_of_ragged_prompts(family: str, kind: str) -> None:
     model = model_with(kind, family)
     ids, mask = prompts()
-    found = generate(
+    actual = generate(
         model, ids, mask, past_key_values=SPKVCache(model), return_dict_in_generate=True, output_logits=True
     )
     for row, length in enumerate(LENGTHS):
-        text = found.sequences[row, max(LENGTHS) - length :]
+        text = actual.sequences[row, max(LENGTHS) - length :]
         expected = whole_pass(model, text[None, :-1])[0, length - 1 :]
-        logits = torch.stack(found.logits, 1)[row]
+        logits = torch.stack(actual.logits, 1)[row]
         assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max()))
         assert torch.equal(text[length:], expected.argmax(-1))
 
@@ -82,7 +82,7 @@ def test_two_thousand_tokens(kind: str, family: str) -> None:
     model = model_with(kind, family)
     ids, mask = prompts()
     cache = SPKVCache(model)
-    found = generate(
+    actual = generate(
         model,
         ids,
         mask,
@@ -92,9 +92,9 @@ def test_two_thousand_tokens(kind: str, family: str) -> None:
         output_logits=True,
     )
     for row, length in enumerate(LENGTHS):
-        text = found.sequences[row, max(LENGTHS) - length :]
+        text = actual.sequences[row, max(LENGTHS) - length :]
         expected = whole_pass(model, text[None, :-1])[0, length - 1 :]
-        logits = torch.stack([step[row] for step in found.logits])
+        logits = torch.stack([step[row] for step in actual.logits])
         assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max()))
     assert cache.num_bytes < cache.full_attention_bytes
 
@@ -114,9 +114,9 @@ def test_a_conversation_goes_on() -> None:
     first = generate(model, ids, mask, past_key_values=cache)
     turn = torch.randint(3, 97, (len(LENGTHS), 9), generator=torch.Generator().manual_seed(1))
     ids, mask = torch.cat([first, turn], 1), torch.nn.functional.pad(mask, (0, 29), value=1)
-    found = generate(model, ids, mask, past_key_values=cache)
-    assert torch.equal(found, generate(model, ids, mask, past_key_values=SPKVCache(model)))
-    assert cache.get_seq_length() == found.shape[1] - 1
+    result = generate(model, ids, mask, past_key_values=cache)
+    assert torch.equal(result, generate(model, ids, mask, past_key_values=SPKVCache(model)))
+    assert cache.get_seq_length() == result.shape[1] - 1
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 def test_beam_search() -> None:
     model = model_with("gates")
     ids, mask = prompts()
-    found = generate(model, ids, mask, past_key_values=SPKVCache(model), num_beams=3)
+    result = generate(model, ids, mask, past_key_values=SPKVCache(model), num_beams=3)
     model.generation_config.use_cache = False
-    assert torch.equal(found[0, -20:], generate(model, ids[:1, -5:], mask[:1, -5:], num_beams=3)[0, -20:])
+    assert torch.equal(result[0, -20:], generate(model, ids[:1, -5:], mask[:1, -5:], num_beams=3)[0, -20:])
 
 
 def test_sampling_repeats_with_its_seed() -> None:

@@ -73,9 +73,9 @@ def reference(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def gradients(model: PreTrainedModel, value: Tensor) -> dict[str, Tensor]:
     """Return the gradient of every parameter that has one, and clear those of the model."""
     value.backward()  # type: ignore[no-untyped-call]
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    result = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return result
 
 
 def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -124,9 +124,9 @@ class TestHeads:
         theirs = gradients(model, expected)
         for size in (20, 1 << 20):
             with in_chunks(model, size):
-                found = mean_divergence(model, tokens, changed)
-                assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-3)
-                assert_equal(gradients(model, found), theirs)
+                actual = mean_divergence(model, tokens, changed)
+                assert float(actual.detach()) == pytest.approx(float(expected.detach()), rel=1e-3)
+                assert_equal(gradients(model, actual), theirs)
 
     @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 70}], ids=["mean", "of a larger batch"])
     def test_training(self, head: str, options: dict[str, Any], tokens: Tensor) -> None:
@@ -136,9 +136,9 @@ class TestHeads:
         expected = model(input_ids=tokens, labels=labels, **options).loss
         theirs = gradients(model, expected)
         with in_chunks(model), loss_in_chunks(model):
-            found = model(input_ids=tokens, labels=labels, **options).loss
-            torch.testing.assert_close(found, expected)
-            assert_equal(gradients(model, found), theirs)
+            actual = model(input_ids=tokens, labels=labels, **options).loss
+            torch.testing.assert_close(actual, expected)
+            assert_equal(gradients(model, actual), theirs)
         assert "_loss_function" not in vars(model)
         assert not model._forward_pre_hooks
         assert not model.get_decoder()._forward_hooks
@@ -150,9 +150,9 @@ def test_one_chunk_is_the_models_own_pass(tokens: Tensor) -> None:
     assert torch.equal(token_nll(model, tokens), expected)
     whole = model(input_ids=tokens, labels=tokens)
     with loss_in_chunks(model):
-        found = model(input_ids=tokens, labels=tokens)
-    assert torch.equal(found.loss, whole.loss)
-    assert torch.equal(found.logits, whole.logits)
+        actual = model(input_ids=tokens, labels=tokens)
+    assert torch.equal(actual.loss, whole.loss)
+    assert torch.equal(actual.logits, whole.logits)
 
 
 def test_gradients_of_weights_in_bfloat16_are_summed_in_float32(tokens: Tensor) -> None:
@@ -199,9 +199,9 @@ def test_other_models_make_all_logits_and_say_so(kind: type, tokens: Tensor, mon
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             second = model(input_ids=tokens, labels=tokens).loss
-    for found in (first, second):
-        assert torch.equal(found, trained)
-        assert_equal(gradients(model, found), theirs)
+    for actual in (first, second):
+        assert torch.equal(actual, trained)
+        assert_equal(gradients(model, actual), theirs)
 
 
 class TestWhoComputesLosses:
@@ -215,13 +215,13 @@ class TestWhoComputesLosses:
             assert one.total == pytest.approx(other.total, rel=1e-5)
 
     def test_gates_that_learn(self, blocks: TokenBlocks) -> None:
-        found = []
+        result = []
         for size in (1 << 20, 20):
             model = tiny_model(vocab_size=300)
             with in_chunks(model, size):
                 learn_gates(model, blocks, GateConfig(window=4, target_density=0.3), steps=3, step_tokens=96)
-            found.append({name: p for name, p in model.named_parameters() if "utility_predictor" in name})
-        assert all(torch.allclose(found[1][name], p, atol=1e-5) for name, p in found[0].items())
+            result.append({name: p for name, p in model.named_parameters() if "utility_predictor" in name})
+        assert all(torch.allclose(result[1][name], p, atol=1e-5) for name, p in result[0].items())
 
     def test_training(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As in test_distributed, where every process computes its loss in chunks."""

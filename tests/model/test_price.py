@@ -47,13 +47,13 @@ class TestBenefits:
     def test_accumulated_steps_add_up(self, tokens: Tensor) -> None:
         model = gated(init_scale=0.0, bias=0.3)
         set_gate_mode(model, "soft")
-        found = []
+        result = []
         for parts in ([tokens], list(tokens.split(1))):
             watch = KeyBenefitEstimator(model)
             for part in parts:
                 (model(input_ids=part, labels=part, use_cache=False).loss / len(parts)).backward()
-            found.append(watch.stop())
-        assert np.allclose(*found, rtol=1e-4)
+            result.append(watch.stop())
+        assert np.allclose(*result, rtol=1e-4)
 
     def test_heads_without_a_gate_have_none(self, tokens: Tensor) -> None:
         model = gated(heads=["SG", "SL", "SS", "LG"])

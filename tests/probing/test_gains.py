@@ -168,10 +168,10 @@ def test_passes_share_their_first_layers(blocks: TokenBlocks) -> None:
 def test_gates_and_windows_do_not_count(blocks: TokenBlocks) -> None:
     model = gated()
     states = copy.deepcopy(layer_states(model))
-    found = opening(model, blocks, WINDOW).values
+    result = opening(model, blocks, WINDOW).values
     assert layer_states(model) == states
     detach(model)
-    assert np.array_equal(opening(model, blocks, WINDOW).values, found)
+    assert np.array_equal(opening(model, blocks, WINDOW).values, result)
 
 
 def test_what_is_refused(blocks: TokenBlocks) -> None:

@@ -80,13 +80,13 @@ class TestLearning:
 
     def test_less_memory_means_smaller_passes(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_model()
-        found = []
+        result = []
         for free in (1 << 40, 3_000_000, 1):
             monkeypatch.setattr(frozen, "memory_for_passes", lambda _, free=free: free)
-            found.append(frozen.passes(model, 32, 8, GATES))
-        assert found[0] == (8, False)
-        assert 1 <= found[1][0] < 8
-        assert found[2] == (1, True)
+            result.append(frozen.passes(model, 32, 8, GATES))
+        assert result[0] == (8, False)
+        assert 1 <= result[1][0] < 8
+        assert result[2] == (1, True)
 
     def test_a_model_in_bfloat16_has_predictors_in_float32(
         self, blocks: TokenBlocks, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase

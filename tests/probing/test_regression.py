@@ -52,16 +52,16 @@ class TestRidge:
         rng = np.random.default_rng(1)
         letters = design(30, 0)  # fewer than heads
         responses = letters @ rng.normal(size=63) + rng.normal(size=30)
-        found = Ridge.fit(letters, responses)
+        result = Ridge.fit(letters, responses)
         missed = []
         for out in range(30):
             kept = np.arange(30) != out
             x, y = letters[kept], responses[kept]
             centred = x - x.mean(0)
-            slope = np.linalg.solve(centred.T @ centred + found.penalty * np.eye(63), centred.T @ (y - y.mean()))
+            slope = np.linalg.solve(centred.T @ centred + result.penalty * np.eye(63), centred.T @ (y - y.mean()))
             missed.append((responses[out] - y.mean() - (letters[out] - x.mean(0)) @ slope, responses[out] - y.mean()))
         own, mean = np.square(missed).sum(0)
-        assert found.explained == pytest.approx(1 - own / mean, abs=1e-9)
+        assert result.explained == pytest.approx(1 - own / mean, abs=1e-9)
 
     def test_planted_gains_and_their_errors(self) -> None:
         """Of 40 sets of 200 layouts: coefficients within two of their errors in about 19 of 20 cases."""
@@ -70,22 +70,22 @@ class TestRidge:
         for seed in range(40):
             letters = design(200, seed)
             responses = 4.0 - letters @ gains + np.random.default_rng(100 + seed).normal(scale=0.01, size=200)
-            found = Ridge.fit(letters, responses)
-            wrong = -found.operator @ responses - (gains - gains.mean())
-            inside.append(np.abs(wrong) < 2 * found.error(responses))
-            assert found.explained > 0.4
+            result = Ridge.fit(letters, responses)
+            wrong = -result.operator @ responses - (gains - gains.mean())
+            inside.append(np.abs(wrong) < 2 * result.error(responses))
+            assert result.explained > 0.4
         assert 0.93 < np.mean(inside) < 0.98
 
     def test_without_noise_they_are_exact(self) -> None:
         gains = np.random.default_rng(3).exponential(0.01, size=63)
         letters = design(200, 0)
-        found = Ridge.fit(letters, 4.0 - letters @ gains)
-        assert -found.operator @ (4.0 - letters @ gains) == pytest.approx(gains - gains.mean(), abs=1e-6)
-        assert found.explained == pytest.approx(1.0)
+        result = Ridge.fit(letters, 4.0 - letters @ gains)
+        assert -result.operator @ (4.0 - letters @ gains) == pytest.approx(gains - gains.mean(), abs=1e-6)
+        assert result.explained == pytest.approx(1.0)
 
     def test_responses_that_are_all_the_same(self) -> None:
-        found = Ridge.fit(design(20, 0), np.full(20, 3.0))
-        assert not (found.operator @ np.full(20, 3.0)).round(12).any()
+        result = Ridge.fit(design(20, 0), np.full(20, 3.0))
+        assert not (result.operator @ np.full(20, 3.0)).round(12).any()
 
 
 class Evaluator:
@@ -115,8 +115,8 @@ class TestTable:
         assert table.values == pytest.approx(gains - gains.min(), abs=1e-4)
         odd = np.arange(10) % 2 == 1
         own = np.tensordot(evaluator.counts[odd] / evaluator.counts[odd].sum(), evaluator.gains[odd], 1)
-        found = table.rows.query("domain == 'b'")["score"].to_numpy().reshape(4, 2)
-        assert found - found.mean() == pytest.approx(own - own.mean(), abs=1e-4)
+        result = table.rows.query("domain == 'b'")["score"].to_numpy().reshape(4, 2)
+        assert result - result.mean() == pytest.approx(own - own.mean(), abs=1e-4)
         assert np.isfinite(table.standard_error).all()
 
     def test_scores_that_are_there_count(self, blocks: TokenBlocks, tmp_path: Path) -> None:

@@ -183,9 +183,9 @@ class TestSources:
         monkeypatch.setattr(tokenizers, "MOST_CHARACTERS", 40)
         text = "the quick brown fox " * 3 + "\n" + "x" * 100 + " jumps"
         for most in (40, 10):
-            found = list(tokenizers.pieces(text, most))
-            assert "".join(found) == text
-            assert max(map(len, found)) <= most
+            result = list(tokenizers.pieces(text, most))
+            assert "".join(result) == text
+            assert max(map(len, result)) <= most
         assert list(tokenizers.pieces("y" * 40, 10)) == ["y" * 40]
         blocks = build_blocks([Document(text, "a", "b")], tiny_tokenizer, 4)  # type: ignore[arg-type]
         assert tiny_tokenizer.decode(blocks.tokens.ravel()).startswith(text[:100])  # type: ignore[attr-defined]
@@ -289,9 +289,9 @@ class TestNames:
     ) -> None:
         for name in ("../../evil", "x" * 300):
             probe = ["--probe", ROOT / "probes/stdlib-21x3/density.csv"] if command == "search" else []
-            said = fails(capsys, *command.split(), *probe, "--name", name, "--workspace", tmp_path / "w")
-            assert "cannot name a file" in said
-            assert "loading" not in said
+            message = fails(capsys, *command.split(), *probe, "--name", name, "--workspace", tmp_path / "w")
+            assert "cannot name a file" in message
+            assert "loading" not in message
         assert [path.name for path in tmp_path.iterdir()] in ([], ["w"])
 
     def test_a_probe_that_calls_itself_by_a_path(self, tmp_path: Path) -> None:
@@ -381,8 +381,8 @@ class TestLastLine:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        message, found = explained(error)
-        assert found == code
+        message, result = explained(error)
+        assert result == code
         assert said in message
         assert len(message) < 1000
 

@@ -56,11 +56,11 @@ def walk(capsys: pytest.CaptureFixture[str], start: str) -> list[str]:
 
 def models(lines: list[str]) -> set[str]:
     """The models that commands name or measure."""
-    found = set()
+    result = set()
     for options in map(parsed, lines):
         if isinstance(options, ProbeOptions | ScoreOptions | InitOptions):
-            found.add(str(getattr(options, "recipe", None) or options.model))
-    return found
+            result.add(str(getattr(options, "recipe", None) or options.model))
+    return result
 
 
 @pytest.mark.slow

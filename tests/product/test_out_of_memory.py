@@ -100,11 +100,11 @@ class TestMeasuring:
         expected = evaluate(gated(), blocks, batch_size=8)
         model = gated()
         seen = short_of_memory(model, most)
-        found = evaluate(model, blocks, batch_size=8)
+        actual = evaluate(model, blocks, batch_size=8)
         assert max(seen[-2:]) <= most < seen[0]
-        assert found.density == expected.density
-        assert np.array_equal(found.nll.num_tokens, expected.nll.num_tokens)
-        assert np.allclose(found.nll.total, expected.nll.total, rtol=1e-6)
+        assert actual.density == expected.density
+        assert np.array_equal(actual.nll.num_tokens, expected.nll.num_tokens)
+        assert np.allclose(actual.nll.total, expected.nll.total, rtol=1e-6)
 
     @pytest.mark.parametrize("most", [1, 3])
     def test_density(self, most: int, blocks: TokenBlocks) -> None:
@@ -120,9 +120,9 @@ class TestMeasuring:
 
         def measure(model: PreTrainedModel) -> HeadScores:
             told: list[tuple[int, int]] = []
-            found = measure_signal(signal, model, blocks, progress=lambda *now: told.append(now), **options)
+            result = measure_signal(signal, model, blocks, progress=lambda *now: told.append(now), **options)
             assert told[-1][0] == told[-1][1]
-            return found
+            return result
 
         model = tiny_model()
         seen = short_of_memory(model, 3)
@@ -144,8 +144,8 @@ class TestMeasuring:
         layouts = [None, *make_layouts("one", "two", "three").values()]
         model = tiny_model()
         short_of_memory(model, 3, fitting=2)  # after two of the layouts
-        found = zero_shot(model, layouts, blocks)
-        for one, other in zip(found, zero_shot(tiny_model(), layouts, blocks), strict=True):
+        result = zero_shot(model, layouts, blocks)
+        for one, other in zip(result, zero_shot(tiny_model(), layouts, blocks), strict=True):
             assert np.array_equal(one.num_tokens, other.num_tokens)
             assert np.allclose(one.total, other.total, rtol=1e-6)
 
@@ -202,9 +202,9 @@ def test_gates_learn_alike(fitting: int, blocks: TokenBlocks, monkeypatch: pytes
     model = tiny_model()
     attached = 1  # the pass in which gates are attached
     seen = short_of_memory(model, 2, fitting=attached + fitting)
-    parts, found = learn(model)
+    parts, actual = learn(model)
     assert (max(seen), max(seen[-4:])) == (3, 2)
-    assert found == replace(
+    assert actual == replace(
         expected, density=pytest.approx(expected.density), price=pytest.approx(expected.price, rel=1e-4)
     )
     mine, theirs = (

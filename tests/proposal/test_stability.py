@@ -71,14 +71,14 @@ class TestDocumentCounts:
         table = probe(model, blocks, 0.5, batch_size=batch_size)
         table.write(tmp_path)
         logits = all_logits(model, blocks, 0.5).transpose(1, 2, 0, 3).reshape(4, 2, -1)
-        for found in (table.documents, HeadScores.read(tmp_path).documents):
-            assert found is not None
+        for result in (table.documents, HeadScores.read(tmp_path).documents):
+            assert result is not None
             order = np.lexsort((np.arange(12) // 2, np.arange(12) % 2))  # groups go domain by domain
-            assert found.tokens.tolist() == [24] * 12
-            assert found.domain.tolist() == [0] * 6 + [1] * 6
+            assert result.tokens.tolist() == [24] * 12
+            assert result.domain.tolist() == [0] * 6 + [1] * 6
             kept = (logits >= 0).reshape(4, 2, 12, 24).sum(-1).transpose(2, 0, 1)
-            np.testing.assert_array_equal(found.kept, kept[order])
-            assert found.bins.sum(-1).tolist() == np.full((12, 4, 2), 24).tolist()
+            np.testing.assert_array_equal(result.kept, kept[order])
+            assert result.bins.sum(-1).tolist() == np.full((12, 4, 2), 24).tolist()
         assert (table.metadata["head_dim"], table.metadata["dtype"]) == (8, "float32")
         for tau in (0.2, 0.7):
             assert table.documents is not None
@@ -192,11 +192,11 @@ class TestBootstrap:
         table = make_probe(num_documents=8)
         resampled = bootstrap(table, num_resamples=100)
         assert resampled is not None
-        found = resampled.probability(3)
-        assert found.sum() == pytest.approx(3)
-        assert 0 < sum(beyond_doubt(found)[:2]) < 8
+        result = resampled.probability(3)
+        assert result.sum() == pytest.approx(3)
+        assert 0 < sum(beyond_doubt(result)[:2]) < 8
         solved = Requirements(Constraints(max_per_layer=2)).probability(resampled, Limit(3))
-        np.testing.assert_allclose(solved, found)  # two is all that a layer has
+        np.testing.assert_allclose(solved, result)  # two is all that a layer has
 
     def test_equal_heads_have_no_certainty(self) -> None:
         """Resamples of heads that are equal in every document would choose by position, with certainty."""

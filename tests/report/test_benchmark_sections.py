@@ -138,9 +138,9 @@ def test_what_cannot_be_told_apart_is_called_level(folder: Path) -> None:
 
 def test_sp_kv_competes_at_its_density(folder: Path) -> None:
     """Within a point of what was asked for, it is a rival of the rules."""
-    found = BASELINES.read(folder)
-    assert found is not None
-    rows, origin = found
+    result = BASELINES.read(folder)
+    assert result is not None
+    rows, origin = result
     rows.loc[rows["tau"] == 0.5, ["density", "above_lowest", "above_lowest_standard_error"]] = 0.205, 0.233, 0.12
     BASELINES.write(folder, rows, origin)
     (pruned, *_) = read_judged(folder)

@@ -64,13 +64,13 @@ class TestSpace:
         generator = np.random.default_rng(0)
         for _ in range(10):
             suggested = generator.random((6, 3)) < 0.5
-            found = space.nearest(suggested, 6, generator.random((6, 3)), by_density=True)
-            rows = found.heads
+            result = space.nearest(suggested, 6, generator.random((6, 3)), by_density=True)
+            rows = result.heads
             free = [r for i, r in enumerate(rows) if i not in (*constraints.global_layers, *constraints.local_layers)]
-            assert found.num_global <= 6
+            assert result.num_global <= 6
             assert all(rows[i] == "GGG" for i in constraints.global_layers)
             assert all(rows[i] == "LLL" for i in constraints.local_layers)
-            assert constraints.granularity == "head" or found.is_layerwise
+            assert constraints.granularity == "head" or result.is_layerwise
             assert constraints.max_per_layer is None or max(r.count("G") for r in free) <= constraints.max_per_layer
             assert not constraints.uniform or len({r.count("G") for r in rows} - {0, 3}) <= 1
 
@@ -79,8 +79,8 @@ class TestSpace:
         generator = np.random.default_rng(1)
         for _ in range(10):
             mask = densest(generator.random((6, 3)), 6)
-            found = space.nearest(mask, 6, generator.random((6, 3)), by_density=True)
-            assert (found.global_mask == mask).all()
+            result = space.nearest(mask, 6, generator.random((6, 3)), by_density=True)
+            assert (result.global_mask == mask).all()
 
     def test_contains(self, table: HeadScores) -> None:
         space = Space(table, (3, 6), 8, Constraints(granularity="layer"))
@@ -182,9 +182,9 @@ class TestResults:
         trials = made_trials([(3.0, None), (1.0, None), (2.0, None)]) + made_trials([(4.0, None), (5.0, None)], RANDOM)
         rows = result_table(trials, table)
         assert best_so_far(rows)["quality"].tolist() == [3.0, 1.0, 1.0, 4.0, 4.0]
-        found = guidance(rows)
-        assert found[DENSITY].after_trials == {3: 1.0}
-        assert found[RANDOM].by_seed == [4.0]
+        result = guidance(rows)
+        assert result[DENSITY].after_trials == {3: 1.0}
+        assert result[RANDOM].by_seed == [4.0]
 
 
 class TableJudge:
@@ -279,15 +279,15 @@ class TestJudge:
         self, table: HeadScores, tmp_path: Path, has_cost: bool
     ) -> None:
         cost = LayoutCost("first layer's heads", lambda layout: float(layout.heads[0].count("G"))) if has_cost else None
-        found = {}
+        result = {}
         for racing in (True, False):
             effort = Effort(trials=20, samplers=(RANDOM,), short=2, full=0)
             search, evaluator = self.search(table, tmp_path / str(racing), effort, racing=racing, cost=cost)
             trials = search.run()
             assert any(trial.zero_shot.stopped for trial in trials) is racing
             assert not any(trial.zero_shot.stopped and trial.short for trial in trials)
-            found[racing] = front(trials), evaluator.done, result_table(trials, table)
-        assert [trial.name for trial in found[True][0]] == [trial.name for trial in found[False][0]]
-        assert found[True][1] == found[False][1]
-        stopped = found[True][2]["zero_shot_tokens"] == 25
-        assert not set(best_layouts(found[True][2], 100)["name"]) & set(found[True][2]["name"][stopped])
+            result[racing] = front(trials), evaluator.done, result_table(trials, table)
+        assert [trial.name for trial in result[True][0]] == [trial.name for trial in result[False][0]]
+        assert result[True][1] == result[False][1]
+        stopped = result[True][2]["zero_shot_tokens"] == 25
+        assert not set(best_layouts(result[True][2], 100)["name"]) & set(result[True][2]["name"][stopped])

@@ -89,15 +89,15 @@ class TestEvidence:
         """One scale for all, no signal, layouts of one budget: everything can be written out."""
         layouts = np.array([np.isin(np.arange(8), some) for some in ([0, 1, 2], [2, 3, 4], [5, 6, 7], [0, 3, 6])])
         scores = np.array([1.0, 1.2, 1.1, 0.9])
-        found = HeadWeights.of(layouts, scores, np.zeros((8, 0)))
+        result = HeadWeights.of(layouts, scores, np.zeros((8, 0)))
         evidence = Evidence.of(layouts.astype(float), -scores, np.ones((4, 1)))
-        assert found is not None
+        assert result is not None
         assert evidence is not None
         prior = evidence.best_prior()
         assert np.ptp(prior) == 0
         _, mean, spread = self.direct((layouts.astype(float), -scores, np.ones((4, 1))), prior)
-        assert found.mean == pytest.approx(mean)
-        assert found.root @ found.root.T == pytest.approx(spread)
+        assert result.mean == pytest.approx(mean)
+        assert result.root @ result.root.T == pytest.approx(spread)
 
 
 class TestHeadWeights:
@@ -105,10 +105,10 @@ class TestHeadWeights:
         layouts, generator = drawn(40, 96), np.random.default_rng(1)
         weights = 0.02 * generator.normal(size=96)
         weights[[7, 60]] = 1.0, 0.5
-        found = HeadWeights.of(layouts, 3.0 - layouts @ weights, np.zeros((96, 0)))
-        assert found is not None
-        assert found.mean.argsort()[-2:].tolist() == [60, 7]
-        assert found.mean[[7, 60]] == pytest.approx([1.0, 0.5], abs=0.15)
+        result = HeadWeights.of(layouts, 3.0 - layouts @ weights, np.zeros((96, 0)))
+        assert result is not None
+        assert result.mean.argsort()[-2:].tolist() == [60, 7]
+        assert result.mean[[7, 60]] == pytest.approx([1.0, 0.5], abs=0.15)
 
     @pytest.mark.parametrize("sign", [1, -1])
     def test_a_signal_is_trusted_as_far_as_the_scores_allow(self, sign: int) -> None:
@@ -119,9 +119,9 @@ class TestHeadWeights:
         scores = -(layouts @ weights)
         agreement = []
         for signals in (np.column_stack([good, useless]), useless):
-            found = HeadWeights.of(layouts, scores, signals)
-            assert found is not None
-            agreement.append(np.corrcoef(found.mean, weights)[0, 1])
+            result = HeadWeights.of(layouts, scores, signals)
+            assert result is not None
+            agreement.append(np.corrcoef(result.mean, weights)[0, 1])
         assert agreement[0] > 0.9
         assert agreement[1] < 0.7
 
@@ -130,10 +130,10 @@ class TestHeadWeights:
         layouts = drawn(60, 20)
         number = layouts.sum(1)
         weights = 0.1 * np.random.default_rng(2).normal(size=20)
-        found = HeadWeights.of(layouts, 30.0 - 2 * number + 0.05 * number**2 - layouts @ weights, np.zeros((20, 0)))
-        assert found is not None
-        assert np.corrcoef(found.mean, weights)[0, 1] > 0.99
-        assert found.mean - found.mean.mean() == pytest.approx(weights - weights.mean(), abs=0.02)
+        result = HeadWeights.of(layouts, 30.0 - 2 * number + 0.05 * number**2 - layouts @ weights, np.zeros((20, 0)))
+        assert result is not None
+        assert np.corrcoef(result.mean, weights)[0, 1] > 0.99
+        assert result.mean - result.mean.mean() == pytest.approx(weights - weights.mean(), abs=0.02)
 
     @pytest.mark.parametrize("number", [1, 2, 9])
     def test_scores_that_tell_nothing(self, number: int) -> None:

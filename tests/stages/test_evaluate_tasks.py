@@ -126,8 +126,8 @@ class TestData:
         rows = [{"goal": " ".join(WORDS[:n]), "sol1": "dog", "sol2": "lazy fox", "label": n % 2} for n in range(2, 8)]
         for split in ("train", "validation"):
             (piqa / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (found,) = load_suite("piqa", [], [str(tmp_path)], allow_code=False)
-        assert [len(task.eval_docs) for task in found.tasks] == [6]
+        (result,) = load_suite("piqa", [], [str(tmp_path)], allow_code=False)
+        assert [len(task.eval_docs) for task in result.tasks] == [6]
         with pytest.raises(UserError, match=r"no data for 1 of 2 tasks: race_middle \(ehovy/race\)"):
             load_suite("piqa,race_middle", [], [str(tmp_path)], allow_code=False)
 

@@ -77,7 +77,7 @@ def test_a_name_means_one_thing() -> None:
     for one in CLASSES:
         for name, hint in get_type_hints(one, include_extras=True).items():
             flags_of.setdefault(name, set()).add(id(hint.__metadata__[0]))
-    assert {name: len(found) for name, found in flags_of.items() if len(found) > allowed.get(name, 1)} == {}
+    assert {name: len(result) for name, result in flags_of.items() if len(result) > allowed.get(name, 1)} == {}
 
 
 def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:

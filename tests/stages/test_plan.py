@@ -70,9 +70,9 @@ class TestStepCost:
         model = tiny_model(hidden_size=128, intermediate_size=352)
         save(model, tiny_tokenizer, tmp_path / "model")  # type: ignore[arg-type]
         guess = estimate(read_size(tmp_path / "model"), 128, FLOAT32, device="cpu")
-        found = measure(model, (1, 128), FLOAT32, device="cpu")
-        assert guess.fixed_bytes == found.fixed_bytes
-        assert guess.block_bytes == pytest.approx(found.block_bytes, rel=0.5)
+        result = measure(model, (1, 128), FLOAT32, device="cpu")
+        assert guess.fixed_bytes == result.fixed_bytes
+        assert guess.block_bytes == pytest.approx(result.block_bytes, rel=0.5)
         assert not guess.is_measured
 
 

@@ -121,10 +121,10 @@ class TestCommand:
 
         before = (reports / "search.csv").read_bytes()
         main(command(recipe, workspace, *arguments))  # nothing is left to do
-        said = capsys.readouterr().err
-        assert "reused 24 of 24 searched layouts\n" in said
-        assert "reused 10 of 10 short retrainings\nreused 8 of 8 full retrainings\n" in said
-        assert "retraining:" not in said
+        output = capsys.readouterr().err
+        assert "reused 24 of 24 searched layouts\n" in output
+        assert "reused 10 of 10 short retrainings\nreused 8 of 8 full retrainings\n" in output
+        assert "retraining:" not in output
         assert (reports / "search.csv").read_bytes() == before
 
     def test_fewer_and_more_trials_than_before(self, project: tuple[Path, Path]) -> None:
@@ -227,11 +227,11 @@ class TestCommand:
         self, project: tuple[Path, Path], more: list[str]
     ) -> None:
         """Without racing the same command scores what it stopped on the whole text."""
-        found = []
+        result = []
         for racing in ("--racing", "--no-racing"):
             main(command(*project, *more, *_ENOUGH, "--trials", "40", "--control", "none", "--short", "0", racing))
-            found.append(pd.read_csv(project[1] / "reports" / "tiny" / "search.csv"))
-        raced, whole = found
+            result.append(pd.read_csv(project[1] / "reports" / "tiny" / "search.csv"))
+        raced, whole = result
         stopped, error = (
             raced["zero_shot_tokens"] < 1280,
             raced["zero_shot_delta_percent"] - whole["zero_shot_delta_percent"],
@@ -241,7 +241,7 @@ class TestCommand:
         assert (whole["zero_shot_tokens"] == 1280).all()
         assert (error[~stopped] == 0).all()
         assert (error[stopped].abs() < 4 * raced["zero_shot_standard_error"][stopped]).all()
-        values = [rows[["zero_shot_delta_percent", "cost"]].fillna(0.0).to_numpy() for rows in found]
+        values = [rows[["zero_shot_delta_percent", "cost"]].fillna(0.0).to_numpy() for rows in result]
         assert first_front(values[0]) == first_front(values[1])
         assert not stopped[first_front(values[0])].any()
 

@@ -69,10 +69,10 @@ def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
         if name == "dense":
             assert_close(two / name / "final" / OPTIMIZER_STATE, one / name / "final" / OPTIMIZER_STATE, 5e-4)
         else:
-            found, expected = (read_branch(folder / name / "final") for folder in (two, one))
-            assert np.array_equal(found.nll.num_tokens, expected.nll.num_tokens)
-            assert found.nll.total == pytest.approx(expected.nll.total, rel=1e-5)
-            assert found.density == pytest.approx(expected.density)
+            actual, expected = (read_branch(folder / name / "final") for folder in (two, one))
+            assert np.array_equal(actual.nll.num_tokens, expected.nll.num_tokens)
+            assert actual.nll.total == pytest.approx(expected.nll.total, rel=1e-5)
+            assert actual.density == pytest.approx(expected.density)
     again = [*two.glob("*/resumed/final/model.safetensors"), *two.glob("*/offloaded/final/model.safetensors")]
     for other in again:
         assert_close(other, other.parents[2] / "final" / "model.safetensors", 0.0)

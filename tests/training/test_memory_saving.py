@@ -83,13 +83,13 @@ class TestRecomputed:
         """With a price on keys, sampled gates, and logits in several passes of a step."""
         gates = {"target_density": 0.3, "mode": "sampled"}
         recipe = changed(recipe, {"gates": gates, "micro_batch_size": 2})
-        found = []
+        result = []
         for again in (False, True):
             one = changed(recipe, {"gradient_checkpointing": again})
-            found.append(train_branch(one, corpus, dense, tmp_path / str(again), Variant.sp_kv(), device="cpu"))
-        before, after = (weights(branch.checkpoint) for branch in found)
+            result.append(train_branch(one, corpus, dense, tmp_path / str(again), Variant.sp_kv(), device="cpu"))
+        before, after = (weights(branch.checkpoint) for branch in result)
         assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
-        assert np.allclose(found[0].nll.total, found[1].nll.total, rtol=1e-6)
+        assert np.allclose(result[0].nll.total, result[1].nll.total, rtol=1e-6)
 
     def test_gates_are_seen_once(self, tokens: torch.Tensor) -> None:
         model = tiny_model().train()
@@ -126,16 +126,16 @@ class TestCompiled:
         gates = {"target_density": 0.3, "soft_fraction": 0.5, "anneal_steps": 2}
         recipe = changed(recipe, {"gates": gates, "evaluation": {"every": 4}, "gradient_checkpointing": again})
         reset()
-        found = []
+        result = []
         for compiles in (False, True):
             one = changed(recipe, {"compile": compiles})
-            found.append(train_branch(one, corpus, dense, tmp_path / str(compiles), Variant.sp_kv(), device="cpu"))
+            result.append(train_branch(one, corpus, dense, tmp_path / str(compiles), Variant.sp_kv(), device="cpu"))
             graphs = counters["stats"]["unique_graphs"]
             assert bool(graphs) is compiles
         assert graphs <= 12
-        before, after = (weights(branch.checkpoint) for branch in found)
+        before, after = (weights(branch.checkpoint) for branch in result)
         assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in before)
-        assert np.allclose(found[0].nll.total, found[1].nll.total, rtol=1e-5)
+        assert np.allclose(result[0].nll.total, result[1].nll.total, rtol=1e-5)
 
     def test_nothing_is_left_behind(self, tokens: torch.Tensor) -> None:
         model = tiny_model()
@@ -291,11 +291,11 @@ class TestFrozenWeights:
     def test_a_plan_counts_them(self, recipe: Recipe, dense: Path) -> None:
         size = read_size(dense)
         lora = changed(recipe, LORA).model_copy(update={"model": ModelConfig(path=str(dense))})
-        found = []
+        result = []
         for bfloat16 in (False, True):
             how = how_trained(lora, lora.branch, size, bfloat16=bfloat16)
-            found.append(estimate(size, 32, how, device="cpu").fixed_bytes)
-        assert found[0] - found[1] == 2 * size.num_parameters
+            result.append(estimate(size, 32, how, device="cpu").fixed_bytes)
+        assert result[0] - result[1] == 2 * size.num_parameters
 
 
 def test_names_of_runs_change_with_what_changes_a_result(recipe: Recipe, tmp_path: Path) -> None:

@@ -117,27 +117,27 @@ class TestMeasure:
         logits: list[torch.Tensor] = []
         for module in predictors(model).values():
             module.register_forward_hook(lambda _m, _a, out: logits.append(out.detach()))
-        found = take_measures(model, self.sequences, 0.6, batch_size=2)
+        result = take_measures(model, self.sequences, 0.6, batch_size=2)
         for mode, tau in (("soft", None), ("hard", 0.6)):
             set_gate_mode(model, mode, tau)
-            assert (found.nll if mode == "soft" else found.hard_nll) == output_nll(model, self.sequences, 2)
+            assert (result.nll if mode == "soft" else result.hard_nll) == output_nll(model, self.sequences, 2)
             logits.clear()
             with torch.inference_mode():
                 model(input_ids=tokens, use_cache=False)
             utility = torch.stack(logits).sigmoid()  # [L, B, Hkv, T]
             if mode == "soft":
-                assert found.mean_utility == pytest.approx(float(utility.mean()), rel=1e-5)
+                assert result.mean_utility == pytest.approx(float(utility.mean()), rel=1e-5)
         kept = (utility >= 0.6).double()
         assert 0.1 < kept.mean() < 0.9
-        assert found.density == pytest.approx(float(kept.mean()))
-        assert found.kept is not None
-        assert found.kept["number"] == pytest.approx(float(kept[..., 1:64:2].mean()))
-        assert found.kept["instruction"] == pytest.approx(float(kept[..., 64:-63].mean()))
-        assert found.nll != found.hard_nll
+        assert result.density == pytest.approx(float(kept.mean()))
+        assert result.kept is not None
+        assert result.kept["number"] == pytest.approx(float(kept[..., 1:64:2].mean()))
+        assert result.kept["instruction"] == pytest.approx(float(kept[..., 64:-63].mean()))
+        assert result.nll != result.hard_nll
 
     def test_without_gates(self) -> None:
-        found = take_measures(new_model(TINY, SLIDING_WINDOW), self.sequences)
-        assert {key for key, value in asdict(found).items() if value is None} == {
+        result = take_measures(new_model(TINY, SLIDING_WINDOW), self.sequences)
+        assert {key for key, value in asdict(result).items() if value is None} == {
             "hard_nll",
             "mean_utility",
             "density",

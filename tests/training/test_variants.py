@@ -77,11 +77,11 @@ class TestRuns:
             train("other", training="from-scratch", top=top)
 
     def test_a_price_moves_density(self, train: Train) -> None:
-        found = [
+        result = [
             train(f"price{price}", price=price, learning_rate_multiplier=20.0, bias=0.0).density
             for price in (50.0, -50.0)
         ]
-        assert found[0] < 0.3 < 0.7 < found[1]
+        assert result[0] < 0.3 < 0.7 < result[1]
 
     def test_variants_differ(self, train: Train) -> None:
         """Each of them changes what is learned."""

@@ -171,14 +171,14 @@ def test_weights_keep_their_dtypes_and_bits(
     assert all(torch.equal(before[name], after[name]) for name in before)
     model.model.norm.float()
     with verify_export.float32(model):
-        found = logits(model, tokens)
+        result = logits(model, tokens)
         assert model.model.layers[1].mlp.down_proj.weight.dtype is torch.bfloat16  # between uses
     assert model.model.norm.weight.dtype is torch.float32
     assert model.lm_head.weight.dtype is torch.bfloat16
     assert {parameter for part in verify_export.parts(model) for parameter in part.parameters()} == set(
         model.parameters()
     )
-    assert torch.equal(found, logits(model.float(), tokens))
+    assert torch.equal(result, logits(model.float(), tokens))
 
 
 def test_a_model_that_calls_its_layers_otherwise(

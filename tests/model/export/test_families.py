@@ -95,7 +95,7 @@ Key = tuple[str, str, str]
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase) -> dict[Key, Exported]:
     """Every export, its own check left for later."""
-    place, found = tmp_path_factory.mktemp("exports"), {}
+    place, result = tmp_path_factory.mktemp("exports"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify_export, "check", lambda *_: 0.0)
         for case in CASES:
@@ -112,8 +112,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrained
                     apply_layout(model, chosen)
                     hybrid = verify_export.expected(model, tiny_tokenizer, WINDOW)
                     difference = float((full - hybrid.logits).abs().max() / hybrid.logits.abs().max())
-                    found[case, split, types] = Exported(out, said, hybrid, difference)
-    return found
+                    result[case, split, types] = Exported(out, said, hybrid, difference)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +170,9 @@ save_file(logits, "own.safetensors")
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = load_file(tmp_path / "own.safetensors")
+    result = load_file(tmp_path / "own.safetensors")
     for number, one in enumerate(own):
-        logits = found[str(number)][-len(one.hybrid.logits) :]
+        logits = result[str(number)][-len(one.hybrid.logits) :]
         assert torch.allclose(logits, one.hybrid.logits, atol=1e-5 * float(one.hybrid.logits.abs().max())), one.folder
 
 
