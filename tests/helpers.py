@@ -116,8 +116,8 @@ class Heard:
 
     @contextmanager
     def _bar(self, title: str) -> Iterator[Bar]:
-        told = self.bars.setdefault(title, [])
-        yield lambda done, total, note="": told.append((done, total))
+        values = self.bars.setdefault(title, [])
+        yield lambda done, total, note="": values.append((done, total))
 
 
 BLOCK = 32  # tokens of a block of the fixture ``blocks``

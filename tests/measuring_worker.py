@@ -92,10 +92,10 @@ def spoil_one(ground: Path, workspace: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    place = Path(sys.argv[1]), Path(sys.argv[2])
-    everything = measure_all(*place)
-    on_main(lambda: (place[1] / "found.pickle").write_bytes(pickle.dumps(everything)))
-    spoil_one(*place)
+    folders = Path(sys.argv[1]), Path(sys.argv[2])
+    everything = measure_all(*folders)
+    on_main(lambda: (folders[1] / "found.pickle").write_bytes(pickle.dumps(everything)))
+    spoil_one(*folders)
     subject = ["--model", "dense", "--data", "text", "--block-size", "48", "--device", "cpu"]
-    os.chdir(place[0])
+    os.chdir(folders[0])
     main(["score", "last.yaml", *subject, "--workspace", "printed"])

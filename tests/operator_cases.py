@@ -29,7 +29,7 @@ def inputs(shape: tuple[int, int, int, int, int], gate: str, seed: int = 0) -> d
     def normal(*dims: int) -> Tensor:
         return torch.randn(*dims, generator=generator, dtype=torch.float64)
 
-    given: dict[str, Tensor | None] = {
+    tensors: dict[str, Tensor | None] = {
         "q": normal(batch, query_heads, length, size),
         "k": normal(batch, heads, length, size),
         "v": normal(batch, heads, length, size),
@@ -43,37 +43,37 @@ def inputs(shape: tuple[int, int, int, int, int], gate: str, seed: int = 0) -> d
         keep = torch.rand(batch, heads, length, generator=generator) < 0.2
     elif gate in ("all", "nothing"):
         keep = torch.full((batch, heads, length), gate == "all")
-    return given | {"log_utility": log_utility, "keep": keep}
+    return tensors | {"log_utility": log_utility, "keep": keep}
 
 
 def run(
-    given: dict[str, Tensor | None], dtype: torch.dtype, device: str = "cpu", **options: object
+    tensors: dict[str, Tensor | None], dtype: torch.dtype, device: str = "cpu", **options: object
 ) -> dict[str, Tensor]:
     """Return the output and the gradients of a weighted sum of it."""
-    given = {name: x.to(device) if x is not None else None for name, x in given.items()}
+    tensors = {name: x.to(device) if x is not None else None for name, x in tensors.items()}
     leaves = {
         name: x.detach()
         .to(torch.promote_types(dtype, torch.float32) if name == "log_utility" else dtype, copy=True)
         .requires_grad_()
-        for name, x in given.items()
+        for name, x in tensors.items()
         if x is not None and name != "keep"
     }
-    out = attention(**{**given, **leaves}, **options)  # type: ignore[arg-type]
+    out = attention(**{**tensors, **leaves}, **options)  # type: ignore[arg-type]
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (out * weight.to(out)).sum().backward()
     return {"out": out.detach()} | {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest error over the largest value; gradients that are zero by nature (w = 1) count from 0.1."""
-    return float((found.cpu().double() - expected).abs().max() / expected.abs().max().clamp_min(0.1))
+    return float((actual.cpu().double() - expected).abs().max() / expected.abs().max().clamp_min(0.1))
 
 
-def check(given: dict[str, Tensor | None], window: int | Tensor, backend: str, **options: object) -> None:
+def check(tensors: dict[str, Tensor | None], window: int | Tensor, backend: str, **options: object) -> None:
     """Compare output and every gradient in float32 with the float64 oracle; ``options`` may set a ``device``."""
     same = {name: value for name, value in options.items() if name != "device"}
-    expected = run(given, torch.float64, window=window, backend="reference", **same)
-    actual = run(given, torch.float32, window=window, backend=backend, **options)
+    expected = run(tensors, torch.float64, window=window, backend="reference", **same)
+    actual = run(tensors, torch.float32, window=window, backend=backend, **options)
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert relative_error(actual[name], value) <= (2e-5 if name == "out" else 1e-4), name

@@ -48,23 +48,23 @@ metric_list: [{metric: word_perplexity}]
 """
 
 
-def write_tasks(place: Path) -> Path:
+def write_tasks(folder: Path) -> Path:
     """Write three tasks on eleven samples of different lengths, and a group of two of them, to a folder."""
-    place.mkdir()
+    folder.mkdir()
     rows = [
         {"text": " ".join(WORDS[: 3 + n]), "choices": [WORDS[n], "dog", "the lazy fox"], "answer": n % 3}
         for n in range(11)
     ]
-    (place / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, text in {"choices": CHOICES, "writing": WRITING, "reading": READING}.items():
-        (place / f"{name}.yaml").write_text(text.replace("FOLDER", str(place)))
-    short = yaml.safe_load((place / "choices.yaml").read_text()) | {"task": "few", "process_docs": "!"}
+        (folder / f"{name}.yaml").write_text(text.replace("FOLDER", str(folder)))
+    short = yaml.safe_load((folder / "choices.yaml").read_text()) | {"task": "few", "process_docs": "!"}
     text = yaml.safe_dump(short).replace("'!'", "!function short.first")
-    (place / "few.yaml").write_text(text)
-    (place / "short.py").write_text("def first(rows):\n    return rows.select(range(4))\n")
+    (folder / "few.yaml").write_text(text)
+    (folder / "short.py").write_text("def first(rows):\n    return rows.select(range(4))\n")
     means = "aggregate_metric_list: [{metric: acc, weight_by_size: true}]"
-    (place / "both.yaml").write_text(f"group: both\ntask: [choices, few]\n{means}\n")
-    return place
+    (folder / "both.yaml").write_text(f"group: both\ntask: [choices, few]\n{means}\n")
+    return folder
 
 
 def hybrid() -> PreTrainedModel:

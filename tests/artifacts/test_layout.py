@@ -190,11 +190,11 @@ def test_a_layout_that_was_cut_off_is_not_one_made_by_hand(tmp_path: Path) -> No
     text = file.read_text()
     for length in range(len(text) - 1):
         file.write_text(text[:length])
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 layout = Layout.read(file)
             except UserError:
                 continue
-        assert said or "one row per layer" not in text[:length], text[:length]
-        assert said or layout.strategy == "custom"
+        assert caught or "one row per layer" not in text[:length], text[:length]
+        assert caught or layout.strategy == "custom"

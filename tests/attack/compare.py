@@ -47,8 +47,8 @@ def _without_column(content: bytes, column: str) -> bytes:
         rows = list(csv.reader(io.StringIO(content.decode())))
         if not rows or column not in rows[0]:
             return content
-        place = rows[0].index(column)
-        return "\n".join(",".join(row[:place] + row[place + 1 :]) for row in rows).encode()
+        index = rows[0].index(column)
+        return "\n".join(",".join(row[:index] + row[index + 1 :]) for row in rows).encode()
     except (UnicodeDecodeError, csv.Error):
         return content
 
@@ -88,8 +88,8 @@ def snapshot(ground: Path, *parts: str) -> Snapshot:
     return result
 
 
-def differences(expected: Snapshot, found: Snapshot) -> list[str]:
+def differences(expected: Snapshot, actual: Snapshot) -> list[str]:
     """What is missing, differs, or should not be there; first of all what is wrong."""
-    missing = [f"missing {path}" for path in expected if path not in found]
-    wrong = [f"differs {path}" for path in expected if path in found and found[path] != expected[path]]
-    return wrong + missing + [f"extra {path}" for path in found if path not in expected]
+    missing = [f"missing {path}" for path in expected if path not in actual]
+    wrong = [f"differs {path}" for path in expected if path in actual and actual[path] != expected[path]]
+    return wrong + missing + [f"extra {path}" for path in actual if path not in expected]

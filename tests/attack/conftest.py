@@ -34,12 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    own = [item for item in items if item.path.is_relative_to(_HERE)]
-    for item in own:
+    attacks = [item for item in items if item.path.is_relative_to(_HERE)]
+    for item in attacks:
         item.add_marker("attack")
-    if "attack" not in config.option.markexpr and own:
-        config.hook.pytest_deselected(items=own)
-        items[:] = [item for item in items if item not in own]
+    if "attack" not in config.option.markexpr and attacks:
+        config.hook.pytest_deselected(items=attacks)
+        items[:] = [item for item in items if item not in attacks]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

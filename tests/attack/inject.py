@@ -19,9 +19,9 @@ def shrink_palindrome() -> None:
     from spkv_nas.training.palindrome import run
 
     names, initialise = list(run.PalindromeSettings.__dataclass_fields__), run.PalindromeSettings.__init__
-    place = names.index("num_heldout")
+    index = names.index("num_heldout")
     values = initialise.__defaults__ or ()
-    initialise.__defaults__ = (*values[:place], 16, *values[place + 1 :])
+    initialise.__defaults__ = (*values[:index], 16, *values[index + 1 :])
     run.SAVE_STEPS = 2
 
 

@@ -24,8 +24,8 @@ class Tally:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        said = ", ".join(f"{what} {number}" for what, number in self.counts.items() if number or what == "failed")
-        return f"{self.name}: {said} ({self.seconds:.0f} s)"
+        counts = ", ".join(f"{what} {number}" for what, number in self.counts.items() if number or what == "failed")
+        return f"{self.name}: {counts} ({self.seconds:.0f} s)"
 
     def check(self) -> None:
         """Fail the test if a round failed."""
@@ -52,8 +52,8 @@ class Round:
 
     def spread(self, size: int, parts: int = 1) -> int:
         """An index below ``size``; the rounds, or one of every ``parts``, together cover all of it, evenly."""
-        among, own = max(1, self.count // parts), self.number // parts
-        return min(size - 1, int(size * (own + self.random.random()) / among)) if size else 0
+        among, index = max(1, self.count // parts), self.number // parts
+        return min(size - 1, int(size * (index + self.random.random()) / among)) if size else 0
 
     def fail(self, what: str, story: str, run: Run | None = None, wrong: list[str] | None = None) -> None:
         """Note a failure, once per kind of it, with all that is needed to look at it."""

@@ -112,8 +112,8 @@ def test_damage(name: str, arena: Arena, attack: Callable[[str], AbstractContext
             file, cut = hurts[round_.number % len(hurts)]
             arena.reset(state)
             story = f"{file.name}: {hurt(arena.ground / file, cut, round_.random)}, read by {case.reader.name}"
-            own = round_.number == 0 and name in OWN_PROCESS
-            judge(round_, case, file, expected, arena.run(case.reader, forked=not own), story)
+            separate = round_.number == 0 and name in OWN_PROCESS
+            judge(round_, case, file, expected, arena.run(case.reader, forked=not separate), story)
 
 
 def prepare(arena: Arena, name: str, case: Case) -> tuple[Path, Expected]:
@@ -157,10 +157,10 @@ def hurt(file: Path, cut: bool, random: Random) -> str:
         length = random.randrange(len(content))
         file.write_bytes(content[:length])
         return f"cut to {length} of {len(content)} bytes"
-    place, bit = random.randrange(len(content)), random.randrange(8)
-    content[place] ^= 1 << bit
+    position, bit = random.randrange(len(content)), random.randrange(8)
+    content[position] ^= 1 << bit
     file.write_bytes(content)
-    return f"bit {bit} of byte {place} of {len(content)} flipped"
+    return f"bit {bit} of byte {position} of {len(content)} flipped"
 
 
 def judge(round_: Round, case: Case, file: Path, expected: Expected, run: Run, story: str) -> None:

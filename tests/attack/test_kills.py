@@ -95,8 +95,8 @@ class Readers:
             round_.fail("reader failed", story, run)
         elif not self._command.grows and (status, seen) not in self._allowed:
             _, (status_after, new) = self._allowed
-            told = differences(new, seen) if status == status_after else [f"exit {status}, not {status_after}"]
-            round_.fail("mixture", f"{story} saw neither the old nor the new result; against the new", run, told)
+            problems = differences(new, seen) if status == status_after else [f"exit {status}, not {status_after}"]
+            round_.fail("mixture", f"{story} saw neither the old nor the new result; against the new", run, problems)
         arena.reset(kept)
 
     def _outcome(self, state: Path) -> tuple[int | None, Snapshot, Run]:

@@ -32,10 +32,10 @@ PLACES = {  # command, run, steps
 def cases(seed: int) -> list[tuple[str, str, int, str]]:
     """(place, kind, step, value), shuffled, so that the first ones have something of everything."""
     every = [
-        (place, kind, step, value)
-        for (place, (_, _, steps)), kind, value in product(PLACES.items(), KINDS, ("nan", "inf", "-inf"))
+        (source, kind, step, value)
+        for (source, (_, _, steps)), kind, value in product(PLACES.items(), KINDS, ("nan", "inf", "-inf"))
         for step in steps
-        if kind != "predictor" or "gates" in place
+        if kind != "predictor" or "gates" in source
     ]
     random.Random(seed).shuffle(every)
     return every
@@ -45,9 +45,9 @@ def test_numbers(arena: Arena, attack: Callable[[str], AbstractContextManager[Ta
     chosen = cases(arena.seed)
     with attack("numbers") as tally:
         for round_ in arena.rounds(tally, CASES):
-            place, kind, step, value = chosen[round_.number % len(chosen)]
-            name, folder, _ = PLACES[place]
-            story = f"{value} as {kind} in step {step} of {place} ({name})"
+            source, kind, step, value = chosen[round_.number % len(chosen)]
+            name, folder, _ = PLACES[source]
+            story = f"{value} as {kind} in step {step} of {source} ({name})"
             command = COMMANDS[name]
             expected = arena.expected(command)
             round_.note("rounds")

@@ -59,13 +59,13 @@ def look(round_: Round, run: Run, number: signal.Signals, expected: Expected, st
         round_.note("too late")  # in the second case, too, all was done: the interpreter was about to end
         return
     usual = expected.run.err.splitlines()
-    said = [line for line in run.err.splitlines() if line.strip() and line not in usual and _LIBRARY not in line]
+    messages = [line for line in run.err.splitlines() if line.strip() and line not in usual and _LIBRARY not in line]
     if run.status != 128 + number:
         round_.fail(f"exit not {128 + number}", story, run)
     elif run.has_traceback:
         round_.fail("traceback", story, run)
-    elif len(said) != 1:
-        round_.fail(f"{len(said)} lines said", story, run)
+    elif len(messages) != 1:
+        round_.fail(f"{len(messages)} lines said", story, run)
     else:
         round_.note(f"exit {128 + number}")
     if not run.steps or (run.steps[-1][0] == "end" and run.steps[-1][1] == run.steps[-1][2]):

@@ -47,13 +47,13 @@ print(" ".join(failed))
 FILES = {"python", "safetensors", "tokenizers", "torch", "sqlite", "copy"}
 
 
-def write_all(arena: Arena, place: Path, **faults: int) -> tuple[subprocess.CompletedProcess[str], Path]:
-    (place / "folder" / "deep").mkdir(parents=True)
-    (place / "folder" / "deep" / "file").touch()
-    log = place.with_suffix(".log")
-    armed = Faults(place, log=str(log), **faults).environment(arena.library)
+def write_all(arena: Arena, folder: Path, **faults: int) -> tuple[subprocess.CompletedProcess[str], Path]:
+    (folder / "folder" / "deep").mkdir(parents=True)
+    (folder / "folder" / "deep" / "file").touch()
+    log = folder.with_suffix(".log")
+    armed = Faults(folder, log=str(log), **faults).environment(arena.library)
     done = subprocess.run(
-        [sys.executable, "-c", WRITERS, place],
+        [sys.executable, "-c", WRITERS, folder],
         env={**environment(), **armed},
         capture_output=True,
         text=True,

@@ -76,7 +76,7 @@ def run(folder: Path, without: list[str], commands: list[str]) -> dict[str, tupl
     """Exit code and standard error of commands in one process that lacks packages, with ``folder`` as workspace."""
     arguments = [sys.executable, "-c", RUN, json.dumps([without, commands])]
     done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=True)
-    return {command: (code, said) for command, (code, said) in json.loads(done.stdout).items()}
+    return {command: (code, errors) for command, (code, errors) in json.loads(done.stdout).items()}
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
 
 @pytest.mark.parametrize("command", LIGHT)
 def test_the_base_is_enough(command: str, base: dict[str, tuple[int, str]]) -> None:
-    code, said = base[command]
-    assert code == 0, said
+    code, errors = base[command]
+    assert code == 0, errors
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,10 @@ def test_a_figure_that_cannot_be_drawn_is_said(command: str, base: dict[str, tup
 
 @pytest.mark.parametrize(("command", "extra"), NEED.items())
 def test_what_is_missing_is_named(command: str, extra: str, base: dict[str, tuple[int, str]]) -> None:
-    code, said = base[command]
+    code, errors = base[command]
     assert code == 2
-    assert f"pip install 'spkv-nas[{extra}]'" in said
-    assert "Traceback" not in said
+    assert f"pip install 'spkv-nas[{extra}]'" in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.slow
@@ -163,6 +163,8 @@ def test_every_package_of_an_extra_is_known() -> None:
         extra: {re.split("[>[]", entry)[0].replace("lm-eval", "lm_eval") for entry in declared[extra]}
         for extra in EXTRAS
     }
-    own = {extra: {name for name in names[extra] if not name.startswith("spkv-nas")} for extra in EXTRAS}
-    assert own == {extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()}  # it comes with jinja2
+    external = {extra: {name for name in names[extra] if not name.startswith("spkv-nas")} for extra in EXTRAS}
+    assert external == {
+        extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()
+    }  # it comes with jinja2
     assert declared["all"] == ["spkv-nas[lora,postgresql,search,tasks,tensorboard]"]

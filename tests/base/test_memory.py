@@ -29,12 +29,12 @@ GIB = 1 << 30
 def groups(folder: Path, version: int, limit: int | str, use: int, given_back: int = 0) -> int:
     """Return the available memory of a process in a control group with this limit, use and file cache."""
     mount = folder / "mount"
-    own = mount / "a" / "b" if version == 2 else mount / "memory" / "a" / "b"
+    group = mount / "a" / "b" if version == 2 else mount / "memory" / "a" / "b"
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    own.mkdir(parents=True)
+    group.mkdir(parents=True)
     for name, value in zip(names, (limit, use), strict=True):
-        (own.parent / name).write_text(f"{value}\n")
-    (own.parent / "memory.stat").write_text(f"anon 5\n{'total_' if version == 1 else ''}inactive_file {given_back}\n")
+        (group.parent / name).write_text(f"{value}\n")
+    (group.parent / "memory.stat").write_text(f"anon 5\n{'total_' if version == 1 else ''}inactive_file {given_back}\n")
     (folder / "cgroup").write_text("3:cpu,cpuacct:/x\n" + ("0::/a/b\n" if version == 2 else "4:memory:/a/b\n"))
     return min(memory._left_to_groups(folder / "cgroup", mount))
 
@@ -79,12 +79,12 @@ class TestConfigs:
         ],
     )
     def test_what_does_not(self, options: dict[str, object], message: str) -> None:
-        given = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, **options}
+        config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, **options}
         with pytest.raises(UserError, match=message):
-            check_size(AutoConfig.for_model(**given), 4)
+            check_size(AutoConfig.for_model(**config), 4)
 
     @pytest.mark.parametrize(
-        ("kind", "given", "message"),
+        ("kind", "options", "message"),
         [
             ("llama", {"num_keY_value_heads": 2}, "'num_keY_value_heads'; did you mean 'num_key_value_heads'?"),
             ("gemma3", {"text_config": {"hidden_sice": 8}}, "x.text_config: unknown key 'hidden_sice'; did you mean"),
@@ -95,11 +95,11 @@ class TestConfigs:
             ("gpt2", {"n_head": 2, "num_attention_heads": 2, "num_labels": 3}, None),
         ],
     )
-    def test_keys_that_a_config_does_not_know(self, kind: str, given: dict[str, Any], message: str | None) -> None:
+    def test_keys_that_a_config_does_not_know(self, kind: str, options: dict[str, Any], message: str | None) -> None:
         """transformers keeps them as attributes: ``num_keY_value_heads: 2`` gave 4 KV heads."""
-        config = AutoConfig.for_model(kind, **given)
+        config = AutoConfig.for_model(kind, **options)
         with nullcontext() if message is None else pytest.raises(UserError, match=re.escape(message)):
-            check_keys(config, given, "x")
+            check_keys(config, options, "x")
 
     @pytest.mark.parametrize("config", list(CONFIGS.values()), ids=CONFIGS)
     def test_published_configs_are_known(self, config: dict[str, Any]) -> None:
@@ -162,14 +162,14 @@ class TestPasses:
         """And what is measured is the same."""
         options = NLLOptions(model=str(folder), data=[str(text)], block_size=64, device="cpu")
         whole = nll(options).evaluation.nll
-        sizes, said = [], []
+        sizes, messages = [], []
         for free in (1 << 40, 1_500_000, 1):
             monkeypatch.setattr("spkv_nas.model.device_map.available_bytes_per_process", lambda device, free=free: free)
-            said.clear()
-            reporter = Recorder(announced=said.append)
+            messages.clear()
+            reporter = Recorder(announced=messages.append)
             measured = Subject.of(self.options(folder, text, 64), "", "measure").load(reporter)
             sizes.append(measured.batch_size)
-            assert any("pass at once" in line for line in said) == (measured.batch_size < 8)
+            assert any("pass at once" in line for line in messages) == (measured.batch_size < 8)
             assert nll(options).evaluation.nll.mean == pytest.approx(whole.mean, rel=1e-6)
         assert sizes[0] == 8 > sizes[1] > sizes[2] == 1
 

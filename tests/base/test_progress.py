@@ -44,9 +44,9 @@ def test_a_level_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_library_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without a reporter, which only the command line passes."""
-    place, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
+    workspace, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
     for name, signal in (("mine", "density"), ("mine-head-gates", "head-gates")):
-        replace(table, name=name, metadata={"model": "m", "signal": signal}).write(place.probe_dir(name))
+        replace(table, name=name, metadata={"model": "m", "signal": signal}).write(workspace.probe_dir(name))
     with caplog.at_level(logging.INFO, "spkv_nas"):
         chosen_table(ProposeOptions(workspace=tmp_path))
     assert caplog.messages == ["probe 'mine-head-gates' (head-gates), of 2 of one model; --probe takes another"]

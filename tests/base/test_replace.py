@@ -147,13 +147,13 @@ class TestRecords:
         text = file.read_text()
         for length in range(len(text)):
             file.write_text(text[:length])
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
                     read_record(file, "record")
                 except UserError:
                     continue
-            assert ["table.yaml" in str(one.message) for one in said] == [True], text[:length]
+            assert ["table.yaml" in str(one.message) for one in caught] == [True], text[:length]
 
     def test_one_without_hashes_is_read_as_it_is(self, tmp_path: Path) -> None:
         (tmp_path / "record.yaml").write_text("a: 1\n")

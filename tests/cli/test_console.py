@@ -38,10 +38,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """Write a recipe and a workspace with a probe, layouts, and their comparison."""
     folder = tmp_path_factory.mktemp("console")
     recipe, workspace = write_project(folder / "project"), folder / "workspace"
-    place = ["--probe", "tiny", "--workspace", str(workspace)]
+    options = ["--probe", "tiny", "--workspace", str(workspace)]
     main(["probe", str(recipe), "--workspace", str(workspace)])
-    main(["propose", "--budget", "2", "--num-random", "1", *place])
-    main(["train-hybrid", "--recipe", str(recipe), *place])
+    main(["propose", "--budget", "2", "--num-random", "1", *options])
+    main(["train-hybrid", "--recipe", str(recipe), *options])
     return recipe, workspace
 
 

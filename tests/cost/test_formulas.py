@@ -156,5 +156,5 @@ class TestCostCommand:
         self, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         Layout(("GL", "LL"), window=4).write(tmp_path / "small.yaml")
-        given = [str(tmp_path / "small.yaml") if option == "LAYOUT" else option for option in options]
-        assert message in fails(capsys, "plan", "attention", *given)
+        arguments = [str(tmp_path / "small.yaml") if option == "LAYOUT" else option for option in options]
+        assert message in fails(capsys, "plan", "attention", *arguments)

@@ -65,32 +65,32 @@ class TestMemory:
         if learns is Learns.ADAPTERS:
             add_adapters(model, LoraConfig(rank=1), seed=0)
         attach_gates(model, GATES)
-        own = predictor_parameters(model)
+        gate_parameters = predictor_parameters(model)
         for parameter in model.parameters():
             if learns is not Learns.ADAPTERS:
-                parameter.requires_grad_(learns is Learns.ALL or parameter in own)
+                parameter.requires_grad_(learns is Learns.ALL or parameter in gate_parameters)
         tokens, kept = torch.full((2, 24), 3), _Kept(model)
         kept.watch(lambda: model.get_decoder()(input_ids=tokens, use_cache=False))
-        said = PassMemory(model_size(model), gates=GATES).kept(tokens.numel(), learns=learns)
-        assert said == pytest.approx(kept.num_bytes, rel=0.22 if family == "gemma3_text" else 0.12)
+        predicted = PassMemory(model_size(model), gates=GATES).kept(tokens.numel(), learns=learns)
+        assert predicted == pytest.approx(kept.num_bytes, rel=0.22 if family == "gemma3_text" else 0.12)
 
     @pytest.mark.parametrize(
-        ("own", "learns"),
+        ("dtype", "learns"),
         [(torch.float32, Learns.ADAPTERS), (torch.float32, Learns.ALL), (torch.bfloat16, Learns.ADAPTERS)],
         ids=["adapters", "all", "adapters-bfloat16"],
     )
-    def test_what_linear_layers_cast_for_themselves(self, own: torch.dtype, learns: Learns) -> None:
+    def test_what_linear_layers_cast_for_themselves(self, dtype: torch.dtype, learns: Learns) -> None:
         """By autocast, which training in bfloat16 has, also where weights are bfloat16 and adapters float32."""
-        model = tiny_model(hidden_size=64, intermediate_size=176).to(own)
+        model = tiny_model(hidden_size=64, intermediate_size=176).to(dtype)
         if learns is Learns.ADAPTERS:
             add_adapters(model, LoraConfig(rank=1), seed=0)
         tokens, kept = torch.full((8, 64), 3), _Kept(model)
         with torch.autocast("cpu", torch.bfloat16):
             kept.watch(lambda: model.get_decoder()(input_ids=tokens, use_cache=False))
-        training = Training(1, 1, learns=learns, frozen_item=own.itemsize)
-        copies = 2 * model_size(model).without_embeddings if own == torch.float32 else 0
-        said = training.passes(model_size(model)).kept(tokens.numel(), learns=learns) + copies
-        assert said == pytest.approx(kept.num_bytes, rel=0.1)
+        training = Training(1, 1, learns=learns, frozen_item=dtype.itemsize)
+        copies = 2 * model_size(model).without_embeddings if dtype == torch.float32 else 0
+        predicted = training.passes(model_size(model)).kept(tokens.numel(), learns=learns) + copies
+        assert predicted == pytest.approx(kept.num_bytes, rel=0.1)
 
     @pytest.mark.parametrize("predictor", ["mlp", "linear", "bidirectional"])
     def test_parameters_of_predictors(self, predictor: str) -> None:
@@ -156,8 +156,8 @@ class TestStages:
         number = size.num_parameters
 
         def fixed(devices: int, **changes: object) -> float:
-            own = replace(stages, site=replace(stages.site, devices=devices))
-            memory = own.train("", replace(training, **changes), gated=False).memory  # type: ignore[arg-type]
+            costs = replace(stages, site=replace(stages.site, devices=devices))
+            memory = costs.train("", replace(training, **changes), gated=False).memory  # type: ignore[arg-type]
             return (memory.weights + memory.learning) / number
 
         assert fixed(1) == 18
@@ -282,11 +282,11 @@ class TestDryRunOfAProbe:
         return tmp_path / "model"
 
     def run(
-        self, capsys: pytest.CaptureFixture[str], place: Path, *options: str | Path
+        self, capsys: pytest.CaptureFixture[str], workspace: Path, *options: str | Path
     ) -> dict[str, dict[str, object]]:
-        before = set(place.rglob("*"))
-        main(["probe", "--dry-run", "--json", "--workspace", str(place), "--device", "cpu", *map(str, options)])
-        assert set(place.rglob("*")) == before
+        before = set(workspace.rglob("*"))
+        main(["probe", "--dry-run", "--json", "--workspace", str(workspace), "--device", "cpu", *map(str, options)])
+        assert set(workspace.rglob("*")) == before
         return {stage["name"]: stage for stage in json.loads(capsys.readouterr().out)["stages"]}
 
     def test_of_a_model_that_has_yet_to_learn_gates(

@@ -95,11 +95,11 @@ class TestCache:
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         pd.DataFrame({"text": [prose(3, i) for i in range(50, 100)]}).to_parquet(tmp_path / "b.parquet")
         (tmp_path / "c.txt").write_text(prose(500))
-        told: list[tuple[int, int]] = []
+        updates: list[tuple[int, int]] = []
         names = ["a.jsonl", "b.parquet", "c.txt"]
-        list(documents(names, tmp_path, progress=lambda done, total: told.append((done, total))))
-        assert [done for done, _ in told] == sorted(done for done, _ in told)
-        assert told[-1] == (told[0][1], sum((tmp_path / name).stat().st_size for name in names) // 1000)
+        list(documents(names, tmp_path, progress=lambda done, total: updates.append((done, total))))
+        assert [done for done, _ in updates] == sorted(done for done, _ in updates)
+        assert updates[-1] == (updates[0][1], sum((tmp_path / name).stat().st_size for name in names) // 1000)
 
 
 class TestDatasets:

@@ -87,40 +87,42 @@ class TestShare:
 
     def test_is_that_of_the_recipe_where_it_does(self, tmp_path: Path) -> None:
         write_files(tmp_path / "text", 200)
-        said: list[str] = []
-        assert heldout_share(DataConfig(sources=["text"], block_size=16), tmp_path, said.append) == 0.05
-        assert said == []
+        messages: list[str] = []
+        assert heldout_share(DataConfig(sources=["text"], block_size=16), tmp_path, messages.append) == 0.05
+        assert messages == []
 
     def test_another_one_is_said(self, tmp_path: Path) -> None:
         write_files(tmp_path / "text", 8)
-        said: list[str] = []
-        share = heldout_share(DataConfig(sources=["text"], block_size=16, heldout=1e-6), tmp_path, said.append)
+        messages: list[str] = []
+        share = heldout_share(DataConfig(sources=["text"], block_size=16, heldout=1e-6), tmp_path, messages.append)
         assert sum(heldout(d, share) for d in documents(["text"], tmp_path)) == 2
-        assert said[0].startswith("data.heldout 1e-06 would hold out 0 of 8 documents: 2 are")
+        assert messages[0].startswith("data.heldout 1e-06 would hold out 0 of 8 documents: 2 are")
 
     def test_one_long_file_is_parted(self, tmp_path: Path) -> None:
         """It used to end with "the held-out text is empty"."""
         (tmp_path / "corpus.txt").write_text(prose(12_000))
         config = DataConfig(sources=["corpus.txt"], block_size=64)
-        said: list[str] = []
-        folder = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Recorder(announced=said.append))
+        messages: list[str] = []
+        folder = cache_split(
+            config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Recorder(announced=messages.append)
+        )
         train, kept_out = read_split(folder, config)
         assert len(kept_out.documents) >= 2
         number = len(train.documents) + len(kept_out.documents)
-        assert said == [f"corpus.txt is one long document: its {number} pieces serve as documents"]
+        assert messages == [f"corpus.txt is one long document: its {number} pieces serve as documents"]
         again: list[str] = []
         cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Recorder(announced=again.append))
-        assert again == said
+        assert again == messages
 
     def test_a_limit_takes_of_several_pieces(self, tmp_path: Path) -> None:
         """It used to read the first piece alone, which gave no standard error."""
         (tmp_path / "corpus.txt").write_text(prose(2000))
-        said: list[str] = []
-        options: dict[str, Any] = {"block_size": 64, "max_tokens": 256, "reporter": Recorder(announced=said.append)}
+        messages: list[str] = []
+        options: dict[str, Any] = {"block_size": 64, "max_tokens": 256, "reporter": Recorder(announced=messages.append)}
         result = load_text(["corpus.txt"], bytes_tokenizer(), tmp_path / "cache", tmp_path, **options)
         assert len(result.documents) == result.num_blocks == 4
         number = len(list(documents(["corpus.txt"], tmp_path, piece=piece_size(64))))
-        assert said == [f"corpus.txt is one long document: its {number} pieces serve as documents"]
+        assert messages == [f"corpus.txt is one long document: its {number} pieces serve as documents"]
 
     @pytest.mark.parametrize("others", [0, 8])
     def test_one_piece_is_said(self, others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,13 +130,13 @@ class TestShare:
         monkeypatch.setattr(readers, "MOST_CHARACTERS", 20_000)
         (tmp_path / "long.txt").write_text(prose(2000))
         write_files(tmp_path / "text", others)
-        said: list[str] = []
+        messages: list[str] = []
         sources = ["text"] * bool(others) + [SourceConfig(path="long.txt", max_documents=1)]
-        reporter = Recorder(announced=said.append)
+        reporter = Recorder(announced=messages.append)
         result = load_text(sources, bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, reporter=reporter)
         assert len(result.documents) == others + 1
         note = "long.txt is one long document, of which one piece is read"
-        assert said == [note if others else f"{note}: no standard error can be given"]
+        assert messages == [note if others else f"{note}: no standard error can be given"]
 
     @pytest.mark.parametrize(
         ("text", "message"),

@@ -196,5 +196,5 @@ class TestTheEmbeddedModels:
         stable, reference = Recipe.read(EMBEDDED / "dense.yaml"), Recipe.read(EMBEDDED / "recipe.yaml")
         assert reference.model.path == "embedded:dense"
         assert stable.gates == reference.gates
-        asked = stable.model.config or {}
-        assert read_shape("embedded:dense").grid == (asked["num_hidden_layers"], asked["num_key_value_heads"])
+        shape = stable.model.config or {}
+        assert read_shape("embedded:dense").grid == (shape["num_hidden_layers"], shape["num_key_value_heads"])

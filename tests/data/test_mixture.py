@@ -45,13 +45,13 @@ class TestMixture:
     )
     def test_every_stretch_has_its_share(self, share: float, num_text: int, seed: int, start: int, length: int) -> None:
         mixture = Mixture.drawn(share, num_text, seed)
-        result = sum(mixture.at(place)[0] for place in range(start, start + length))
+        result = sum(mixture.at(position)[0] for position in range(start, start + length))
         assert abs(result - share * length) <= 1 + 1e-6
 
     @pytest.mark.parametrize("share", [0.017, 0.5, 1.0])
     def test_each_number_once_and_the_text_as_often_as_it_comes_round(self, share: float) -> None:
         mixture, order = Mixture.drawn(share, num_text=10, seed=3), BlockOrder(mixed_order, 10, 3, 10)
-        places = [mixture.at(place) for place in range(1000)]
+        places = [mixture.at(position) for position in range(1000)]
         synthetic = [number for is_synthetic, number in places if is_synthetic]
         text = [order.at(number) for is_synthetic, number in places if not is_synthetic]
         assert synthetic == list(range(len(synthetic)))
@@ -61,8 +61,10 @@ class TestMixture:
         assert text[:10] != text[10:20] or not text
 
     def test_another_seed_has_another_order(self) -> None:
-        mixtures = [[Mixture.drawn(0.3, 100, seed).at(place) for place in range(50)] for seed in (0, 0, 1)]
-        orders = [[BlockOrder(mixed_order, 100, seed, 100).at(place) for place in range(50)] for seed in (0, 0, 1)]
+        mixtures = [[Mixture.drawn(0.3, 100, seed).at(position) for position in range(50)] for seed in (0, 0, 1)]
+        orders = [
+            [BlockOrder(mixed_order, 100, seed, 100).at(position) for position in range(50)] for seed in (0, 0, 1)
+        ]
         assert mixtures[0] == mixtures[1] != mixtures[2]
         assert orders[0] == orders[1] != orders[2]
 
@@ -96,9 +98,9 @@ class TestBlocks:
     def test_answers_alone_may_be_learned(self, tokenizer: PreTrainedTokenizerBase) -> None:
         tokens, learned = ruler_blocks(tokenizer, learns_all=False).block(0)
         answer = tokenizer.decode(tokens[learned]).removesuffix(tokenizer.eos_token).strip()
-        asked = tokenizer.decode(tokens[~learned])
+        prompts = tokenizer.decode(tokens[~learned])
         assert len(answer) == 7
-        assert f" is {answer}." in asked
+        assert f" is {answer}." in prompts
         assert np.array_equal(tokens, ruler_blocks(tokenizer).block(0)[0])
 
     def test_several_short_samples_fill_a_block(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -221,7 +223,7 @@ class TestTraining:
         assert plain.content_hash("data") == recipe.content_hash("data") != mixed.content_hash("data")
 
     @pytest.mark.parametrize(
-        ("mix", "said"),
+        ("mix", "message"),
         [
             ({"share": 0.0}, "data.mix.ruler.share"),
             ({"share": 0.1, "tasks": ["qa_1"]}, "'qa_1' is none of niah_single_1, "),
@@ -229,9 +231,9 @@ class TestTraining:
         ],
         ids=str,
     )
-    def test_what_makes_no_sense(self, mix: dict[str, Any], said: str, mixed: Recipe) -> None:
+    def test_what_makes_no_sense(self, mix: dict[str, Any], message: str, mixed: Recipe) -> None:
         data = merged(mixed.model_dump(mode="json"), {"data": {"mix": {"ruler": {**MIX, **mix}}}})
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             Recipe.parse(data, Path(), "recipe")
 
     def test_blocks_too_short_for_a_task(self, mixed: Recipe, mixed_corpus: Corpus, tmp_path: Path) -> None:

@@ -101,22 +101,22 @@ def test_two_processes_make_the_same_bytes(tokenizer: PreTrainedTokenizerBase) -
 
 def test_seed_index_and_length_matter(tokenizer: PreTrainedTokenizerBase) -> None:
     places = [(0, 0, 512), (1, 0, 512), (0, 1, 512), (0, 0, 600)]
-    assert len({generate("niah_single_1", *place, tokenizer).answers for place in places}) == 4
+    assert len({generate("niah_single_1", *setting, tokenizer).answers for setting in places}) == 4
 
 
 @pytest.mark.parametrize("task", NEEDLES)
 def test_every_needle_is_there_once(task: str, tokenizer: PreTrainedTokenizerBase, material: Material) -> None:
-    wanted = {"niah_multivalue": 4, "niah_multiquery": 4}.get(task, 1)
+    num_answers = {"niah_multivalue": 4, "niah_multiquery": 4}.get(task, 1)
     for sample in samples(task, 1024, 20, tokenizer, material):
         named = re.findall(r"A magic \w+ of ([\w-]+(?: [\w-]+)*?) is ([\w-]+)\.", sample.text)
         result = {value: key for key, value in named}
-        assert len(sample.answers) == wanted
+        assert len(sample.answers) == num_answers
         for answer in sample.answers:
             assert sample.text.count(answer) == 1
             assert result[answer] in sample.answer_prefix
         if task != "niah_multivalue":
             assert len(set(result.values())) == len(result)
-        assert len(result) >= {"niah_multikey_1": 4, "niah_multikey_2": 20, "niah_multikey_3": 7}.get(task, wanted)
+        assert len(result) >= {"niah_multikey_1": 4, "niah_multikey_2": 20, "niah_multikey_3": 7}.get(task, num_answers)
 
 
 @pytest.mark.parametrize("task", ["niah_single_1", "niah_single_3", "niah_multikey_2", "niah_multivalue"])
@@ -172,15 +172,15 @@ def test_frequent_words_are_the_most_frequent(length: int, tokenizer: PreTrained
 
 
 def test_questions_have_their_documents(tokenizer: PreTrainedTokenizerBase, material: Material) -> None:
-    asked = set()
+    questions = set()
     for task in ("qa_1", "qa_2"):
         for sample in samples(task, 1024, 20, tokenizer, material):
             question = sample.prompt.split("Question: ")[1]
-            own = "Note" + question[12:-1] if task == "qa_1" else f"Title {question[6:-1]}\n"
-            assert sample.prompt.count(own) == (2 if task == "qa_1" else 1)
+            evidence = "Note" + question[12:-1] if task == "qa_1" else f"Title {question[6:-1]}\n"
+            assert sample.prompt.count(evidence) == (2 if task == "qa_1" else 1)
             assert sample.answers == (("value", "the value") if task == "qa_1" else ("line",))
-            asked.add(question)
-    assert len(asked) == 40
+            questions.add(question)
+    assert len(questions) == 40
 
 
 def test_a_question_that_has_no_room_makes_way(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ def test_a_question_that_has_no_room_makes_way(tokenizer: PreTrainedTokenizerBas
         for i in range(10)
     ]
     (tmp_path / "hotpot.json").write_text(json.dumps(rows))
-    given = Material.read([], [str(tmp_path / "hotpot.json")])
-    assert available(given)[-1] == "qa_2"
-    numbers = {int(re.search(r"Which (\d)", one.prompt)[1]) for one in samples("qa_2", 512, 10, tokenizer, given)}  # type: ignore[index]
+    material = Material.read([], [str(tmp_path / "hotpot.json")])
+    assert available(material)[-1] == "qa_2"
+    numbers = {int(re.search(r"Which (\d)", one.prompt)[1]) for one in samples("qa_2", 512, 10, tokenizer, material)}  # type: ignore[index]
     assert numbers <= {0, 2, 4, 6, 8}
 
 

@@ -41,9 +41,9 @@ def texts(sizes: list[int]) -> list[tuple[Document, np.ndarray]]:
     ]
 
 
-def sampled(found: list[tuple[Document, np.ndarray]], most: int, stretch: int = 16) -> SpreadSample:
+def sampled(documents: list[tuple[Document, np.ndarray]], most: int, stretch: int = 16) -> SpreadSample:
     sample = SpreadSample(most, stretch)
-    for document, ids in found:
+    for document, ids in documents:
         if sample.wants(document):
             sample.add(document, ids)
     return sample
@@ -60,8 +60,8 @@ class TestSample:
         assert total == sum(SIZES) if most > sum(SIZES) else most <= total < most + 16
         held = np.bincount(kept.tokens.ravel() // 1000, minlength=len(SIZES))
         rounds = np.ceil(held / 16)
-        wanted = np.ceil(np.array(SIZES) / 16)
-        assert all(number >= min(want, rounds.max() - 1) for number, want in zip(rounds, wanted, strict=True))
+        whole = np.ceil(np.array(SIZES) / 16)
+        assert all(number >= min(want, rounds.max() - 1) for number, want in zip(rounds, whole, strict=True))
 
     def test_does_not_depend_on_the_order_of_documents(self) -> None:
         result = texts(SIZES)

@@ -96,13 +96,13 @@ class TestKvpress:
         expected = ExpectedAttention(read, rotation, sinks)
         expected.scores(Chunk(16, 20, 0), held[..., :16])  # statistics come in parts
         scores = expected.scores(Chunk(length, length, 0), held)[0, :, sinks:]
-        wanted = golden[f"expected_{sinks}"][:, sinks:].numpy()
-        assert scores.numpy() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        expected = golden[f"expected_{sinks}"][:, sinks:].numpy()
+        assert scores.numpy() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
     def test_kvzip(self, golden: dict[str, Tensor], read: Read) -> None:
-        wanted = golden["kvzip"]
-        scores, out = kvzip_scores(read, golden["output"], wanted.shape[-1])
-        assert scores[0].numpy() == pytest.approx(wanted.numpy(), rel=1e-5, abs=1e-6)
+        expected = golden["kvzip"]
+        scores, out = kvzip_scores(read, golden["output"], expected.shape[-1])
+        assert scores[0].numpy() == pytest.approx(expected.numpy(), rel=1e-5, abs=1e-6)
         dense = torch.nn.functional.scaled_dot_product_attention(
             read.q, read.k, read.v, is_causal=True, enable_gqa=True
         )
@@ -130,10 +130,10 @@ class TestProtocol:
         for t in range(length):
             first = t - WINDOW + 1 if kind == EXACT else t // 4 * 4 - WINDOW
             for head in range(2):
-                wanted = [s for s in range(t + 1) if s >= first or keep[0, head, s]]
-                pairs += sum(s < first for s in wanted)
+                expected = [s for s in range(t + 1) if s >= first or keep[0, head, s]]
+                pairs += sum(s < first for s in expected)
                 for query_head in (2 * head, 2 * head + 1):
-                    assert seen[0, query_head, t].nonzero().flatten().tolist() == wanted
+                    assert seen[0, query_head, t].nonzero().flatten().tolist() == expected
         assert int(kept) == pairs
 
     @pytest.mark.parametrize("method", ["streaming", "random", "kvzap"])
@@ -299,8 +299,8 @@ class TestCommand:
         assert list(rows.columns) == BASELINES.header
         chosen = [method for method in METHODS if method != "streaming" for _ in range(2)]
         assert rows["method"].tolist() == ["full-attention", *["streaming"] * 2, *chosen, *chosen, "sp-kv", "sp-kv"]
-        told = rows.dropna(subset=["target_density"])
-        assert told["density"].to_numpy() == pytest.approx(told["target_density"].to_numpy(), abs=0.03)
+        targeted = rows.dropna(subset=["target_density"])
+        assert targeted["density"].to_numpy() == pytest.approx(targeted["target_density"].to_numpy(), abs=0.03)
         assert rows["tau"].tolist()[-2:] == [0.0, 0.6]
         record = yaml.safe_load((folder / "baselines.yaml").read_text())
         assert (record["window"], record["chunk"], record["protocol"]) == (6, 6, "exact")
@@ -344,8 +344,8 @@ class TestCommand:
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        told = ["--model", dense, "--data", text, "--block-size", str(BLOCK), "--methods", "streaming"]
-        assert message in fails(capsys, "evaluate", "baselines", *told, *options, "-w", tmp_path / "w")
+        arguments = ["--model", dense, "--data", text, "--block-size", str(BLOCK), "--methods", "streaming"]
+        assert message in fails(capsys, "evaluate", "baselines", *arguments, *options, "-w", tmp_path / "w")
         assert not list(tmp_path.rglob("*.csv"))
 
     def test_a_model_that_is_pruned_already(
@@ -353,12 +353,12 @@ class TestCommand:
     ) -> None:
         hybrid = tiny_model(vocab_size=300)
         apply_layout(hybrid, Layout(("GL", "LL", "LL", "GG"), window=6))
-        for model, message in ((gated(), "the model has gates"), (hybrid, "the model is a hybrid")):
-            folder = tmp_path / message[-4:]
+        for model, problem in ((gated(), "the model has gates"), (hybrid, "the model is a hybrid")):
+            folder = tmp_path / problem[-4:]
             save(model, tiny_tokenizer, folder)
             options = ["--model", folder, "--data", text, "--block-size", str(BLOCK), "-w", tmp_path / "w"]
-            said = fails(capsys, "evaluate", "baselines", *options)
-            assert message in said
+            error = fails(capsys, "evaluate", "baselines", *options)
+            assert problem in error
 
     def test_what_stands_beside(
         self,

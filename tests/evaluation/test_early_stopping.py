@@ -84,21 +84,21 @@ class TestEstimate:
 
     def errors(self, noise: float, seen: int) -> tuple[list[float], list[float]]:
         generator = np.random.default_rng(0)
-        errors, said = [], []
+        errors, predicted = [], []
         for _ in range(300):
             losses = generator.exponential(size=(64, 4)) @ generator.random((4, 11))
             losses += noise * generator.standard_t(4, losses.shape)
             part = losses[generator.permutation(64)[:seen]]
             result = Estimate.of(part[:, 0], part[:, 1:], losses[:, 1:].mean(0), seen / 64)
             errors.append(result.nats - losses[:, 0].mean())
-            said.append(result.standard_error)
-        return errors, said
+            predicted.append(result.standard_error)
+        return errors, predicted
 
     @pytest.mark.parametrize("seen", [16, 32])
     def test_its_standard_error_is_its_error(self, seen: int) -> None:
-        errors, said = self.errors(0.3, seen)
-        assert 0.8 < np.sqrt(np.mean(np.square(errors)) / np.mean(np.square(said))) < 1.2
-        assert np.mean(np.abs(errors) > 2 * np.array(said)) < 0.1
+        errors, predicted = self.errors(0.3, seen)
+        assert 0.8 < np.sqrt(np.mean(np.square(errors)) / np.mean(np.square(predicted))) < 1.2
+        assert np.mean(np.abs(errors) > 2 * np.array(predicted)) < 0.1
 
     def test_what_others_tell_is_not_left_to_chance(self) -> None:
         errors, _ = self.errors(1e-3, 16)

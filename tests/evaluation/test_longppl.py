@@ -72,12 +72,12 @@ def copying(monkeypatch: pytest.MonkeyPatch, context: int = 4) -> PreTrainedMode
         logits = torch.zeros(*input_ids.shape, 300)
         for row, ids in enumerate(input_ids.tolist()):
             seen: dict[tuple[int, ...], int] = {}
-            for place in range(context, len(ids) + 1):
-                after = seen.get(tuple(ids[place - context : place]))
+            for position in range(context, len(ids) + 1):
+                after = seen.get(tuple(ids[position - context : position]))
                 if after is not None:
-                    logits[row, place - 1, after] = 20.0
-                if place < len(ids):
-                    seen[tuple(ids[place - context : place])] = ids[place]
+                    logits[row, position - 1, after] = 20.0
+                if position < len(ids):
+                    seen[tuple(ids[position - context : position])] = ids[position]
         return SimpleNamespace(logits=logits)
 
     monkeypatch.setattr(model, "forward", forward)
@@ -158,7 +158,7 @@ def texts(*documents: int, domains: str = "") -> list[LongText]:
 
 class TestTable:
     def test_errors_are_by_document_and_paired(self) -> None:
-        own = [
+        readings = [
             Reading(300.0, 150, 60.0, 50, 0.5),
             Reading(100.0, 50, 20.0, 40, 0.1),
             Reading(200.0, 100, 66.0, 60, 0.3),
@@ -168,7 +168,7 @@ class TestTable:
             Reading(90.0, 50, 16.0, 40, 1.0),
             Reading(200.0, 100, 60.0, 60, 1.0),
         ]
-        rows, withheld = longppl_table(texts(0, 0, 1), own, other)
+        rows, withheld = longppl_table(texts(0, 0, 1), readings, other)
         assert list(rows.columns) == LONGPPL.header
         assert not withheld
         (row,) = rows.itertuples()
@@ -187,8 +187,8 @@ class TestTable:
 
     def test_few_keys_give_no_value(self) -> None:
         """Of each domain by itself; plain perplexity is there all the same."""
-        own = [Reading(300.0, 150, 60.0, 99, 0.5), Reading(100.0, 50, 20.0, 1, 0.1)]
-        rows, withheld = longppl_table(texts(0, 1, domains="ab"), own, own)
+        readings = [Reading(300.0, 150, 60.0, 99, 0.5), Reading(100.0, 50, 20.0, 1, 0.1)]
+        rows, withheld = longppl_table(texts(0, 1, domains="ab"), readings, readings)
         assert list(rows["domain"]) == ["all", "a", "b"]
         assert withheld == {
             "a": "99 key tokens, fewer than 100: no LongPPL is given",
@@ -216,14 +216,14 @@ class TestCommand:
         capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
-        place, others = tmp_path / "w", ["--against", str(tmp_path / "hybrid"), "--evaluator", str(checkpoint)]
+        workspace, others = tmp_path / "w", ["--against", str(tmp_path / "hybrid"), "--evaluator", str(checkpoint)]
         command = ["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), *self.ANY, *others]
-        command += ["-w", str(place)]
+        command += ["-w", str(workspace)]
         main(command)
         shown = " ".join(capsys.readouterr().out.split())
         assert "LongPPL" in shown
         assert "longppl.csv" in shown
-        folder = place / "reports" / "mine"
+        folder = workspace / "reports" / "mine"
         rows = pd.read_csv(folder / "longppl.csv")
         assert list(rows.columns) == LONGPPL.header
         assert rows.loc[0, "num_documents"] == 10
@@ -232,13 +232,13 @@ class TestCommand:
         assert rows["density"].between(0.05, 0.95).all()
         assert rows.loc[0, "against_density"] == 0.5
         origin = yaml.safe_load((folder / "longppl.yaml").read_text())
-        known = {key: origin[key] for key in ("tau", "short", "stride", "alpha", "beta", "block_size", "withheld")}
-        assert known == {
+        settings = {key: origin[key] for key in ("tau", "short", "stride", "alpha", "beta", "block_size", "withheld")}
+        assert settings == {
             "tau": 0.4, "short": 32, "stride": 8, "alpha": 0.0, "beta": -1000.0, "block_size": 128, "withheld": {},
         }  # fmt: skip
         assert origin["evaluator"]["model"] == str(checkpoint)
         assert origin["against"]["model"] == str(tmp_path / "hybrid")
-        kept = sorted((place / "runs" / "mine" / "longppl").iterdir())
+        kept = sorted((workspace / "runs" / "mine" / "longppl").iterdir())
         assert [file.name.split("-")[0] for file in kept] == ["keys", "nll", "nll"]
         line = json.loads(kept[0].read_text().splitlines()[0])
         assert (line["text"], line["name"].endswith("0.txt"), len(line["keys"])) == (0, True, len(line["spans"]))
@@ -254,8 +254,8 @@ class TestCommand:
         shown = capsys.readouterr()
         assert "all: 0 key tokens, fewer than 100: no LongPPL is given" in shown.out + shown.err
         assert "nan" not in shown.out
-        told = yaml.safe_load((tmp_path / "w" / "reports" / "mine" / "longppl.yaml").read_text())
-        assert told["withheld"] == {"all": "0 key tokens, fewer than 100: no LongPPL is given"}
+        record = yaml.safe_load((tmp_path / "w" / "reports" / "mine" / "longppl.yaml").read_text())
+        assert record["withheld"] == {"all": "0 key tokens, fewer than 100: no LongPPL is given"}
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -273,10 +273,10 @@ class TestCommand:
         self, options: list[str], message: str, checkpoint: Path, tmp_path: Path, text: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:  # fmt: skip
-        said = fails(
+        error = fails(
             capsys, "evaluate", "longppl", "--model", checkpoint, "--data", text, *options, "-w", tmp_path / "w"
         )
-        assert message in said
+        assert message in error
 
     def test_a_pair_needs_one_tokenizer_and_an_evaluator_none(
         self, checkpoint: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]

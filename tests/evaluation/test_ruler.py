@@ -56,7 +56,7 @@ class TestScore:
             return "".join("\n" if ord(one) < 32 else one for one in output.strip()).strip()
 
         outputs = [cleaned(output).lower() for output, _ in cases]
-        for any_will_do, of_found in ((False, lambda found: sum(found) / len(found)), (True, max)):
+        for any_will_do, of_found in ((False, lambda matches: sum(matches) / len(matches)), (True, max)):
             expected = [
                 float(of_found([1.0 if one.lower() in output else 0.0 for one in answers]))
                 for output, (_, answers) in zip(outputs, cases, strict=True)
@@ -141,26 +141,26 @@ def test_samples_answered_are_those_asked(
     tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that answers every other question."""
-    asked: dict[str, Sample] = {}
+    by_prompt: dict[str, Sample] = {}
 
     def make(index: int) -> Sample:
         sample = make_sample("niah_multivalue", 0, index, 700, tiny_tokenizer)
-        return asked.setdefault(sample.text, sample)
+        return by_prompt.setdefault(sample.text, sample)
 
     def answering(_m: Any, _t: Any, prompts: list[str], _n: Any) -> Continuations:
-        samples = [asked[prompt] for prompt in prompts]
-        known = list(asked)
-        texts = [", ".join(one.answers[: 4 * (known.index(one.text) % 2)]) for one in samples]
+        samples = [by_prompt[prompt] for prompt in prompts]
+        seen = list(by_prompt)
+        texts = [", ".join(one.answers[: 4 * (seen.index(one.text) % 2)]) for one in samples]
         return Continuations(texts, np.full(len(samples), 0.5))
 
     monkeypatch.setattr(ruler, "continue_greedily", answering)
     monkeypatch.setattr(ruler, "_TOGETHER", 2000)
-    told: list[tuple[int, int]] = []
-    result = Answers.of(answer(tiny_model(), tiny_tokenizer, make, 7, lambda *step: told.append(step)), 7)
+    updates: list[tuple[int, int]] = []
+    result = Answers.of(answer(tiny_model(), tiny_tokenizer, make, 7, lambda *step: updates.append(step)), 7)
     assert list(result.scores) == [0, 1, 0, 1, 0, 1, 0]
     assert list(result.densities) == [0.5] * 7
-    assert told[-1] == (7, 7)
-    assert len(told) > 2
+    assert updates[-1] == (7, 7)
+    assert len(updates) > 2
 
 
 def test_a_sample_without_room_is_left_out(
@@ -200,14 +200,14 @@ class TestCommand:
         capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
-        place = tmp_path / "w"
+        workspace = tmp_path / "w"
         options = ["--model", checkpoint, "--lengths", "512,600", "--tasks", "vt", "--samples", 2]
-        command = ["evaluate", "ruler", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(place)]
+        command = ["evaluate", "ruler", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(workspace)]
         main(command)
         shown = " ".join(capsys.readouterr().out.split())
         assert "average of 1" in shown
         assert "ruler.csv" in shown
-        folder = place / "reports" / "mine"
+        folder = workspace / "reports" / "mine"
         rows = pd.read_csv(folder / "ruler.csv")
         assert list(rows.columns) == RULER.header
         assert list(rows["task"]) == ["vt", "average of 1"] * 2
@@ -218,12 +218,12 @@ class TestCommand:
         assert origin["model"] == str(checkpoint)
         assert origin["against"]["model"] == str(tmp_path / "hybrid")
         recorded = ("tau", "floor_window", "haystack", "questions", "seed", "samples", "samples_version")
-        known = {key: origin[key] for key in recorded}
-        assert known == {
+        settings = {key: origin[key] for key in recorded}
+        assert settings == {
             "tau": 0.4, "floor_window": 6, "haystack": "RULER's noise", "questions": [], "seed": 0, "samples": 2,
             "samples_version": 2,
         }  # fmt: skip
-        kept = sorted((place / "runs" / "mine" / "ruler").iterdir())
+        kept = sorted((workspace / "runs" / "mine" / "ruler").iterdir())
         assert [file.name[:6] for file in kept] == ["vt-512"] * 3 + ["vt-600"] * 3
         line = json.loads(kept[0].read_text().splitlines()[1])
         assert set(line) == {"index", "question", "answers", "output", "score", "density"}

@@ -123,13 +123,13 @@ class TestThresholds:
 
 class TestCommand:
     def test_sweep(self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        place = tmp_path / "w"
+        workspace = tmp_path / "w"
         options = ["--model", str(checkpoint), "--data", str(text), "--block-size", str(BLOCK)]
-        main(["evaluate", "sweep", *options, "--taus", "0.1..0.9", "--points", "3", "--workspace", str(place)])
+        main(["evaluate", "sweep", *options, "--taus", "0.1..0.9", "--points", "3", "--workspace", str(workspace)])
         shown = capsys.readouterr().out
         assert "open" in shown
         assert "tau-sweep.png" in shown.replace("\n", "")
-        folder = place / "reports" / "mine"
+        folder = workspace / "reports" / "mine"
         assert {p.name for p in folder.glob("[!.]*")} == {f"tau-sweep.{kind}" for kind in ("csv", "yaml", "png", "svg")}
         rows = pd.read_csv(folder / "tau-sweep.csv")
         assert tuple(rows.columns) == COLUMNS

@@ -47,7 +47,7 @@ def ask(
     lm = CheckpointLM(model, tokenizer, **options)
     with nullcontext() if gate_config(model) is None else gate_mode(model, "hard", 0.5):
         suite = load_suite(names, [str(folder)], [], allow_code=False)
-        return [run_task(lm, task, kept, "model") for asked in suite for task in asked.tasks]
+        return [run_task(lm, task, kept, "model") for entry in suite for task in entry.tasks]
 
 
 class TestAnswers:
@@ -99,14 +99,14 @@ class TestAnswers:
         kwargs = {"until": ["e"], "max_gen_toks": 8, "do_sample": False}
         with pytest.warns(UserWarning, match="1 texts are longer"):
             (text,) = lm.generate_until([Instance("generate_until", {}, (long, kwargs), 0)])
-        (own,) = lm.generate_until(
+        (by_itself,) = lm.generate_until(
             [
                 Instance(
                     "generate_until", {}, (tiny_tokenizer.decode(tiny_tokenizer(long)["input_ids"][-120:]), kwargs), 0
                 )
             ]
         )
-        assert text == own
+        assert text == by_itself
 
     def test_what_is_written_ends_at_its_stop(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model = gated()
@@ -150,10 +150,10 @@ class TestAnswers:
         lm = CheckpointLM(model, tiny_tokenizer)
         suite = load_suite("choices,writing", [str(folder)], [], allow_code=False)
         with gate_mode(model, "hard", 0.0):
-            kept = [run_task(lm, asked.tasks[0], tmp_path / "0", "model") for asked in suite]
+            kept = [run_task(lm, entry.tasks[0], tmp_path / "0", "model") for entry in suite]
         detach(model)
         lm = CheckpointLM(model, tiny_tokenizer)
-        plain = [run_task(lm, asked.tasks[0], tmp_path / "open", "model") for asked in suite]
+        plain = [run_task(lm, entry.tasks[0], tmp_path / "open", "model") for entry in suite]
         assert [one.density for one in kept] == [1.0, 1.0]
         assert [one.values for one in kept] == [one.values for one in plain]
         assert samples(tmp_path / "0") == pytest.approx(samples(tmp_path / "open"), abs=1e-5)
@@ -227,8 +227,8 @@ class TestFinished:
         lm = CheckpointLM(dense(), tiny_tokenizer)
 
         def run(identity: str = "a", limit: int | None = None) -> int:
-            (asked,) = load_suite("choices", [str(folder)], [], allow_code=False)
-            run_task(lm, asked.tasks[0], tmp_path / "kept", identity, limit=limit)
+            (entry,) = load_suite("choices", [str(folder)], [], allow_code=False)
+            run_task(lm, entry.tasks[0], tmp_path / "kept", identity, limit=limit)
             return len(list((tmp_path / "kept").iterdir()))
 
         assert [run(), run(), run("b"), run(limit=3)] == [1, 1, 2, 3]

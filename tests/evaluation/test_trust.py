@@ -49,8 +49,8 @@ def gains(values: object = GAINS, errors: object = ERRORS) -> Gains:
     return Gains(np.asarray(values, dtype=float), np.asarray(errors, dtype=float))
 
 
-def judge(values: np.ndarray, budget: int = 3, found: Gains | None = None, documents: int | None = None) -> Trust:
-    return Trust.of(values, densest(values, budget), found or gains(), documents)
+def judge(values: np.ndarray, budget: int = 3, measured: Gains | None = None, documents: int | None = None) -> Trust:
+    return Trust.of(values, densest(values, budget), measured or gains(), documents)
 
 
 class TestTrust:
@@ -140,75 +140,75 @@ class TestFiles:
             HeadScores.read(tmp_path)
 
 
-def put(place: Workspace, name: str, values: object, found: Gains | None = None, **metadata: Any) -> HeadScores:
+def put(workspace: Workspace, name: str, values: object, measured: Gains | None = None, **metadata: Any) -> HeadScores:
     """Write a probe to a workspace, by default of the model ``m``, and return it as read back."""
-    table = replace(make_table(values), name=name, gains=found, metadata={"model": "m", **metadata})
-    table.write(place.probe_dir(name))
-    return HeadScores.read(place.probe_dir(name))
+    table = replace(make_table(values), name=name, gains=measured, metadata={"model": "m", **metadata})
+    table.write(workspace.probe_dir(name))
+    return HeadScores.read(workspace.probe_dir(name))
 
 
 class TestWorkspace:
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Workspace:
+    def workspace(self, tmp_path: Path) -> Workspace:
         return Workspace(tmp_path)
 
-    def test_gains_of_the_signal_opening_serve(self, place: Workspace) -> None:
-        table = put(place, "mine", LEFT)
+    def test_gains_of_the_signal_opening_serve(self, workspace: Workspace) -> None:
+        table = put(workspace, "mine", LEFT)
         chosen = densest(table.values, 3)
-        assert trust(place, table, chosen) is None
-        put(place, "elsewhere", GAINS, signal="opening", unit="nats per token", model="other")
-        put(place, "layers", GAINS, signal="opening", unit="nats per token", granularity="layer")
-        put(place, "small", GAINS[:2], signal="opening", unit="nats per token")
-        assert trust(place, table, chosen) is None
-        put(place, "mine-opening", GAINS, signal="opening", unit="nats per token")
-        result = trust(place, table, chosen)
+        assert trust(workspace, table, chosen) is None
+        put(workspace, "elsewhere", GAINS, signal="opening", unit="nats per token", model="other")
+        put(workspace, "layers", GAINS, signal="opening", unit="nats per token", granularity="layer")
+        put(workspace, "small", GAINS[:2], signal="opening", unit="nats per token")
+        assert trust(workspace, table, chosen) is None
+        put(workspace, "mine-opening", GAINS, signal="opening", unit="nats per token")
+        result = trust(workspace, table, chosen)
         assert result is not None
         assert result.rho == Trust.of(table.values, chosen, gains()).rho
-        own = put(place, "mine", LEFT, gains(GAINS[::-1]))
-        assert trust(place, own, chosen) == trust_without_errors(own, chosen)
+        better = put(workspace, "mine", LEFT, gains(GAINS[::-1]))
+        assert trust(workspace, better, chosen) == trust_without_errors(better, chosen)
 
-    def test_gains_recommend_nothing(self, place: Workspace) -> None:
+    def test_gains_recommend_nothing(self, workspace: Workspace) -> None:
         """Two lines contradicted each other: head gates, and ``opening`` by the optimum of the gains themselves.
 
         That optimum was chosen and judged on the same 2,048 tokens.
         """
-        put(place, "mine", LEFT, gains(), gains={"documents": 9})
-        put(place, "mine-duo", GAINS.clip(0) * 20, signal="duo")
-        result = propose(ProposeOptions(probe="mine", budget="3", workspace=place.root))
-        said = " ".join(
+        put(workspace, "mine", LEFT, gains(), gains={"documents": 9})
+        put(workspace, "mine-duo", GAINS.clip(0) * 20, signal="duo")
+        result = propose(ProposeOptions(probe="mine", budget="3", workspace=workspace.root))
+        output = " ".join(
             [*result.sentences, *(f"{one.reason} {one.command}" for one in result.next), str(result.advice)]
         )
         assert result.trust is not None
         assert result.trust.num_documents == 9
-        assert "opening " not in said.replace("opening single heads", "")
-        assert "of largest gain" not in said
-        assert "mine-duo" not in said
+        assert "opening " not in output.replace("opening single heads", "")
+        assert "of largest gain" not in output
+        assert "mine-duo" not in output
         assert [one.reason.startswith(RECOMMENDATION) for one in result.next] == [True]
 
-    def test_propose_shows_the_recommended_signal_beside_densities(self, place: Workspace) -> None:
+    def test_propose_shows_the_recommended_signal_beside_densities(self, workspace: Workspace) -> None:
         """Densities were compared with layer patterns and chance, and never with the heads that lose least."""
-        put(place, "mine", LEFT)
-        put(place, "mine-duo", GAINS.clip(0) * 20, signal="duo")
-        options = ProposeOptions(workspace=place.root, probe="mine", budget="3", num_random=0)
+        put(workspace, "mine", LEFT)
+        put(workspace, "mine-duo", GAINS.clip(0) * 20, signal="duo")
+        options = ProposeOptions(workspace=workspace.root, probe="mine", budget="3", num_random=0)
         assert RECOMMENDED not in propose(options).answer.layouts
-        gates = put(place, "mine-gates", GAINS.clip(0) * 20, signal=RECOMMENDED)
+        gates = put(workspace, "mine-gates", GAINS.clip(0) * 20, signal=RECOMMENDED)
         answer = propose(options).answer
-        layout = Layout.read(place.layout_dir("mine") / f"{RECOMMENDED}.yaml")
+        layout = Layout.read(workspace.layout_dir("mine") / f"{RECOMMENDED}.yaml")
         assert np.array_equal(layout.global_mask, densest(gates.values, 3))
         assert layout.provenance["probe"] == "mine-gates"
         assert answer.rows.set_index("strategy").loc[RECOMMENDED, "coverage"] == pytest.approx(
             coverage(answer.table, layout), abs=1e-4
         )
-        shutil.rmtree(place.probe_dir("mine-gates"))
+        shutil.rmtree(workspace.probe_dir("mine-gates"))
         propose(options)
-        assert not (place.layout_dir("mine") / f"{RECOMMENDED}.yaml").exists()
+        assert not (workspace.layout_dir("mine") / f"{RECOMMENDED}.yaml").exists()
 
-    def test_a_damaged_neighbour_plays_no_part(self, place: Workspace) -> None:
-        table = put(place, "mine", LEFT)
-        put(place, "mine-duo", GAINS.clip(0), signal="duo")
-        (place.probe_dir("mine-duo") / "density.csv").write_text("layer\n")
+    def test_a_damaged_neighbour_plays_no_part(self, workspace: Workspace) -> None:
+        table = put(workspace, "mine", LEFT)
+        put(workspace, "mine-duo", GAINS.clip(0), signal="duo")
+        (workspace.probe_dir("mine-duo") / "density.csv").write_text("layer\n")
         with pytest.warns(UserWarning, match="changed since|a probe that cannot be read plays no part"):
-            result = trust(place, table, densest(table.values, 3))
+            result = trust(workspace, table, densest(table.values, 3))
         assert result is None
 
     def test_an_old_probe_says_that_it_is_not_known(self) -> None:
@@ -263,15 +263,15 @@ class TestCommand:
 
     def test_the_recommended_signal_is_named(self, tmp_path: Path) -> None:
         """In place of densities that were probed; of other signals the study says less."""
-        table, place = make_table([[0.5, 0.4]]), Workspace(tmp_path)
+        table, workspace = make_table([[0.5, 0.4]]), Workspace(tmp_path)
         embedded = {"model": "embedded:reference", "data": {"sources": ["stdlib"]}}
-        said = recommend(place, replace(table, metadata=embedded), "25%")
-        assert said is not None
-        assert said.reason.startswith("head gates choose the heads")
-        assert said.command == f"spkv-nas probe --signal head-gates --budget 25% --workspace {tmp_path}"
+        advice = recommend(workspace, replace(table, metadata=embedded), "25%")
+        assert advice is not None
+        assert advice.reason.startswith("head gates choose the heads")
+        assert advice.command == f"spkv-nas probe --signal head-gates --budget 25% --workspace {tmp_path}"
         for signal in ("head-gates", "duo", "opening"):
-            assert recommend(place, replace(table, metadata={**embedded, "signal": signal})) is None
-        assert recommend(place, table) is None
+            assert recommend(workspace, replace(table, metadata={**embedded, "signal": signal})) is None
+        assert recommend(workspace, table) is None
 
     def test_the_default_is_the_one_that_the_help_names(self) -> None:
         field = next(field for field in fields(ProbeOptions) if field.name == "gain_tokens")

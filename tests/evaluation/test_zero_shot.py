@@ -165,8 +165,8 @@ class TestCache:
         whole = zero_shot(model, LAYOUTS[:1], blocks, cache=tmp_path)[0]
         file = tmp_path / f"{LAYOUTS[0].content_hash}.npz"
         content = file.read_bytes()
-        for place in range(len(content)):
-            file.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        for position in range(len(content)):
+            file.write_bytes(content[:position] + bytes([content[position] ^ 0xFF]) + content[position + 1 :])
             with contextlib.suppress(UserError):
                 assert same(DocumentNLL.read(file), whole)
         file.write_bytes(content[:59] + b"\xff" + content[60:])
@@ -222,14 +222,14 @@ class TestRankCorrelation:
     @pytest.mark.parametrize("number", [3, 5, 7, 12])
     def test_no_interval_of_few_layouts_nor_of_a_perfect_order(self, number: int) -> None:
         """Three and five layouts were shown with a 95 % interval of +1.00 to +1.00."""
-        found = rank_correlation(np.arange(number), -np.arange(number))
-        assert found is not None
-        assert found["rho"] == -1.0
-        assert found["interval"] is None
+        result = rank_correlation(np.arange(number), -np.arange(number))
+        assert result is not None
+        assert result["rho"] == -1.0
+        assert result["interval"] is None
         p_value = 2 / math.factorial(number) if number < 8 else 0.0
-        assert found["p_value"] == pytest.approx(p_value, abs=1e-4)
+        assert result["p_value"] == pytest.approx(p_value, abs=1e-4)
         exact = "exact " if number < 8 else ""
-        assert format_rank_correlation(found) == f"-1.00 ({number} layouts, {exact}p = {found['p_value']:.2g})"
+        assert format_rank_correlation(result) == f"-1.00 ({number} layouts, {exact}p = {result['p_value']:.2g})"
 
     @pytest.mark.parametrize("pair", [([1, 2], [1, 2]), ([1, 2, np.nan], [1, 2, 3]), ([1, 1, 1], [1, 2, 3]), ([], [])])
     def test_is_none_where_undefined(self, pair: tuple[list[float], list[float]]) -> None:

@@ -29,13 +29,13 @@ def main() -> None:
     """Write the file."""
     recipe = Recipe.read(EMBEDDED / "recipe.yaml")
     rng = Random(0)
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     for document in documents(recipe.data.sources, EMBEDDED):
         if document.domain == "code" and heldout(document, recipe.data.heldout):
-            found += places(document.text, document.name, rng)
-    chosen = sorted(rng.sample(found, NUMBER), key=lambda one: (one["source"], one["context"]))
+            samples += places(document.text, document.name, rng)
+    chosen = sorted(rng.sample(samples, NUMBER), key=lambda one: (one["source"], one["context"]))
     FILE.write_text("".join(json.dumps(one) + "\n" for one in chosen))
-    print(f"{FILE}: {len(found)} places, {FILE.stat().st_size} bytes")
+    print(f"{FILE}: {len(samples)} places, {FILE.stat().st_size} bytes")
 
 
 def places(text: str, source: str, rng: Random) -> list[dict[str, Any]]:
@@ -51,8 +51,8 @@ def places(text: str, source: str, rng: Random) -> list[dict[str, Any]]:
             space = " " * context.endswith(" ")
             choices = [word[0], *rng.sample(names, 3)]
             rng.shuffle(choices)
-            place = {"source": source, "context": context.removesuffix(" "), "space": space}
-            result.append({**place, "choices": choices, "answer": word[0]})
+            sample = {"source": source, "context": context.removesuffix(" "), "space": space}
+            result.append({**sample, "choices": choices, "answer": word[0]})
     return rng.sample(result, min(OF_DOCUMENT, len(result)))
 
 

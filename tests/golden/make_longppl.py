@@ -31,20 +31,20 @@ def main() -> None:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend["model"]["merges"] = []
     letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)))
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for name in FILES:
         text = (ROOT / "spkv_nas" / name).read_text()[:MOST]
         spans = Path(__file__).with_name("spans.txt")
-        own = compute_longppl(
+        result = compute_longppl(
             text, model, model, tokenizer, tokenizer, save_path=str(spans), trunc_len=SHORT, sliding_window=STRIDE
         )
         by_letter = compute_longppl(text, model, model, letters, tokenizer, trunc_len=SHORT, sliding_window=STRIDE)
         marked = [json.loads(span) for span in spans.read_text().split(";")]
         spans.unlink()
-        found.append({"text": text, "spans": marked, "own": plain(own), "by_letter": plain(by_letter)})
+        results.append({"text": text, "spans": marked, "own": plain(result), "by_letter": plain(by_letter)})
     file = Path(__file__).with_name("longppl.json")
-    file.write_text(json.dumps({"short": SHORT, "stride": STRIDE, "texts": found}, indent=1) + "\n")
-    print(f"{file}: {file.stat().st_size} bytes, key tokens {[one['own']['n_key_token'] for one in found]}")
+    file.write_text(json.dumps({"short": SHORT, "stride": STRIDE, "texts": results}, indent=1) + "\n")
+    print(f"{file}: {file.stat().st_size} bytes, key tokens {[one['own']['n_key_token'] for one in results]}")
 
 
 def plain(result: dict[str, Any]) -> dict[str, float]:

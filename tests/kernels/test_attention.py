@@ -150,8 +150,8 @@ def test_a_utility_of_exactly_zero(window: int) -> None:
 class TestLaws:
     shape = (2, 4, 2, 100, 16)
 
-    def out(self, given: dict[str, Tensor | None], backend: str, window: int) -> Tensor:
-        return run(given, torch.float32, window=window, backend=backend)["out"]
+    def out(self, tensors: dict[str, Tensor | None], backend: str, window: int) -> Tensor:
+        return run(tensors, torch.float32, window=window, backend=backend)["out"]
 
     def test_open_gates_are_causal_attention(self, backend: str) -> None:
         open_ = self.out(inputs(self.shape, "all"), backend, 10)
@@ -199,14 +199,14 @@ class TestLaws:
     ],
 )
 def test_errors_name_the_argument(change: dict[str, object], message: str) -> None:
-    given = {
+    tensors = {
         "q": torch.zeros(1, 4, 6, 8),
         "k": torch.zeros(1, 2, 6, 8),
         "v": torch.zeros(1, 2, 6, 8),
         "window": 2,
     }
     with pytest.raises(ValueError, match=message):
-        attention(**{**given, **change})  # type: ignore[arg-type]
+        attention(**{**tensors, **change})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

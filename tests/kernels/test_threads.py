@@ -20,10 +20,10 @@ finally:
 """
 
 
-def shown(code: str, **given: str) -> str:
+def shown(code: str, **settings: str) -> str:
     """Return the last line that ``code`` prints in a fresh process with only these wait settings."""
     environment = {name: value for name, value in {**os.environ, **ENVIRONMENT}.items() if name not in WAITS}
-    ran = subprocess.run([sys.executable, "-c", code], env={**environment, **given}, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", code], env={**environment, **settings}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()[-1]
 

@@ -118,8 +118,8 @@ def test_runs_repeat_bitwise(gate: str) -> None:
 class TestLaws:
     shape = (1, 4, 2, 100, 16)
 
-    def out(self, given: dict[str, Tensor | None], window: int) -> Tensor:
-        return run(given, torch.float32, device=DEVICE, window=window, backend="triton")["out"]
+    def out(self, tensors: dict[str, Tensor | None], window: int) -> Tensor:
+        return run(tensors, torch.float32, device=DEVICE, window=window, backend="triton")["out"]
 
     def test_open_gates_are_causal_attention(self) -> None:
         causal = self.out(inputs(self.shape, "none"), 100)
@@ -154,11 +154,11 @@ class TestTorch:
 
     @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
     def test_is_a_well_formed_operator(self, gate: str) -> None:
-        given = self.leaves(gate)
-        keep = given["keep"].to(DEVICE) if given["keep"] is not None else None
+        tensors = self.leaves(gate)
+        keep = tensors["keep"].to(DEVICE) if tensors["keep"] is not None else None
         run(inputs((1, 1, 1, 4, 8), "none"), torch.float32, device=DEVICE, window=2, backend="triton")  # registers it
         window = torch.tensor([9], dtype=torch.int32, device=DEVICE)
-        arguments = (given["q"], given["k"], given["v"], window, given["log_utility"], keep, 0.25)
+        arguments = (tensors["q"], tensors["k"], tensors["v"], window, tensors["log_utility"], keep, 0.25)
         torch.library.opcheck(torch.ops.spkv.attention.default, arguments)
 
     def test_compiles_without_a_graph_break(self) -> None:
@@ -168,9 +168,9 @@ class TestTorch:
 
         actual, expected = [], []
         for function, grads in ((torch.compile(loss, fullgraph=True, backend="aot_eager"), actual), (loss, expected)):
-            given = [x for x in self.leaves("soft").values() if x is not None]
-            function(*given).backward()
-            grads += [x.grad for x in given]
+            tensors = [x for x in self.leaves("soft").values() if x is not None]
+            function(*tensors).backward()
+            grads += [x.grad for x in tensors]
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
     def test_activation_checkpointing(self) -> None:
@@ -179,10 +179,10 @@ class TestTorch:
 
         actual, expected = [], []
         for recompute, grads in ((True, actual), (False, expected)):
-            given = [x for x in self.leaves("soft").values() if x is not None]
-            out = checkpoint(layer, *given, use_reentrant=False) if recompute else layer(*given)
+            tensors = [x for x in self.leaves("soft").values() if x is not None]
+            out = checkpoint(layer, *tensors, use_reentrant=False) if recompute else layer(*tensors)
             out.square().sum().backward()
-            grads += [x.grad for x in given]
+            grads += [x.grad for x in tensors]
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 

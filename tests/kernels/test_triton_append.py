@@ -17,14 +17,14 @@ from spkv_kernels.triton import decode_kernels
 class TestAppend:
     """Pages are numbered differently, because the kernel's were given out earlier; all else is equal."""
 
-    def check_same(self, found: PagedKVCache, expected: PagedKVCache) -> None:
+    def check_same(self, actual: PagedKVCache, expected: PagedKVCache) -> None:
         for name in ("seq_lens", "lengths", "ring_k", "ring_v", "ring_keep"):
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
-        for sequence in range(found.batch_size):
-            for head in range(found.num_kv_heads):
-                both = (cache.entries(sequence, head) for cache in (found, expected))
+            assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+        for sequence in range(actual.batch_size):
+            for head in range(actual.num_kv_heads):
+                both = (cache.entries(sequence, head) for cache in (actual, expected))
                 assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
-        self.check_pages(found)
+        self.check_pages(actual)
 
     def check_pages(self, cache: PagedKVCache) -> None:
         owner, _, block = (cache.block_table.flatten(0, 1)[:, None] >= 0).nonzero(as_tuple=True)

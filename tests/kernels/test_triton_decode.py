@@ -126,8 +126,8 @@ def test_queries_wider_than_the_cache() -> None:
 def test_memory_that_nobody_wrote_does_not_show() -> None:
     cache = filled_cache([130, 5], 24)
     lengths = cache.lengths[..., None, None]
-    place = torch.arange(cache.block_table.shape[2] * cache.page_size, device=DEVICE).view(-1, cache.page_size)
-    batch, head, block, offset = ((place >= lengths) & (cache.block_table >= 0)[..., None]).nonzero(as_tuple=True)
+    positions = torch.arange(cache.block_table.shape[2] * cache.page_size, device=DEVICE).view(-1, cache.page_size)
+    batch, head, block, offset = ((positions >= lengths) & (cache.block_table >= 0)[..., None]).nonzero(as_tuple=True)
     page = cache.block_table[batch, head, block]
     cache.pool_k[page, offset] = cache.pool_v[page, offset] = torch.nan
     cache.pool_k[cache.page_owner < 0] = cache.pool_v[cache.page_owner < 0] = torch.nan

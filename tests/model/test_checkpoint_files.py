@@ -99,7 +99,7 @@ VALUES: list[Any] = [
 def places(content: Any) -> list[tuple[Any, Any]]:
     """Yield every (container, key) in a JSON document."""
     keys = content.keys() if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
-    return [place for key in keys for place in ((content, key), *places(content[key]))]
+    return [child for key in keys for child in ((content, key), *places(content[key]))]
 
 
 @pytest.mark.parametrize("name", ["config.json", MANIFEST, "tokenizer.json", "tokenizer_config.json"])
@@ -114,8 +114,8 @@ def test_hostile_files_are_refused_or_change_nothing(
     original, accepted, refused = json.loads((folder / name).read_text()), 0, 0
     for _ in range(60):
         mutant = copy.deepcopy(original)
-        said = [key for key in ("rope_parameters", "rms_norm_eps") if isinstance(mutant, dict) and key in mutant]
-        container, key = rng.choice([place for place in places(mutant) if place[1] not in said])
+        exempt = [key for key in ("rope_parameters", "rms_norm_eps") if isinstance(mutant, dict) and key in mutant]
+        container, key = rng.choice([entry for entry in places(mutant) if entry[1] not in exempt])
         if rng.random() < 0.2:
             del container[key]
         else:

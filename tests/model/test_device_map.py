@@ -40,9 +40,9 @@ def parted(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 @pytest.mark.parametrize("chunk", [1 << 28, 97 * 4 * 16], ids=["whole", "in chunks"])
 def test_nll_and_scores(chunk: int, blocks: TokenBlocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spkv_nas.base.memory.CHUNK_BYTES", chunk)
-    own, other = evaluate(gated(), blocks), evaluate(parted(gated(), tmp_path / "gated"), blocks)
-    assert own.density == other.density
-    assert np.array_equal(own.nll.total, other.nll.total)
+    whole, other = evaluate(gated(), blocks), evaluate(parted(gated(), tmp_path / "gated"), blocks)
+    assert whole.density == other.density
+    assert np.array_equal(whole.nll.total, other.nll.total)
     layouts = [None, *make_layouts("one", "two", "three").values()]
     result = zero_shot(parted(tiny_model(), tmp_path / "dense"), layouts, blocks)
     for one, same in zip(result, zero_shot(tiny_model(), layouts, blocks), strict=True):
@@ -85,7 +85,7 @@ def test_layers_are_parted_by_memory(free: int, expected: set[int | str], monkey
     device_map.spread(model)
     assert set(made.values()) == expected
     assert made["model.embed_tokens"] == 0  # where tokens go
-    layers = {name: place for name, place in made.items() if name.startswith("model.layers.")}
+    layers = {name: where for name, where in made.items() if name.startswith("model.layers.")}
     assert len(layers) == 4  # none is parted itself
     assert list(layers.values()) == sorted(layers.values(), key=str)
 

@@ -117,9 +117,9 @@ class TestHeads:
 
         scale = 1.0
         with changed(), torch.no_grad():
-            wanted = model(input_ids=tokens).logits[:, :-1].double().softmax(-1)
+            reference = model(input_ids=tokens).logits[:, :-1].double().softmax(-1)
         logits = model(input_ids=tokens).logits[:, :-1].double().log_softmax(-1)
-        expected = (wanted * (wanted.log() - logits)).sum(-1).mean()
+        expected = (reference * (reference.log() - logits)).sum(-1).mean()
         assert float(expected.detach()) > 1e-5
         theirs = gradients(model, expected)
         for size in (20, 1 << 20):

@@ -64,8 +64,8 @@ def test_a_processor_of_avx2_emulates_bfloat16() -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86")
 def test_avx512_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_it in (False, True):
-        found = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": has_it}
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
+        capabilities = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": has_it}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
         supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         assert device.is_native("cpu", torch.bfloat16) is (has_it and supported)
 
@@ -87,10 +87,10 @@ class TestCheckpoints:
         model, _ = load_on(checkpoint, "cpu")
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
-    @pytest.mark.parametrize("asked", device.DTYPES)
-    def test_what_is_asked_for_wins(self, asked: str, checkpoint: Path, emulating: None) -> None:
-        model, _ = load_on(checkpoint, "cpu", asked)
-        assert device.dtype_name(model.dtype) == asked
+    @pytest.mark.parametrize("dtype", device.DTYPES)
+    def test_what_is_asked_for_wins(self, dtype: str, checkpoint: Path, emulating: None) -> None:
+        model, _ = load_on(checkpoint, "cpu", dtype)
+        assert device.dtype_name(model.dtype) == dtype
         assert {p.dtype for module in predictors(model).values() for p in module.parameters()} == {torch.float32}
 
     def test_a_config_without_a_dtype(self, checkpoint: Path, emulating: None) -> None:
@@ -105,9 +105,9 @@ class TestCheckpoints:
         file = checkpoint / "config.json"
         file.write_text("\n".join(line for line in file.read_text().splitlines() if '"dtype"' not in line))
         (checkpoint / MANIFEST).unlink()
-        for asked in (None, "float16"):
-            model, _ = load_on(checkpoint, "cpu", asked)
-            assert device.dtype_name(model.dtype) == (asked or "bfloat16")
+        for dtype in (None, "float16"):
+            model, _ = load_on(checkpoint, "cpu", dtype)
+            assert device.dtype_name(model.dtype) == (dtype or "bfloat16")
             assert {p.dtype for p in predictor_parameters(model)} == {torch.float32}
             assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
@@ -143,7 +143,7 @@ class TestRecipes:
     def test_auto_is_what_the_device_computes(self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
         auto = recipe.model_copy(update={"precision": "auto"})
         for is_native, expected in ((True, "bfloat16"), (False, "float32")):
-            monkeypatch.setattr(device, "is_native", lambda *_, found=is_native: found)
+            monkeypatch.setattr(device, "is_native", lambda *_, native=is_native: native)
             assert auto.resolve_precision("cpu").precision == expected
         assert recipe.resolve_precision("cpu") is recipe
 

@@ -101,8 +101,8 @@ class TestPrice:
             for step in range(160):
                 rate = final_rate + (1 - final_rate) * (1 + math.cos(math.pi * step / 160)) / 2
                 price.move(density, rate * RATE)
-                wanted = 1 / (1 + math.exp(1.5 * math.log(max(price.value, 1e-6) / 0.03))) - step * drift
-                density += 0.1 * rate * (wanted - density)
+                settled = 1 / (1 + math.exp(1.5 * math.log(max(price.value, 1e-6) / 0.03))) - step * drift
+                density += 0.1 * rate * (settled - density)
                 seen.append(density)
             assert abs(seen[-1] - target) < 0.01
             assert max(abs(value - target) for value in seen[32:]) < 0.15

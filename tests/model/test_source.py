@@ -49,8 +49,8 @@ class Repository:
 
     def commit(self, commit: str, files: Path, *names: str) -> None:
         snapshot = self.folder / "snapshots" / commit
-        for place in (snapshot, self.folder / "blobs"):
-            place.mkdir(parents=True, exist_ok=True)
+        for folder in (snapshot, self.folder / "blobs"):
+            folder.mkdir(parents=True, exist_ok=True)
         for file in files.iterdir():
             blob = self.folder / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
             file.rename(blob)

@@ -60,8 +60,8 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestExport:
     @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["own", "stock"])
     def test_files_stay_what_they_are(self, layout: Layout, dense: Path, tmp_path: Path) -> None:
-        said = export(layout, dense, tmp_path / "out").form
-        assert re.search("its weights were (copied|cloned) as they are", said)
+        form = export(layout, dense, tmp_path / "out").form
+        assert re.search("its weights were (copied|cloned) as they are", form)
         before, after = weights(dense), weights(tmp_path / "out")
         assert before.keys() == after.keys() > {INDEX}
         assert all(after[name].read_bytes() == before[name].read_bytes() for name in before)

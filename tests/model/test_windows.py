@@ -92,9 +92,9 @@ class TestMixedWindows:
         self, layouts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Layouts of 8 and 16 keys were retrained side by side, beside a reference of 8, without a word."""
-        recipe, place = write_project(tmp_path / "project"), ["--workspace", str(tmp_path / "w")]
+        recipe, options = write_project(tmp_path / "project"), ["--workspace", str(tmp_path / "w")]
         replace(make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2)), name="tiny").write(tmp_path / "w/probes/tiny")
-        hybrids = ["train-hybrid", *map(str, layouts), "--recipe", str(recipe), "--probe", "tiny", *place]
+        hybrids = ["train-hybrid", *map(str, layouts), "--recipe", str(recipe), "--probe", "tiny", *options]
         for extra in (["--dry-run"], []):
             main([*hybrids, *extra])
             printed = capsys.readouterr().err
@@ -103,20 +103,20 @@ class TestMixedWindows:
         assert record["windows"] == {"sp-kv": 8, "narrow": 8, "wide": 16}
         dense = next((tmp_path / "w/runs/tiny").glob("dense-*/final"))
         subject = ["--model", str(dense), "--data", str(tmp_path / "project/text"), "--block-size", "32"]
-        main(["score", *map(str, layouts), *subject, "--name", "tiny", *place])
+        main(["score", *map(str, layouts), *subject, "--name", "tiny", *options])
         assert "8 keys: narrow" in capsys.readouterr().err
         assert read_record(tmp_path / "w/reports/tiny/zero-shot.yaml", "scores")["windows"] == {"narrow": 8, "wide": 16}
 
-    def probes(self, place: Workspace, **windows: int) -> None:
+    def probes(self, workspace: Workspace, **windows: int) -> None:
         """Write probes of one model: the recommended signal, named ``gates``, and densities."""
         for name, window in windows.items():
             signal = {"signal": RECOMMENDED} if name == "gates" else {}
             table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))
-            replace(table, name=name, window=window, metadata={"model": "m", **signal}).write(place.probe_dir(name))
+            replace(table, name=name, window=window, metadata={"model": "m", **signal}).write(workspace.probe_dir(name))
 
     def test_compare_warns_and_records(self, tmp_path: Path) -> None:
-        place = Workspace(tmp_path)
-        self.probes(place, one=8, other=16)
+        workspace = Workspace(tmp_path)
+        self.probes(workspace, one=8, other=16)
         with pytest.warns(UserWarning, match=r"8 keys: one; 16 keys: other.*\n.*probe all with one --window"):
             compare(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
         record = read_record(tmp_path / "reports/one/agreement.yaml", "agreement")

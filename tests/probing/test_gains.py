@@ -61,18 +61,18 @@ def plain(model: PreTrainedModel, windows: np.ndarray, blocks: TokenBlocks) -> D
 def ends(model: PreTrainedModel, window: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the windows [L, Hkv] of all-local and of full attention."""
     with full_attention(model) as states:
-        own = np.array([[state.checkpoint_window] * state.num_kv_heads for state in states])
-    return np.minimum(own, window), own
+        whole = np.array([[state.checkpoint_window] * state.num_kv_heads for state in states])
+    return np.minimum(whole, window), whole
 
 
 def by_hand(model: PreTrainedModel, blocks: TokenBlocks, places: Sequence[Any], *, opens: bool) -> list[float]:
     """Return the gain of the heads at each of ``places`` in [L, Hkv]."""
-    local, own = ends(model, WINDOW)
-    before, after = (local, own) if opens else (own, local)
+    local, whole = ends(model, WINDOW)
+    before, after = (local, whole) if opens else (whole, local)
     base, gains = plain(model, before, blocks).mean, []
-    for place in places:
+    for index in places:
         windows = before.copy()
-        windows[place] = after[place]
+        windows[index] = after[index]
         gains.append((base - plain(model, windows, blocks).mean) * (1 if opens else -1))
     return gains
 
@@ -129,9 +129,9 @@ def test_few_heads_are_those_of_the_layers_that_gain_most(signal: Signal, family
 def test_errors_are_paired_by_document(blocks: TokenBlocks) -> None:
     model = loud()
     table = opening(model, blocks, WINDOW)
-    local, own = ends(model, WINDOW)
+    local, whole = ends(model, WINDOW)
     base = plain(model, local, blocks)
-    local[2, 1] = own[2, 1]
+    local[2, 1] = whole[2, 1]
     change = paired_difference(plain(model, local, blocks), base)
     row = table.rows.query("layer == 2 and kv_head == 1").set_index("domain")
     assert table.values[2, 1] == pytest.approx(-change.percent / 100 * base.mean, abs=1e-7)
@@ -223,11 +223,11 @@ class TestCommand:
     ) -> None:
         main(["probe", *options, "--granularity", "layer", "--max-tokens", "256"])
         assert "it took 3.5 forward passes over 256 tokens" in capsys.readouterr().out
-        name, place = "mine-opening-layer", tmp_path / "w"
-        table = HeadScores.read(place / "probes" / name)
-        arguments = ["--granularity", "layer", "--budget", "2", "--workspace", str(place)]
+        name, workspace = "mine-opening-layer", tmp_path / "w"
+        table = HeadScores.read(workspace / "probes" / name)
+        arguments = ["--granularity", "layer", "--budget", "2", "--workspace", str(workspace)]
         main(["propose", "--probe", name, *arguments])
-        layout = Layout.read(place / "layouts" / name / "constrained.yaml")
+        layout = Layout.read(workspace / "layouts" / name / "constrained.yaml")
         assert layout.global_layers == (int(table.values.sum(1).argmax()),)
         capsys.readouterr()
         main(["propose", "--probe", name, *arguments[2:]])

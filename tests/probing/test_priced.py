@@ -175,14 +175,14 @@ class TestProbe:
         )  # fmt: skip
 
     def test_it_learns_gates_and_measures_other_documents(self, options: ProbeOptions) -> None:
-        said: list[str] = []
-        table = stage.probe(options, Recorder(announced=said.append))
+        messages: list[str] = []
+        table = stage.probe(options, Recorder(announced=messages.append))
         assert table.is_density
         assert table.window == 8
         facts = {key: table.metadata[key] for key in ("training", "training_steps", "target_density")}
         assert facts == {"training": "frozen-model", "training_steps": 3, "target_density": 0.25}
         assert HeadScores.read(options.folders.probe_dir("mine")).priced_at == 0.25
-        assert any("gates learned on" in line for line in said)
+        assert any("gates learned on" in line for line in messages)
         again: list[str] = []
         assert stage.probe(options, Recorder(announced=again.append)).content_hash == table.content_hash
         assert "reused 3 of 3 steps of the gates" in again

@@ -65,9 +65,9 @@ def test_the_command_line_takes_a_signal_of_a_package(
     text.write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
     subject = ("--model", tmp_path / "mine", "--data", text, "--block-size", "32", "-w", tmp_path)
     # Help
-    said = re.sub(r"[│\s]+", " ", output(installed, "probe", "--help"))
-    assert "value-norm: mean norm of a head's values" in said
-    assert re.search(r"--order .*Order p of the norm\. For value-norm\. .*default: \(2\.0\)", said)
+    help_text = re.sub(r"[│\s]+", " ", output(installed, "probe", "--help"))
+    assert "value-norm: mean norm of a head's values" in help_text
+    assert re.search(r"--order .*Order p of the norm\. For value-norm\. .*default: \(2\.0\)", help_text)
     # Cost
     planned = json.loads(output(installed, "probe", *subject, "--signal", "value-norm", "--dry-run", "--json"))
     assert [stage["name"] for stage in planned["stages"]] == ["signal value-norm"]

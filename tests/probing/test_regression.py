@@ -60,8 +60,8 @@ class TestRidge:
             centred = x - x.mean(0)
             slope = np.linalg.solve(centred.T @ centred + result.penalty * np.eye(63), centred.T @ (y - y.mean()))
             missed.append((responses[out] - y.mean() - (letters[out] - x.mean(0)) @ slope, responses[out] - y.mean()))
-        own, mean = np.square(missed).sum(0)
-        assert result.explained == pytest.approx(1 - own / mean, abs=1e-9)
+        fitted, mean = np.square(missed).sum(0)
+        assert result.explained == pytest.approx(1 - fitted / mean, abs=1e-9)
 
     def test_planted_gains_and_their_errors(self) -> None:
         """Of 40 sets of 200 layouts: coefficients within two of their errors in about 19 of 20 cases."""
@@ -114,9 +114,9 @@ class TestTable:
         gains = np.tensordot(share, evaluator.gains, 1)
         assert table.values == pytest.approx(gains - gains.min(), abs=1e-4)
         odd = np.arange(10) % 2 == 1
-        own = np.tensordot(evaluator.counts[odd] / evaluator.counts[odd].sum(), evaluator.gains[odd], 1)
+        expected = np.tensordot(evaluator.counts[odd] / evaluator.counts[odd].sum(), evaluator.gains[odd], 1)
         result = table.rows.query("domain == 'b'")["score"].to_numpy().reshape(4, 2)
-        assert result - result.mean() == pytest.approx(own - own.mean(), abs=1e-4)
+        assert result - result.mean() == pytest.approx(expected - expected.mean(), abs=1e-4)
         assert np.isfinite(table.standard_error).all()
 
     def test_scores_that_are_there_count(self, blocks: TokenBlocks, tmp_path: Path) -> None:

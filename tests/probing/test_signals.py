@@ -150,9 +150,11 @@ class TestRetrieval:
         table = retrieval(tiny_model(family, vocab_size=300), blocks, WINDOW, needle_length=8, batch_size=4, seed=3)
         tokens, depth = texts_with_needles(blocks, WINDOW, 8, 3)
         weights = attentions(family, tokens)
-        asked = np.arange(LENGTH - 8, LENGTH - 1)
-        scores = np.stack([weights[:, i, :, asked, at + 1 + np.arange(7)] for i, at in enumerate(depth)])  # [N,7,L,Hq]
-        owner = blocks.document[:, asked]
+        queries = np.arange(LENGTH - 8, LENGTH - 1)
+        scores = np.stack(
+            [weights[:, i, :, queries, at + 1 + np.arange(7)] for i, at in enumerate(depth)]
+        )  # [N,7,L,Hq]
+        owner = blocks.document[:, queries]
         expected = scores.mean((0, 1)).reshape(4, 2, 2)
         assert table.density == pytest.approx(expected.max(-1), abs=1e-6)
         best = expected.argmax(-1)
@@ -307,18 +309,18 @@ class TestCommand:
     ) -> None:
         extra = ["--steps", "3"] if signal in ("duo", "head-gates") else []
         main(["probe", *options, "--signal", signal, "--window", "8", *extra])
-        name, place = f"mine-{signal}", tmp_path / "w"
+        name, workspace = f"mine-{signal}", tmp_path / "w"
         assert f"{signal} mean" in capsys.readouterr().out
-        table = HeadScores.read(place / "probes" / name)
+        table = HeadScores.read(workspace / "probes" / name)
         assert (table.signal, table.window, table.num_layers) == (signal, 8, 4)
-        main(["propose", "--probe", name, "--budget", "3", "--workspace", str(place)])
-        layout = Layout.read(place / "layouts" / name / "densest.yaml")
+        main(["propose", "--probe", name, "--budget", "3", "--workspace", str(workspace)])
+        layout = Layout.read(workspace / "layouts" / name / "densest.yaml")
         chosen = set(np.flatnonzero(layout.global_mask.ravel()))
         assert chosen == set(np.argsort(-table.values.ravel(), kind="stable")[:3])
         assert layout.provenance["signal"] == signal
         assert layout.provenance["source"] == str(tmp_path / "mine")
-        main(["score", f"{place}/layouts/{name}/densest.yaml", *options, "--probe", name])
-        assert (place / "reports" / name / "zero-shot.csv").is_file()
+        main(["score", f"{workspace}/layouts/{name}/densest.yaml", *options, "--probe", name])
+        assert (workspace / "reports" / name / "zero-shot.csv").is_file()
 
     @pytest.mark.parametrize(
         ("extra", "message"),

@@ -302,12 +302,12 @@ class TestNames:
 
     @pytest.mark.parametrize("kind", ["probes", "layouts", "reports", "runs"])
     def test_files_where_folders_should_be(self, kind: str, tmp_path: Path) -> None:
-        place = Workspace(tmp_path)
+        workspace = Workspace(tmp_path)
         folder = {
-            "probes": place.probe_dir,
-            "layouts": place.layout_dir,
-            "reports": place.report_dir,
-            "runs": place.run_dir,
+            "probes": workspace.probe_dir,
+            "layouts": workspace.layout_dir,
+            "reports": workspace.report_dir,
+            "runs": workspace.run_dir,
         }
         (tmp_path / kind).write_text("")
         with pytest.raises(UserError, match=f"{kind} is a file, where the workspace has a folder"):
@@ -353,9 +353,9 @@ class TestFlags:
     def test_absurd_values_are_refused(
         self, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        place = [] if arguments[0] == "generate" else ["--workspace", str(tmp_path)]
+        options = [] if arguments[0] == "generate" else ["--workspace", str(tmp_path)]
         with pytest.raises(SystemExit) as exit_:
-            main([*arguments, *place])
+            main([*arguments, *options])
         assert exit_.value.code == 2
         assert "Traceback" not in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []
@@ -363,7 +363,7 @@ class TestFlags:
 
 class TestLastLine:
     @pytest.mark.parametrize(
-        ("error", "code", "said"),
+        ("error", "code", "expected"),
         [
             (ZeroDivisionError("division\nby zero"), 1, "ZeroDivisionError: division\nthis is a bug of spkv-nas"),
             (AssertionError(), 1, "AssertionError\nthis is a bug of spkv-nas"),
@@ -377,13 +377,13 @@ class TestLastLine:
         self,
         error: Exception,
         code: int,
-        said: str,
+        expected: str,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         message, result = explained(error)
         assert result == code
-        assert said in message
+        assert expected in message
         assert len(message) < 1000
 
         def broken(arguments: list[str], *, standalone_mode: bool) -> None:

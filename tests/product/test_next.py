@@ -25,7 +25,7 @@ MOST_COMMANDS = 20
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a text of one's own, and small steps."""
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path / "my project")
@@ -67,7 +67,7 @@ def models(lines: list[str]) -> set[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("start", ["probe", "init"])
 def test_the_own_model_path_runs_what_it_suggests(
-    start: str, family: str, place: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    start: str, family: str, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Pasted suggestions measured the embedded model, and then plain ``propose`` failed with "which probe?"."""
     save(tiny_model(family, vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("my model"))
@@ -99,19 +99,19 @@ def _suggested(capsys: pytest.CaptureFixture[str], *arguments: Any) -> list[str]
 
 class TestProbe:
     @pytest.fixture
-    def subject(self, place: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    def subject(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
         save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("mine"))
         return ["--model", "mine", "--data", "my project/text", "--block-size", "64"]
 
     def test_of_a_model_without_gates_head_gates_are_the_default(
-        self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+        self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """It learned gates for densities, which choose worse."""
         suggested = _suggested(capsys, "probe", *subject, "--steps", 2, "--budget", "25%", "--workspace", "w")
-        table = HeadScores.read(place / "w/probes/mine-head-gates")
+        table = HeadScores.read(folder / "w/probes/mine-head-gates")
         assert (table.signal, table.metadata["budget"]) == ("head-gates", 2)
         assert table.metadata["options"] == {
-            "model": str(place / "mine"), "data": [str(place / "my project/text")], "block_size": 64,
+            "model": str(folder / "mine"), "data": [str(folder / "my project/text")], "block_size": 64,
             "signal": "head-gates", "steps": 2, "budget": "25%",
         }  # fmt: skip
         assert suggested == [
@@ -122,7 +122,7 @@ class TestProbe:
 
     @pytest.mark.slow
     def test_densities_lead_to_head_gates(
-        self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+        self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """``propose --probe mine`` ended with ``spkv-nas probe --signal head-gates``, of the embedded model."""
         main(["probe", *subject, "--signal", "density", "--steps", "2", "--gain-tokens", "0"])
@@ -140,13 +140,13 @@ class TestProbe:
 
     @pytest.mark.slow
     def test_a_name_of_ones_own_is_kept_apart(
-        self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+        self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         suggested = _suggested(capsys, "probe", *subject, "--steps", 2, "--name", "first")
         assert "--name first-density" in suggested[1]
 
     def test_a_probe_without_options_says_what_is_missing(
-        self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+        self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["probe", *subject, "--signal", "density", "--steps", "2", "--gain-tokens", "0"])
         table = HeadScores.read(Path("probes/mine"))
@@ -159,7 +159,7 @@ class TestProbe:
         assert "next: spkv-nas probe" not in printed
 
     def test_several_models_list_ready_commands(
-        self, subject: list[str], place: Path, tiny_tokenizer: PreTrainedTokenizerBase,
+        self, subject: list[str], folder: Path, tiny_tokenizer: PreTrainedTokenizerBase,
         capsys: pytest.CaptureFixture[str],
     ) -> None:  # fmt: skip
         main(["probe", *subject, "--steps", "2"])
@@ -171,7 +171,7 @@ class TestProbe:
 
     @pytest.mark.slow
     def test_layouts_without_a_recipe_name_the_command_that_writes_one(
-        self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+        self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["probe", *subject, "--steps", "2"])
         main(["propose"])

@@ -119,9 +119,9 @@ class TestMeasuring:
         options |= {"num_layouts": 20, "budget": "3"} if signal == "regression" else {}
 
         def measure(model: PreTrainedModel) -> HeadScores:
-            told: list[tuple[int, int]] = []
-            result = measure_signal(signal, model, blocks, progress=lambda *now: told.append(now), **options)
-            assert told[-1][0] == told[-1][1]
+            updates: list[tuple[int, int]] = []
+            result = measure_signal(signal, model, blocks, progress=lambda *now: updates.append(now), **options)
+            assert updates[-1][0] == updates[-1][1]
             return result
 
         model = tiny_model()

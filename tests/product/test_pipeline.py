@@ -36,16 +36,16 @@ def test_the_whole_path(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = ["--workspace", str(workspace)]
+    options = ["--workspace", str(workspace)]
     recipe_file = write_project(tmp_path / "project", RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 4"))
-    main(["probe", str(recipe_file), *place])
-    main(["propose", "--probe", "tiny", "--budget", "2", "--num-random", "1", *place])
+    main(["probe", str(recipe_file), *options])
+    main(["propose", "--probe", "tiny", "--budget", "2", "--num-random", "1", *options])
     assert "coverage" in capsys.readouterr().out
     twin = workspace / "layouts" / "tiny" / "twin.yaml"
     replace(Layout.read(twin.with_name("densest.yaml")), strategy="twin").write(twin)
-    main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *place])
+    main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *options])
     printed = capsys.readouterr().out
-    main(["report", "--probe", "tiny", *place])
+    main(["report", "--probe", "tiny", *options])
     rows = pd.read_csv(workspace / "reports" / "tiny" / "comparison.csv").set_index("strategy")
     proposed = {"interleaved-first", "interleaved-last", "random-0", "densest", "sparsest", "twin"}
     assert "twin" not in rows.index
@@ -77,10 +77,10 @@ def test_the_whole_path(
     mixed = any(len(set(row)) > 1 for row in layout.heads)
     assert ("loads with spkv_nas.load" if mixed else "a stock") in capsys.readouterr().out
     monkeypatch.setattr("spkv_nas.training.trainer.SPKVTrainer.train", lambda *_, **__: pytest.fail("trained again"))
-    main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *place])
+    main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *options])
     checkpoint = next((workspace / "runs" / "tiny" / "branches").glob("sp-kv-*")) / "final"
     text = recipe_file.parent / "text" / "code"
-    main(["probe", "--model", str(checkpoint), "--data", str(text), "--name", "mine", "--block-size", "32", *place])
+    main(["probe", "--model", str(checkpoint), "--data", str(text), "--name", "mine", "--block-size", "32", *options])
     assert (workspace / "probes" / "mine" / "density.csv").is_file()
 
 
@@ -277,8 +277,8 @@ class TestBadInput:
         table = tmp_path / "mine.csv"
         table.write_text("layer,kv_head,density\n0,0,0.1\n0,1,0.9\n1,0,0.8\n1,1,0.3\n")
         Layout(("LG", "GL"), 8, "sp-kv").write(tmp_path / "sp-kv.yaml")
-        place = ["--probe", table, "--recipe", recipe_file, "--workspace", workspace]
-        message = fails(capsys, "train-hybrid", tmp_path / "sp-kv.yaml", *place)
+        options = ["--probe", table, "--recipe", recipe_file, "--workspace", workspace]
+        message = fails(capsys, "train-hybrid", tmp_path / "sp-kv.yaml", *options)
         assert "the layout name 'sp-kv' is reserved for a baseline" in message
         assert not (workspace / "runs").exists()
 

@@ -81,8 +81,8 @@ def is_upward(origin: str, target: str) -> bool:
 
 
 def test_every_room_has_a_floor() -> None:
-    there = {home(file) for file in sources()} - {""}
-    assert there == set(FLOOR)
+    packages = {home(file) for file in sources()} - {""}
+    assert packages == set(FLOOR)
     flat = {path.name for path in (ROOT / "spkv_nas").iterdir() if path.is_file()}
     assert flat == {"__init__.py", "__init__.pyi", "__main__.py", "py.typed"}
 
@@ -126,10 +126,10 @@ def test_no_circle_between_files() -> None:
     files = {module(file): file for file in sources() if file.name != "__init__.py"}
     left = {
         name: {
-            known
+            candidate
             for _, full in imports(file, deferred=file.name != "command.py")
-            for known in (full, full.rpartition(".")[0])
-            if known in files
+            for candidate in (full, full.rpartition(".")[0])
+            if candidate in files
         }
         for name, file in files.items()
     }
@@ -153,15 +153,15 @@ def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 def test_files_and_functions_are_short() -> None:
     """But for kernels; of tests the files alone."""
-    own = [file for file in sources() if home(file) != "kernels"]
+    files = [file for file in sources() if home(file) != "kernels"]
     tests = list((ROOT / "tests").rglob("*.py"))
     long = [
-        f"{file.name} {lines}" for file in own + tests if (lines := len(file.read_text().splitlines())) > MOST_LINES
+        f"{file.name} {lines}" for file in files + tests if (lines := len(file.read_text().splitlines())) > MOST_LINES
     ]
     assert not long, "\n".join(long)
     long = [
         f"{file.name}:{node.lineno} {node.name}"
-        for file in own
+        for file in files
         for node in functions(file)
         if node.end_lineno is not None and node.end_lineno - node.lineno >= MOST_FUNCTION_LINES
     ]

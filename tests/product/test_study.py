@@ -76,8 +76,8 @@ def test_the_study_runs_and_goes_on(
     runs, out = tmp_path / "runs", tmp_path / "out"
 
     def run(command: str, *more: str) -> str:
-        given = ["--plan", str(plan), "--runs", str(runs), "--out", str(out), *more]
-        assert driver.main([command, *given]) == 0
+        arguments = ["--plan", str(plan), "--runs", str(runs), "--out", str(out), *more]
+        assert driver.main([command, *arguments]) == 0
         return capsys.readouterr().out
 
     assert run("prepare", "--only", "tiny") == "0 cells left\n"
@@ -126,17 +126,17 @@ def test_the_study_runs_and_goes_on(
 def test_another_plan_needs_another_folder(
     driver: ModuleType, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--plan", str(plan), "--runs", str(tmp_path / "runs"), "--only", "tiny"]
-    assert driver.main(["signals", *given]) == 2
+    arguments = ["--plan", str(plan), "--runs", str(tmp_path / "runs"), "--only", "tiny"]
+    assert driver.main(["signals", *arguments]) == 2
     assert "run prepare first" in capsys.readouterr().err
-    assert driver.main(["prepare", *given]) == 0
+    assert driver.main(["prepare", *arguments]) == 0
     plan.write_text(PLAN.replace("window: 8", "window: 4"))
-    assert driver.main(["signals", *given]) == 2
+    assert driver.main(["signals", *arguments]) == 2
     assert "results of another plan" in capsys.readouterr().err
-    assert driver.main(["signals", *given[:4], "--budget", "9%"]) == 2
+    assert driver.main(["signals", *arguments[:4], "--budget", "9%"]) == 2
     assert "the plan has no '9%'" in capsys.readouterr().err
     plan.write_text(PLAN)
-    assert driver.main(["zero-shot", *given, "--chooser", "C"]) == 2
+    assert driver.main(["zero-shot", *arguments, "--chooser", "C"]) == 2
     assert "there is no layout by 'C' yet; there is A, B, random-0" in capsys.readouterr().err
 
 

@@ -22,7 +22,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.generation import Generation
 from spkv_nas.report.density_charts import domain_chart
 
-Said = Callable[..., str]
+OutputOf = Callable[..., str]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
+def output_of(capsys: pytest.CaptureFixture[str]) -> OutputOf:
     """Run a command; all that it prints, in one line."""
 
     def run(*arguments: str | Path) -> str:
@@ -68,22 +68,22 @@ class TestFigures:
         assert share_text(0.8421, 0.0361) == "0.842 ± 0.036"
         assert share_text(1.0, float("nan")) == "1.000 ± -"
 
-    def test_a_plan_says_nothing_that_launches_hide(self, checkpoint: Path, said: Said) -> None:
+    def test_a_plan_says_nothing_that_launches_hide(self, checkpoint: Path, output_of: OutputOf) -> None:
         """It had training in 0.0989 ms, and 128k tokens of a model that was made for 128."""
-        shown = said("plan", "--model", checkpoint, "--hardware", "h100")
+        shown = output_of("plan", "--model", checkpoint, "--hardware", "h100")
         assert "< 1 s" in shown
         assert " ms" not in shown.replace("< 1 ms", "")
         assert "generate at 128 " in shown
         assert "max_position_embeddings" not in shown
 
-    def test_a_context_beyond_the_positions_is_marked(self, checkpoint: Path, said: Said) -> None:
+    def test_a_context_beyond_the_positions_is_marked(self, checkpoint: Path, output_of: OutputOf) -> None:
         for command in (("plan", "--hardware", "h100"), ("plan", "attention")):
-            shown = said(*command, "--model", checkpoint, "--context", "2k")
+            shown = output_of(*command, "--model", checkpoint, "--context", "2k")
             assert "the model was made for 128 tokens (max_position_embeddings)" in shown
             assert "2,048" in shown
-            assert "max_position_embeddings" not in said(*command, "--model", checkpoint)
-        assert "128 tokens" in said("plan", "attention", "--model", checkpoint)
-        assert "131,072 tokens" in said("plan", "attention", "level-8")
+            assert "max_position_embeddings" not in output_of(*command, "--model", checkpoint)
+        assert "128 tokens" in output_of("plan", "attention", "--model", checkpoint)
+        assert "131,072 tokens" in output_of("plan", "attention", "level-8")
 
     def test_a_cache_larger_than_full_attentions_says_why(self, capsys: pytest.CaptureFixture[str]) -> None:
         for held, reason in ((254, True), (40, False)):
@@ -111,31 +111,33 @@ class TestProposal:
         file.write_text("layer,kv_head,density\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
         return file
 
-    def test_what_a_table_does_not_decide_is_said(self, table: Path, tmp_path: Path, said: Said) -> None:
+    def test_what_a_table_does_not_decide_is_said(self, table: Path, tmp_path: Path, output_of: OutputOf) -> None:
         propose = ("propose", "--probe", table, "-w", tmp_path / "w")
-        shown = said(*propose, "--budget", "3")
+        shown = output_of(*propose, "--budget", "3")
         assert "3 heads are tied at 0.5, and the budget takes 2 of them" in shown
         assert "window 128: 'mine' does not say one" in shown
         assert "not 3 global heads: interleaved-first (4), interleaved-last (4)" in shown
         assert shown.index("sparsest") < shown.index("interleaved-first")
-        shown = said(*propose, "--budget", "4", "--window", "16")
+        shown = output_of(*propose, "--budget", "4", "--window", "16")
         assert "tied" not in shown
         assert "window" not in shown
         assert "global heads:" not in shown
 
-    def test_a_table_with_a_window_says_it(self, tmp_path: Path, said: Said) -> None:
+    def test_a_table_with_a_window_says_it(self, tmp_path: Path, output_of: OutputOf) -> None:
         make_table(np.arange(8.0).reshape(2, 4) / 10).write(tmp_path / "w" / "probes" / "p")
-        shown = said("propose", "-w", tmp_path / "w", "--budget", "4")
+        shown = output_of("propose", "-w", tmp_path / "w", "--budget", "4")
         assert "does not say one" not in shown
         assert "tied" not in shown
 
 
 class TestText:
-    def test_files_may_follow_one_option(self, checkpoint: Path, text: Path, tmp_path: Path, said: Said) -> None:
+    def test_files_may_follow_one_option(
+        self, checkpoint: Path, text: Path, tmp_path: Path, output_of: OutputOf
+    ) -> None:
         """A shell makes them of ``--data corpus/*.txt``."""
         evaluate = ("evaluate", "--model", checkpoint, "--block-size", "32", "-w", tmp_path / "w")
-        shown = said(*evaluate, "--data", *sorted(text.glob("*.txt")), "--name", "several")
-        assert shown.split("NLL")[1] == said(*evaluate, "--data", text, "--name", "folder").split("NLL")[1]
+        shown = output_of(*evaluate, "--data", *sorted(text.glob("*.txt")), "--name", "several")
+        assert shown.split("NLL")[1] == output_of(*evaluate, "--data", text, "--name", "folder").split("NLL")[1]
 
     @pytest.mark.parametrize(
         ("written", "meant"),
@@ -153,7 +155,9 @@ class TestText:
     def test_which_words_follow(self, written: str, meant: str) -> None:
         assert name_each(written.split()) == meant.split()
 
-    def test_documents_that_are_left_out_are_counted(self, checkpoint: Path, tmp_path: Path, said: Said) -> None:
+    def test_documents_that_are_left_out_are_counted(
+        self, checkpoint: Path, tmp_path: Path, output_of: OutputOf
+    ) -> None:
         """300 became 179 without a word."""
         lines = [f"word{number % 179}" for number in range(300)] + ["", "  "]
         (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -162,7 +166,7 @@ class TestText:
         assert left_out == LeftOut(empty=2, repeated=121, read=302)
         where = ("--data", tmp_path / "short.jsonl", "--block-size", "16", "-w", tmp_path / "w")
         for _ in range(2):  # also of blocks that are there already
-            shown = said("evaluate", "--model", checkpoint, *where)
+            shown = output_of("evaluate", "--model", checkpoint, *where)
             assert "302 documents were read" in shown
             assert "121 repeat an earlier one, 2 are empty" in shown
         assert LeftOut(repeated=4, read=100).notes() == []

@@ -19,7 +19,7 @@ from spkv_nas.stages.lookup import find_proposal
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Workspace:
+def workspace(tmp_path: Path) -> Workspace:
     workspace = Workspace(tmp_path)
     for number, name in enumerate(("mine", "other", "third")):
         density = np.random.default_rng(number).uniform(0.1, 0.9, (4, 3))
@@ -27,77 +27,79 @@ def place(tmp_path: Path) -> Workspace:
     return workspace
 
 
-def propose(place: Workspace, budget: object, *extra: str) -> None:
-    main(["propose", "--probe", "mine", "--budget", str(budget), "--workspace", str(place.root), *extra])
+def propose(workspace: Workspace, budget: object, *extra: str) -> None:
+    main(["propose", "--probe", "mine", "--budget", str(budget), "--workspace", str(workspace.root), *extra])
 
 
 class TestProposals:
-    def test_layouts_of_another_budget_are_kept(self, place: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_layouts_of_another_budget_are_kept(self, workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
         """A second budget wrote over the first one's layouts without a word."""
-        propose(place, 3, "--num-random", "2")
-        first = Proposal.read_folder(place.layout_dir("mine")).layouts
+        propose(workspace, 3, "--num-random", "2")
+        first = Proposal.read_folder(workspace.layout_dir("mine")).layouts
         assert "kept" not in capsys.readouterr().err
-        propose(place, 5, "--num-random", "1")
-        kept = place.root / "layouts" / "mine" / "3-heads"
+        propose(workspace, 5, "--num-random", "1")
+        kept = workspace.root / "layouts" / "mine" / "3-heads"
         assert f"the layouts for 3 global heads are kept in {kept}" in capsys.readouterr().err
         assert Proposal.read_folder(kept).layouts == first
         assert (kept / "coverage.csv").is_file()
-        now = find_proposal(place, "mine").layouts  # what train-hybrid, score and report read
+        now = find_proposal(workspace, "mine").layouts  # what train-hybrid, score and report read
         assert {name for name in now if name.startswith("random")} == {"random-0"}
         assert now["densest"].num_global == 5
 
-    def test_layouts_that_are_replaced_are_named(self, place: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_layouts_that_are_replaced_are_named(
+        self, workspace: Workspace, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """Of the same budget, by another window or seed; the same proposal again replaces nothing."""
-        propose(place, 3)
-        propose(place, 3)
+        propose(workspace, 3)
+        propose(workspace, 3)
         assert "replaced" not in capsys.readouterr().err
-        propose(place, 3, "--seed", "7")
+        propose(workspace, 3, "--seed", "7")
         assert "replaced other layouts for 3 global heads" in (output := capsys.readouterr().err)
         assert "random-0" in output
         assert "densest" not in output
-        propose(place, 3, "--window", "4")
+        propose(workspace, 3, "--window", "4")
         assert "densest, interleaved-first" in capsys.readouterr().err
 
-    def test_layouts_made_by_hand_stay(self, place: Workspace) -> None:
-        propose(place, 3)
+    def test_layouts_made_by_hand_stay(self, workspace: Workspace) -> None:
+        propose(workspace, 3)
         hand = Layout(("GLL",) * 4, 8, "by-hand")
-        hand.write(place.layout_dir("mine") / "by-hand.yaml")
-        propose(place, 5)
-        assert find_proposal(place, "mine").layouts["by-hand"] == hand
-        assert not (place.layout_dir("mine") / "3-heads" / "by-hand.yaml").exists()
+        hand.write(workspace.layout_dir("mine") / "by-hand.yaml")
+        propose(workspace, 5)
+        assert find_proposal(workspace, "mine").layouts["by-hand"] == hand
+        assert not (workspace.layout_dir("mine") / "3-heads" / "by-hand.yaml").exists()
 
-    def test_of_two_at_once_both_are_there(self, place: Workspace) -> None:
+    def test_of_two_at_once_both_are_there(self, workspace: Workspace) -> None:
         """The last one won: the other's layouts were gone."""
         context = multiprocessing.get_context("fork")
-        with locked(place.layout_dir("mine"), "is held by the test"):
-            both = [context.Process(target=_quietly, args=(place, budget)) for budget in (3, 5)]
+        with locked(workspace.layout_dir("mine"), "is held by the test"):
+            both = [context.Process(target=_quietly, args=(workspace, budget)) for budget in (3, 5)]
             for process in both:
                 process.start()
         for process in both:
             process.join(60)
         assert [process.exitcode for process in both] == [0, 0]
-        now = find_proposal(place, "mine").layouts["densest"].num_global
-        (kept,) = place.layout_dir("mine").glob("*-heads")
+        now = find_proposal(workspace, "mine").layouts["densest"].num_global
+        (kept,) = workspace.layout_dir("mine").glob("*-heads")
         before = Proposal.read_folder(kept).layouts["densest"].num_global
         assert sorted([now, before]) == [3, 5]
 
-    def test_a_range_names_what_it_replaces(self, place: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-        propose(place, "2..4")
-        propose(place, "2..4")
+    def test_a_range_names_what_it_replaces(self, workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+        propose(workspace, "2..4")
+        propose(workspace, "2..4")
         assert "replaced" not in capsys.readouterr().err
-        propose(place, "4..6")
+        propose(workspace, "4..6")
         assert "densest-2, densest-3" in capsys.readouterr().err
 
 
-def _quietly(place: Workspace, budget: int) -> None:
+def _quietly(workspace: Workspace, budget: int) -> None:
     from spkv_nas.stages.propose.command import ProposeOptions
     from spkv_nas.stages.propose.stage import propose as stage
 
-    stage(ProposeOptions(probe="mine", budget=budget, workspace=place.root), Heard().reporter)
+    stage(ProposeOptions(probe="mine", budget=budget, workspace=workspace.root), Heard().reporter)
 
 
-def test_a_comparison_names_the_one_that_it_replaces(place: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--budget", "3", "--workspace", str(place.root)]
+def test_a_comparison_names_the_one_that_it_replaces(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--budget", "3", "--workspace", str(workspace.root)]
     main(["compare", "mine", "other", *options])
     main(["compare", "mine", "other", *options])
     assert "replaced" not in capsys.readouterr().err

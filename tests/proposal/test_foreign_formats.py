@@ -302,12 +302,12 @@ class TestCommands:
     def test_show_with_coverage(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """At the threshold that the layout was proposed at, so that it is the coverage of its provenance."""
         shutil.copytree(ROOT / "probes" / "stdlib-21x3", tmp_path / "probes" / "stdlib-21x3")
-        place = ("--probe", "stdlib-21x3", "--workspace", tmp_path)
-        run(capsys, "propose", "--budget", 18, "--tau", 0.3, *place)
+        options = ("--probe", "stdlib-21x3", "--workspace", tmp_path)
+        run(capsys, "propose", "--budget", 18, "--tau", 0.3, *options)
         layouts = tmp_path / "layouts" / "stdlib-21x3"
         expected = pd.read_csv(layouts / "coverage.csv", index_col="strategy").loc["densest", "coverage"]
         assert expected < 0.78  # at tau 0.5 it is .80
-        _, output, _ = run(capsys, "layout", "show", layouts / "densest.yaml", *place)
+        _, output, _ = run(capsys, "layout", "show", layouts / "densest.yaml", *options)
         assert f"coverage {100 * expected:.2f} %" in output.splitlines()[0]
 
     def test_diff(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -357,9 +357,17 @@ class TestCommands:
         assert "UserWarning" not in error
 
     def test_propose_and_convert(self, capsys: pytest.CaptureFixture[str], duo: Path, tmp_path: Path) -> None:
-        place = ("--workspace", tmp_path / "w")
+        options = ("--workspace", tmp_path / "w")
         code, output, _ = run(
-            capsys, "propose", "--probe", duo / "full_attention_heads.tsv", "--budget", "3", "--num-random", "0", *place
+            capsys,
+            "propose",
+            "--probe",
+            duo / "full_attention_heads.tsv",
+            "--budget",
+            "3",
+            "--num-random",
+            "0",
+            *options,
         )
         assert code == 0
         assert "coverage of duo-attention" in output

@@ -127,9 +127,9 @@ def test_budgets(budget: int | str, heads: int) -> None:
     assert parse_budget(budget, 63) == heads
 
 
-@pytest.mark.parametrize(("heads", "taken"), [(63, 18), (8, 2), (2, 1), (1, 1), (256, 73)])
-def test_the_budget_without_one_is_the_papers_share(heads: int, taken: int) -> None:
-    assert parse_budget(None, heads) == taken
+@pytest.mark.parametrize(("heads", "budget"), [(63, 18), (8, 2), (2, 1), (1, 1), (256, 73)])
+def test_the_budget_without_one_is_the_papers_share(heads: int, budget: int) -> None:
+    assert parse_budget(None, heads) == budget
 
 
 @pytest.mark.parametrize("budget", [0, -1, 64, "0", "0%", "0.1%", "101%", "-5%", "nan%", "inf%", "x", "", "%", "1.5"])
@@ -193,10 +193,10 @@ class TestMatchBudget:
         table = self.table(below, above)
         chosen = resolve_tau(table, "match-budget", 2)
         assert chosen.mean == pytest.approx(mean)
-        said = unmatched(chosen, 2)
-        assert said is not None
-        assert f"no threshold gives the budget's mean density of 0.33; at tau {chosen.tau:g}, which is taken" in said
-        assert said.endswith(f"it is {mean:.2f}")
+        message = unmatched(chosen, 2)
+        assert message is not None
+        assert f"no threshold gives the budget's mean density of 0.33; at tau {chosen.tau:g}, which is taken" in message
+        assert message.endswith(f"it is {mean:.2f}")
         assert propose(chosen, 2)["densest"].num_global == 2
 
     def test_a_threshold_that_gives_it_needs_no_word(self) -> None:
@@ -245,9 +245,9 @@ class TestProposal:
 
     def test_the_table_as_it_is(self, tmp_path: Path) -> None:
         table = histogram_table()
-        own = Proposal.read(write_layouts(tmp_path / "own", propose(table, 2)))
-        assert own.tau == 0.5
-        assert own.table(table) is table
+        proposal = Proposal.read(write_layouts(tmp_path / "own", propose(table, 2)))
+        assert proposal.tau == 0.5
+        assert proposal.table(table) is table
         mine = Proposal.read(write_layouts(tmp_path / "mine", {"mine": Layout(("GL", "LL", "LL"), 32)}))
         assert mine.tau is None
         assert mine.table(table) is table

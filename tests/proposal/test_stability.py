@@ -288,8 +288,8 @@ class TestCommands:
         return tmp_path
 
     def test_from_probe_to_report(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        place = ["--workspace", str(workspace)]
-        main(["propose", "--probe", "p", "--budget", "3", "--tau", "match-budget", "--uniform", *place])
+        options = ["--workspace", str(workspace)]
+        main(["propose", "--probe", "p", "--budget", "3", "--tau", "match-budget", "--uniform", *options])
         printed = " ".join(capsys.readouterr().out.split())
         assert "densest: coverage" in printed
         assert "constrained: coverage" in printed
@@ -297,11 +297,11 @@ class TestCommands:
         assert list(heads.columns) == ["layer", "kv_head", "density", "densest", "constrained"]
         rows = pd.read_csv(workspace / "layouts" / "p" / "coverage.csv")
         assert ((rows["coverage_low"] <= rows["coverage"]) & (rows["coverage"] <= rows["coverage_high"])).all()
-        main(["compare", "p", "q", "p@0.7", "--budget", "3", *place])
+        main(["compare", "p", "q", "p@0.7", "--budget", "3", *options])
         assert "transfer" in capsys.readouterr().out
-        main(["compare", "p", "--by", "half", "--budget", "25%", "--name", "halves", *place])
+        main(["compare", "p", "--by", "half", "--budget", "25%", "--name", "halves", *options])
         assert (workspace / "reports" / "halves" / "agreement.png").is_file()
-        main(["report", "--probe", "p", *place])
+        main(["report", "--probe", "p", *options])
         folder = workspace / "reports" / "p"
         text = (folder / "index.html").read_text(encoding="utf-8")
         page = Page(text)

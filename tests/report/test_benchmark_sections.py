@@ -90,19 +90,21 @@ def test_numbers_are_those_of_the_file_and_of_the_command(
         "longppl": (longppl.show, lambda rows: LongPPLResult("mine", rows, {}, folder, folder)),
     }
     for kind in (kind for kind, _ in SECTIONS if kind.name in results):
-        found = kind.read(folder)
-        assert found is not None
+        tables = kind.read(folder)
+        assert tables is not None
         say, result = results[kind.name]
-        say(result(found[0]))
-        said, shown = (
+        say(result(tables[0]))
+        on_page, shown = (
             numbers(capsys.readouterr().out.replace("effective number 300.0", "")),
             numbers(cells(sections[kind.name])),
         )
-        assert set(said) <= set(shown), kind.name
-        own = [scale * abs(value) for value in found[0].select_dtypes("number").stack().dropna() for scale in (1, 100)]
+        assert set(on_page) <= set(shown), kind.name
+        values = [
+            scale * abs(value) for value in tables[0].select_dtypes("number").stack().dropna() for scale in (1, 100)
+        ]
         for number in shown:
             value, digits = float(number.replace(",", "")), len(number.partition(".")[2])
-            assert min(abs(value - one) for one in own) <= 0.5000001 * 10**-digits, (kind.name, number)
+            assert min(abs(value - one) for one in values) <= 0.5000001 * 10**-digits, (kind.name, number)
         cell_texts = {text.replace("\N{NO-BREAK SPACE}", " ") for text in page.texts["td"]}
         assert {cell for row in rows_of(sections[kind.name]) for cell in row.cells} <= cell_texts
 

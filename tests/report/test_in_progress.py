@@ -31,7 +31,7 @@ class Ended(BaseException):
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def workspace(tmp_path: Path) -> Path:
     (tmp_path / "probes/mine").mkdir(parents=True)
     (tmp_path / "probes/mine/density.csv").write_text(TABLE)
     Layout(("LG", "GL"), 8, "densest").write(tmp_path / "layouts/mine/densest.yaml")
@@ -46,9 +46,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def watched(place: Path, steps: Iterator[Callable[[], None]]) -> list[str]:
+def watched(workspace: Path, steps: Iterator[Callable[[], None]]) -> list[str]:
     """Return the page's work in progress after each look: "" where it was not written, "nothing" without a section."""
-    page, seen = place / "reports/mine/index.html", list[str]()
+    page, seen = workspace / "reports/mine/index.html", list[str]()
 
     def wait(_: float) -> None:
         text = page.read_text(encoding="utf-8") if page.exists() else ""
@@ -61,16 +61,16 @@ def watched(place: Path, steps: Iterator[Callable[[], None]]) -> list[str]:
         act()
 
     with pytest.raises(Ended):
-        watch(ReportOptions(workspace=place), Reporter(), wait)
+        watch(ReportOptions(workspace=workspace), Reporter(), wait)
     return seen
 
 
 @pytest.mark.filterwarnings("ignore")  # of a table of four heads that nobody probed
 def test_scores_of_a_search_are_shown_as_they_come(
-    place: Path, drawn: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, drawn: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No picture is drawn again for them; a search that was killed is not said to be at work."""
-    folder = place / "runs/mine/search"
+    folder = workspace / "runs/mine/search"
 
     def study(name: str, **settings: Any) -> Queue:
         return Queue(Storage(f"sqlite:///{folder / 'study.db'}", folder / "queue.lock"), name, settings)
@@ -91,9 +91,9 @@ def test_scores_of_a_search_are_shown_as_they_come(
         yield lambda: study("other/surrogate-0").finish(0, [9.0], "GG GG")
         yield retrain
         yield kill
-        yield lambda: (place / "reports/mine/search.csv").write_text("half")
+        yield lambda: (workspace / "reports/mine/search.csv").write_text("half")
 
-    before, first, same, second, other, retrained, killed, finished = watched(place, steps())
+    before, first, same, second, other, retrained, killed, finished = watched(workspace, steps())
     assert before == "nothing"
     assert drawn.count("density") == 1
     assert "Search: 1 layout scored (surrogate 1), 0 of them stopped; one process is running." in first
@@ -106,8 +106,8 @@ def test_scores_of_a_search_are_shown_as_they_come(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_log_of_a_training_is_shown_with_every_checkpoint(place: Path, drawn: list[str]) -> None:
-    run = place / "runs/mine/branches/sp-kv-0123-seed0"
+def test_the_log_of_a_training_is_shown_with_every_checkpoint(workspace: Path, drawn: list[str]) -> None:
+    run = workspace / "runs/mine/branches/sp-kv-0123-seed0"
 
     def checkpoint(step: int, *, whole: bool = True) -> Callable[[], None]:
         def act() -> None:
@@ -122,18 +122,18 @@ def test_the_log_of_a_training_is_shown_with_every_checkpoint(place: Path, drawn
 
         return act
 
-    def own(process: int) -> Callable[[], None]:
+    def process_log(process: int) -> Callable[[], None]:
         note = json.dumps({"process": process, "host": socket.gethostname()})
         return lambda: (run / ".lock-owner").write_text(note) and None
 
     def steps() -> Iterator[Callable[[], None]]:
         yield checkpoint(20)
-        yield own(os.getpid())
+        yield process_log(os.getpid())
         yield checkpoint(40, whole=False)
         yield checkpoint(60)
         yield lambda: (run / "final").mkdir()
 
-    before, first, owned, half, last, finished = watched(place, steps())
+    before, first, owned, half, last, finished = watched(workspace, steps())
     assert before == "nothing"
     assert "step 20 of 160 at its last checkpoint, loss 2.8000, held-out NLL with soft gates 2.5000, held-out" in first
     assert "no process is running" in first

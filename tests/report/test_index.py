@@ -22,15 +22,15 @@ from spkv_nas.stages.report.stage import report
 HOSTILE = "<img src=x onerror=alert(1)>#?&%"  # may name a folder
 
 
-def write_probe(place: Path, name: str, *, model: str, layouts: bool) -> None:
+def write_probe(workspace: Path, name: str, *, model: str, layouts: bool) -> None:
     rows = make_domain_table(density=np.random.default_rng(len(name)).uniform(size=(4, 2)).round(3)).rows
-    HeadScores(name, rows, window=8, metadata={"model": model}).write(place / "probes" / name)
+    HeadScores(name, rows, window=8, metadata={"model": model}).write(workspace / "probes" / name)
     if layouts:
-        Layout(("GL", "LG", "GL", "LL"), 8, "densest").write(place / "layouts" / name / "densest.yaml")
+        Layout(("GL", "LG", "GL", "LL"), 8, "densest").write(workspace / "layouts" / name / "densest.yaml")
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Workspace with two probes of one model, one of them with results, two other probes, and a search."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     write_probe(tmp_path, "first", model="one", layouts=True)
@@ -51,11 +51,11 @@ def links(page: Page) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of tables of eight heads that nobody probed
-def test_every_card_leads_somewhere(place: Path) -> None:
-    index = report(ReportOptions(workspace=place))
-    assert index == place / "reports/index.html"
+def test_every_card_leads_somewhere(workspace: Path) -> None:
+    index = report(ReportOptions(workspace=workspace))
+    assert index == workspace / "reports/index.html"
     page = Page(index.read_text(encoding="utf-8"))
-    said = " ".join(" ".join(page.texts["p"]).split()).replace("\N{NO-BREAK SPACE}", " ")
+    paragraphs = " ".join(" ".join(page.texts["p"]).split()).replace("\N{NO-BREAK SPACE}", " ")
     words = [text.strip() for text in page.texts["a"]]
     assert words[words.index("first") :][:4] == ["first", "Comparison", "Search", "Layouts"]
     assert len([one for one in page.all("svg") if "small" in str(one["class"])]) == 5
@@ -71,16 +71,16 @@ def test_every_card_leads_somewhere(place: Path) -> None:
             assert "first & duo" in text
         elif parts.fragment:
             assert f'id="{parts.fragment}"' in text
-    assert "A choice on the page of first." in said
-    assert "There are no layouts of it yet" in said
-    assert "its best, density-0-1: 3 heads global, +0.400 ± 0.100 % retrained in full." in said
-    lead = Page((place / "reports/first/index.html").read_text(encoding="utf-8"))
-    assert "".join(lead.texts["p"][:1]).replace("\N{NO-BREAK SPACE}", " ") in said
+    assert "A choice on the page of first." in paragraphs
+    assert "There are no layouts of it yet" in paragraphs
+    assert "its best, density-0-1: 3 heads global, +0.400 ± 0.100 % retrained in full." in paragraphs
+    lead = Page((workspace / "reports/first/index.html").read_text(encoding="utf-8"))
+    assert "".join(lead.texts["p"][:1]).replace("\N{NO-BREAK SPACE}", " ") in paragraphs
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_names_are_text_and_nothing_runs(place: Path) -> None:
-    text = report(ReportOptions(workspace=place)).read_text(encoding="utf-8")
+def test_names_are_text_and_nothing_runs(workspace: Path) -> None:
+    text = report(ReportOptions(workspace=workspace)).read_text(encoding="utf-8")
     page = Page(text)
     assert not page.all("img", "script", "link", "object", "iframe")
     assert HOSTILE in page.texts["a"]
@@ -92,11 +92,11 @@ def test_names_are_text_and_nothing_runs(place: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_page_of_many_is_written_when_it_is_named(place: Path) -> None:
-    page = report(ReportOptions(workspace=place, probe="first"))
-    assert page == place / "reports/first/index.html"
-    assert not (place / "reports" / HOSTILE / "index.html").exists()
-    assert (place / "reports/index.html").is_file()
+def test_one_page_of_many_is_written_when_it_is_named(workspace: Path) -> None:
+    page = report(ReportOptions(workspace=workspace, probe="first"))
+    assert page == workspace / "reports/first/index.html"
+    assert not (workspace / "reports" / HOSTILE / "index.html").exists()
+    assert (workspace / "reports/index.html").is_file()
 
 
 @pytest.mark.filterwarnings("ignore")

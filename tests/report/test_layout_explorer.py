@@ -51,10 +51,10 @@ def test_coverage_of_every_budget_is_that_of_its_layout() -> None:
 def test_an_instrument_has_the_heads_of_propose() -> None:
     table = make_domain_table(("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16"})
     inputs = ReportInputs(table, make_layouts("densest", "last"))
-    given = instrument(inputs, conclude(inputs))
-    assert given is not None
-    (signal,) = given["signals"]
-    assert (given["budget"], signal["taus"], signal["cache"]) == (2, ["0.5"], {"token": 64.0, "window": 8})
+    data = instrument(inputs, conclude(inputs))
+    assert data is not None
+    (signal,) = data["signals"]
+    assert (data["budget"], signal["taus"], signal["cache"]) == (2, ["0.5"], {"token": 64.0, "window": 8})
     tables = json.loads(gzip.decompress(base64.b64decode(signal["tables"])))
     values = levels(table.values, table.measure)
     assert tables["levels"] == [[[level] for level in values]] * 3  # all text, and two equal domains
@@ -62,11 +62,11 @@ def test_an_instrument_has_the_heads_of_propose() -> None:
     layouts = [propose(table, budget, num_random=0)["densest"] for budget in range(1, 9)]
     assert np.cumsum(tables["coverage"][0]).tolist() == [round(1e4 * coverage(table, layout)) for layout in layouts]
     assert tables["predicted"] is None
-    masks = [np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8))[:8] for _, text in given["layouts"]]
+    masks = [np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8))[:8] for _, text in data["layouts"]]
     assert [mask.tolist() for mask in masks] == [
         layout.global_mask.ravel().tolist() for layout in inputs.layouts.values()
     ]
-    assert [name for name, _ in given["layouts"]] == ["densest", "last"]
+    assert [name for name, _ in data["layouts"]] == ["densest", "last"]
 
 
 def test_nothing_can_be_chosen_of_heads_that_keep_nothing() -> None:
@@ -86,11 +86,11 @@ def make_evidence(**search: list[float]) -> ReportInputs:
 
 
 def test_evidence_is_by_steps_of_retraining() -> None:
-    found = all_evidence(make_evidence())
-    assert [(one.description, len(one.results)) for one in found] == [
+    evidence = all_evidence(make_evidence())
+    assert [(one.description, len(one.results)) for one in evidence] == [
         ("retrained for 120 steps, on held-out documents not used for selection", 3),
         ("retrained for 100 steps", 3),
         ("retrained for 30 steps", 3),
         ("not retrained", 4),
     ]
-    assert [result.name for result in found[0].results] == ["density-0-1", "densest", "random-0-1"]
+    assert [result.name for result in evidence[0].results] == ["density-0-1", "densest", "random-0-1"]

@@ -257,10 +257,10 @@ def test_two_probes_are_compared_at_the_same_number_of_heads(open_page: Any, wor
         for name in ("stdlib-21x3", OTHER)
     ]
     both = int((masks[0] & masks[1]).sum())
-    said = f"both {both} \u00b7 only here {10 - both} \u00b7 only in heads selected by {OTHER} {10 - both}"
-    assert page.inner_text("#instrument-difference") == said
+    sentence = f"both {both} \u00b7 only here {10 - both} \u00b7 only in heads selected by {OTHER} {10 - both}"
+    assert page.inner_text("#instrument-difference") == sentence
     page.wait_for_url(lambda url: "against=" in url)
-    assert open_page(page.evaluate("location.hash")).inner_text("#instrument-difference") == said
+    assert open_page(page.evaluate("location.hash")).inner_text("#instrument-difference") == sentence
 
 
 def test_measured_layouts_are_sorted_and_filtered(open_page: Any, workspace: Path) -> None:

@@ -315,11 +315,11 @@ def test_rank_correlations_come_with_their_intervals() -> None:
 def test_another_signal_has_its_own_words(tmp_path: Path, metadata: dict[str, str], words: tuple[str, ...]) -> None:
     table = make_domain_table(("a", "b"), 0.04 * DENSITY, metadata=metadata)
     page = Page(write_report(tmp_path, ReportInputs(table, make_layouts("densest"))).read_text(encoding="utf-8"))
-    said = [text.replace("\u00a0", " ") for tag, texts in page.texts.items() if tag != "style" for text in texts]
-    said += [attributes.get("aria-label") or "" for _, attributes in page.elements]
-    assert [word for word in words if not any(word in text for text in said)] == []
+    visible = [text.replace("\u00a0", " ") for tag, texts in page.texts.items() if tag != "style" for text in texts]
+    visible += [attributes.get("aria-label") or "" for _, attributes in page.elements]
+    assert [word for word in words if not any(word in text for text in visible)] == []
     own_names = r"density\.csv|data-chart=density|density: $|mean_density"  # of files, a chart, and a key of the record
-    assert [text for text in said if "densit" in re.sub(own_names, "", text).lower()] == []
+    assert [text for text in visible if "densit" in re.sub(own_names, "", text).lower()] == []
 
 
 def test_close_result_is_called_close() -> None:

@@ -139,10 +139,10 @@ def random_search(rng: np.random.Generator, masks: dict[str, np.ndarray]) -> pd.
     """Draw layouts of one budget, of which some were retrained."""
     chosen = [name for name in masks if masks[name].sum() == 3]
     heads = [" ".join("".join("G" if one else "L" for one in row) for row in masks[name]) for name in chosen]
-    known = rng.random(5) < 0.6
-    full = np.where(known, rng.uniform(0.1, 2, 5), math.nan)
+    has_error = rng.random(5) < 0.6
+    full = np.where(has_error, rng.uniform(0.1, 2, 5), math.nan)
     return make_search(name=chosen, hash=chosen, heads=heads, full_delta_percent=full,
-                       full_standard_error=np.where(known, 0.1, math.nan))  # type: ignore[arg-type]  # fmt: skip
+                       full_standard_error=np.where(has_error, 0.1, math.nan))  # type: ignore[arg-type]  # fmt: skip
 
 
 @pytest.fixture
@@ -190,18 +190,18 @@ def test_every_claim_of_the_page_is_true_of_its_tables(write: Callable[[Case], s
 
 def check_lead(case: Case, lead: str) -> None:
     """Check best layout, count, budget, measure, value and baseline of the headline, and its certainty."""
-    said = next(match for match in (re.fullmatch(pattern, lead) for pattern in LEADS) if match)
+    sentence = next(match for match in (re.fullmatch(pattern, lead) for pattern in LEADS) if match)
     best, delta, error = case.rivals[0]
     standings = [case.standing(index) for index in range(1, len(case.rivals))]
-    assert (said["name"], int(said["count"]), int(said["budget"])) == (best, len(case.rivals), case.budget)
-    assert (said["how"], said["baseline"]) == (case.description, BASELINES[case.baseline])
-    assert (said["value"], said["error"]) == (f"{abs(delta):.3f}", f"{error:.3f}")
-    assert said["side"] == ("below" if delta < 0 else "above")
-    if "level" in said.re.groupindex:
-        assert int(said["level"]) == 1 + standings.count("level") > 1
+    assert (sentence["name"], int(sentence["count"]), int(sentence["budget"])) == (best, len(case.rivals), case.budget)
+    assert (sentence["how"], sentence["baseline"]) == (case.description, BASELINES[case.baseline])
+    assert (sentence["value"], sentence["error"]) == (f"{abs(delta):.3f}", f"{error:.3f}")
+    assert sentence["side"] == ("below" if delta < 0 else "above")
+    if "level" in sentence.re.groupindex:
+        assert int(sentence["level"]) == 1 + standings.count("level") > 1
     else:
         assert "level" not in standings
-        assert (said["claim"] == "lowest") == (set(standings) <= {"behind"})
+        assert (sentence["claim"] == "lowest") == (set(standings) <= {"behind"})
 
 
 def check_standings(case: Case, paragraphs: list[str]) -> None:
@@ -220,8 +220,8 @@ def check_standings(case: Case, paragraphs: list[str]) -> None:
         assert len(items) - bool(more) + (int(more[1]) if more else 0) == len(expected)
         for item, (name, delta, _) in zip(items[: len(items) - bool(more)], expected, strict=False):
             error = case.pair_error(best[0], name)
-            known = "" if standing == "unknown" else f" ± {error:.3f}"
-            assert item == f"{name} {delta - best[1]:+.3f}{known}"
+            uncertainty = "" if standing == "unknown" else f" ± {error:.3f}"
+            assert item == f"{name} {delta - best[1]:+.3f}{uncertainty}"
 
 
 def check_layout(case: Case, html: str) -> None:
@@ -230,8 +230,8 @@ def check_layout(case: Case, html: str) -> None:
     mask = case.masks[name]
     layout = Layout.from_mask(mask, window=8, strategy=name)
     data: Any = json.loads(html.split('id="data">')[1].split("</script>")[0])["instrument"]
-    (place, linked), *others = re.findall(r'<a href="#density" data-layout="(\d+)">(.*?)</a>', html)
-    assert (int(place), linked, others) == (data["start"], name, [])
+    (index, linked), *others = re.findall(r'<a href="#density" data-layout="(\d+)">(.*?)</a>', html)
+    assert (int(index), linked, others) == (data["start"], name, [])
     assert data["layouts"][data["start"]][0] == name
     called, covered, layout_hash, before, after = data["files"][data["start"]]
     assert (called, layout_hash) == (name, layout.hash)
@@ -265,7 +265,7 @@ def check_ranking(case: Case, paragraphs: list[str]) -> None:
     if len(rows) < 2:
         assert not result
         return
-    (said,) = result
+    (sentence,) = result
     widest = rows.loc[rows["coverage_percent"].idxmax()]
     pairs = [(one, other) for (_, one), (_, other) in combinations(rows.iterrows(), 2)]
     agrees = [
@@ -276,11 +276,11 @@ def check_ranking(case: Case, paragraphs: list[str]) -> None:
         > 2 * case.pair_error(one["strategy"], other["strategy"])
         for one, other in pairs
     ]
-    assert (said[1], said[2]) == (widest["strategy"], f"{widest['coverage_percent']:.1f}")
-    assert (int(said[3]), int(said[4])) == (sum(agrees), len(pairs))
-    if said[6] is not None:
+    assert (sentence[1], sentence[2]) == (widest["strategy"], f"{widest['coverage_percent']:.1f}")
+    assert (int(sentence[3]), int(sentence[4])) == (sum(agrees), len(pairs))
+    if sentence[6] is not None:
         right = sum(one and other for one, other in zip(agrees, clear, strict=True))
-        assert (int(said[5] or said[6]), int(said[6])) == (right, sum(clear))
+        assert (int(sentence[5] or sentence[6]), int(sentence[6])) == (right, sum(clear))
     else:
         assert not any(clear)
 

@@ -133,11 +133,11 @@ class TestSampler:
         space = Space(table, (6, 6), 8)
         means = {}
         for each in (kind, RANDOM):
-            sampler, known = Sampler(space, each, 0), []
+            sampler, results = Sampler(space, each, 0), []
             for index in range(8 * GENERATION):
-                layout = sampler.layout(index, known[: sampler.first_of_generation(index)])
-                known.append(Result(space.point(layout), [value(layout, table)]))
-            means[each] = np.mean([result.values[0] for result in known[-2 * GENERATION :]])
+                layout = sampler.layout(index, results[: sampler.first_of_generation(index)])
+                results.append(Result(space.point(layout), [value(layout, table)]))
+            means[each] = np.mean([result.values[0] for result in results[-2 * GENERATION :]])
         assert means[kind] < means[RANDOM] - 0.5
 
     def test_budgets_of_a_range_are_spread(self, table: HeadScores) -> None:
@@ -268,11 +268,11 @@ class TestJudge:
         cost = LayoutCost("first layer's heads", lambda layout: float(layout.heads[0].count("G")))
         search, _ = self.search(table, tmp_path, Effort(trials=20, short=2, full=0), cost=cost)
         trials = search.run()
-        own = [trial for trial in trials if trial.layout.heads != self.start.heads]
+        sampled = [trial for trial in trials if trial.layout.heads != self.start.heads]
         best, second = search.promoted(trials, 2, "zero_shot")
-        assert best.heads == min(own, key=lambda trial: trial.values).layout.heads
+        assert best.heads == min(sampled, key=lambda trial: trial.values).layout.heads
         assert cost.of(second) < cost.of(best)  # the next of the front costs less
-        assert all(trial.short is not None for trial in own if trial.layout.heads in (best.heads, second.heads))
+        assert all(trial.short is not None for trial in sampled if trial.layout.heads in (best.heads, second.heads))
 
     @pytest.mark.parametrize("has_cost", [False, True], ids=["nll", "front"])
     def test_whatever_is_promoted_or_on_the_front_was_not_stopped(

@@ -212,9 +212,9 @@ class TestQueue:
         space = Space(make_table(density), (6, 6), 8)
 
         def study(folder: str, workers: int) -> dict[int, Result]:
-            place = tmp_path / folder
-            place.mkdir()
-            storage = Storage(f"sqlite:///{place / 'study.db'}", place / "lock")
+            directory = tmp_path / folder
+            directory.mkdir()
+            storage = Storage(f"sqlite:///{directory / 'study.db'}", directory / "lock")
             queues = [Queue(storage, "s", {}) for _ in range(workers)]
             sampler = Sampler(space, kind, 0, generation=generation)
             while len(results := queues[0].results()) < 35:

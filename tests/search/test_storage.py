@@ -141,8 +141,8 @@ CLAIMS = "select study_id, value_json from study_user_attributes where key like 
 def unfinished(server: Server, machine: str) -> list[tuple[int, int]]:
     """Return the trials that a machine's worker has claimed and not finished."""
     done = server.rows(DONE)
-    claims = [(study, json.loads(told)) for study, told in server.rows(CLAIMS)]
-    held = [(study, task) for study, told in claims if told["host"].startswith(machine) for task in told["tasks"]]
+    claims = [(study, json.loads(claim)) for study, claim in server.rows(CLAIMS)]
+    held = [(study, task) for study, claim in claims if claim["host"].startswith(machine) for task in claim["tasks"]]
     return [task for task in held if task not in done]
 
 

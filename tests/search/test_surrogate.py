@@ -152,12 +152,12 @@ def study(
 ) -> list[tuple[Layout, float]]:
     """Return a sampler's proposals, generation by generation, and their scores."""
     sampler = Sampler(space, kind, seed)
-    known: list[Result] = []
+    results: list[Result] = []
     scored = []
     for index in range(trials):
-        layout = sampler.layout(index, known[: sampler.first_of_generation(index)])
+        layout = sampler.layout(index, results[: sampler.first_of_generation(index)])
         scored.append((layout, score(layout)))
-        known.append(Result(space.point(layout), [scored[-1][1]]))
+        results.append(Result(space.point(layout), [scored[-1][1]]))
     return scored
 
 

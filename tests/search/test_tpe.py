@@ -39,8 +39,8 @@ def test_wishes_as_optuna_does(layouts: int, objectives: int) -> None:
     if objectives == 1:
         values = (masks @ generator.normal(size=6) + generator.normal(size=layouts))[:, None]
     else:  # fronts of three, each worse than the last in both, so that no front is good in part
-        front, place = np.divmod(generator.permutation(layouts), 3)
-        values = np.stack([front + place / 4, front + (2 - place) / 4], 1).astype(float)
+        front, rank = np.divmod(generator.permutation(layouts), 3)
+        values = np.stack([front + rank / 4, front + (2 - rank) / 4], 1).astype(float)
     share = np.mean([suggest_mask(masks, values, np.random.default_rng(seed)) for seed in range(2000)], 0)
     assert (np.abs(by_optuna(masks, values) - ASKED * share) <= 4 * np.sqrt(ASKED * share * (1 - share))).all()
 

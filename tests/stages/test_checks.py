@@ -119,7 +119,7 @@ MISTAKES: list[tuple[str, str]] = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Workspace with the probe p, its layouts, a text, a model's folder, and recipes with one mistake each."""
     folder = tmp_path_factory.mktemp("place")
     make_table([[0.5, 0.25], [0.1, 0.7], [0.2, 0.3], [0.4, 0.6]]).write(folder / "probes" / "p")
@@ -145,16 +145,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(place: Path) -> dict[str, tuple[int, str, bool]]:
+def answers(workspace: Path) -> dict[str, tuple[int, str, bool]]:
     """Return (exit code, output, whether torch was imported) of every command line, run one by one in one process."""
     lines = []
     for mistake, _ in MISTAKES:
-        words = mistake.replace("{}", str(place)).split()
+        words = mistake.replace("{}", str(workspace)).split()
         has_place = options.InWorkspace in _options(words[0]).__mro__ and "-w" not in words
-        lines.append([*words, *(["-w", str(place)] if has_place else [])])
+        lines.append([*words, *(["-w", str(workspace)] if has_place else [])])
     command = [sys.executable, "-c", SCRIPT]
     how: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
-    done = subprocess.run(command, input=json.dumps(lines), timeout=300, cwd=place, **how)
+    done = subprocess.run(command, input=json.dumps(lines), timeout=300, cwd=workspace, **how)
     return {line: tuple(answer) for (line, _), answer in zip(MISTAKES, json.loads(done.stdout), strict=True)}
 
 
@@ -171,9 +171,9 @@ def test_a_mistake_is_named_before_torch_is_loaded(
     line: str, message: str, answers: dict[str, tuple[int, str, bool]]
 ) -> None:
     """A typo in a recipe took 39 seconds to be named on a busy machine, ``--tau 5`` 46: both imported torch first."""
-    code, said, has_torch = answers[line]
+    code, output, has_torch = answers[line]
     assert code == 2
-    assert message in said
+    assert message in output
     assert not has_torch
 
 

@@ -52,7 +52,7 @@ def test_several_processes_measure_what_one_does(ground: Path) -> None:
             pd.testing.assert_frame_equal(actual[name], values, check_exact=False, rtol=1e-6, atol=1e-9, obj=name)
         else:
             assert np.allclose(actual[name], values, rtol=1e-6, atol=1e-9), name
-    results = [{file.relative_to(place) for file in place.glob("[pr]*s/*/*.*")} for place in (one, several)]
+    results = [{file.relative_to(folder) for file in folder.glob("[pr]*s/*/*.*")} for folder in (one, several)]
     assert results[0] == results[1]
 
 
@@ -64,25 +64,25 @@ def test_every_block_is_one_process_s(
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     monkeypatch.setattr(distributed, "_connected", True)
     seen: list[int] = []
-    runs, spare, told = [], [], []
+    runs, spare, updates = [], [], []
     for rank in range(processes):
         monkeypatch.setenv("RANK", str(rank))
-        own: list[tuple[int, torch.Tensor]] = []
+        passes: list[tuple[int, torch.Tensor]] = []
         run_own_batches(
             lambda _, tokens: tokens,
-            lambda start, tokens, own=own: own.append((start, tokens)),
+            lambda start, tokens, passes=passes: passes.append((start, tokens)),
             blocks,
             batch_size,
             torch.device("cpu"),
-            lambda done, total: told.append((done, total)),
+            lambda done, total: updates.append((done, total)),
         )
-        numbers = [number for start, tokens in own for number in range(start, start + len(tokens))]
-        assert all(np.array_equal(tokens, blocks.tokens[start : start + len(tokens)]) for start, tokens in own)
-        assert all(len(tokens) <= batch_size for _, tokens in own)
+        numbers = [number for start, tokens in passes for number in range(start, start + len(tokens))]
+        assert all(np.array_equal(tokens, blocks.tokens[start : start + len(tokens)]) for start, tokens in passes)
+        assert all(len(tokens) <= batch_size for _, tokens in passes)
         assert len(numbers) == num_own_blocks(blocks.num_blocks, batch_size)
-        assert not own or told[-1] == (len(numbers), len(numbers))
+        assert not passes or updates[-1] == (len(numbers), len(numbers))
         seen += numbers
-        runs.append(len(own))
+        runs.append(len(passes))
         spare.append(num_spare_batches(blocks.num_blocks, batch_size))
     assert seen == list(range(blocks.num_blocks))
     assert {run + more for run, more in zip(runs, spare, strict=True)} == {max(runs)}

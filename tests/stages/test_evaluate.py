@@ -27,7 +27,7 @@ BLOCK = 32
 
 
 @pytest.fixture
-def place(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+def workspace(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
     """A workspace with a dense model, and a retrained hybrid of it where ``train-hybrid`` leaves one."""
     runs = tmp_path / "w" / "runs" / "mine"
     save(tiny_model(vocab_size=300), tiny_tokenizer, runs / "dense-0123456789abcdef" / "final")
@@ -45,29 +45,29 @@ def write_run(final: Path, variant: str) -> None:
     write_manifest(final)
 
 
-def checkpoints(place: Path) -> tuple[Path, Path]:
+def checkpoints(workspace: Path) -> tuple[Path, Path]:
     """Return the hybrid's folder and the dense model's."""
-    (hybrid,), (dense,) = ([*(place / "runs/mine").glob(where)] for where in ("branches/*/final", "dense-*/final"))
+    (hybrid,), (dense,) = ([*(workspace / "runs/mine").glob(where)] for where in ("branches/*/final", "dense-*/final"))
     return hybrid, dense
 
 
-def evaluate(place: Path, text: Path, model: Path, *extra: object) -> None:
-    options = ["--model", model, "--data", text, "--block-size", BLOCK, "--workspace", place, *extra]
+def evaluate(workspace: Path, text: Path, model: Path, *extra: object) -> None:
+    options = ["--model", model, "--data", text, "--block-size", BLOCK, "--workspace", workspace, *extra]
     main(["evaluate", *map(str, options)])
 
 
 class TestPair:
     def test_the_difference_is_paired_by_document(
-        self, place: Path, text: Path, capsys: pytest.CaptureFixture[str]
+        self, workspace: Path, text: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """It was refused: "--against goes with --ruler LENGTHS or --tasks NAMES or --longppl"."""
-        hybrid, dense = checkpoints(place)
-        evaluate(place, text, hybrid, "--against", dense)
+        hybrid, dense = checkpoints(workspace)
+        evaluate(workspace, text, hybrid, "--against", dense)
         blocks = build_blocks(documents([str(text)], Path()), load(dense)[1], BLOCK)
         nll, baseline = (document_nll(load(folder)[0], blocks) for folder in (hybrid, dense))
         expected = paired_difference(nll, baseline)
         assert expected.standard_error > 0
-        rows = pd.read_csv(place / "reports/mine/evaluation.csv", dtype={"text": str}).set_index("variant")
+        rows = pd.read_csv(workspace / "reports/mine/evaluation.csv", dtype={"text": str}).set_index("variant")
         assert rows.index.fillna("").tolist() == ["", "densest"]
         densest = rows.loc["densest"]
         assert densest["nll"] == pytest.approx(nll.mean, rel=1e-5)
@@ -82,33 +82,38 @@ class TestPair:
         assert "paired by" in printed
         assert f"(effective number {densest['effective_documents']:.1f})" in printed
 
-    def test_json(self, place: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        hybrid, dense = checkpoints(place)
-        evaluate(place, text, hybrid, "--against", dense, "--json")
+    def test_json(self, workspace: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        hybrid, dense = checkpoints(workspace)
+        evaluate(workspace, text, hybrid, "--against", dense, "--json")
         document = json.loads(capsys.readouterr().out)
         assert document["against"]["model"] == str(dense)
         assert len(document["against"]["checkpoints"]) == 2
 
     def test_one_row_per_checkpoint(
-        self, place: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+        self, workspace: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """A third checkpoint joins the first two, one measured anew takes its row's place; another text starts anew."""
-        hybrid, dense = checkpoints(place)
-        save(gated(), tiny_tokenizer, place / "gated")
-        for model, baseline in ((hybrid, dense), (place / "gated", dense), (hybrid, place / "gated"), (hybrid, dense)):
-            evaluate(place, text, model, "--against", baseline, "--name", "mine")
-        rows = pd.read_csv(place / "reports/mine/evaluation.csv", dtype={"text": str}).set_index("checkpoint")
-        against = {str(dense): "", str(place / "gated"): str(dense), str(hybrid): str(dense)}
+        hybrid, dense = checkpoints(workspace)
+        save(gated(), tiny_tokenizer, workspace / "gated")
+        for model, baseline in (
+            (hybrid, dense),
+            (workspace / "gated", dense),
+            (hybrid, workspace / "gated"),
+            (hybrid, dense),
+        ):
+            evaluate(workspace, text, model, "--against", baseline, "--name", "mine")
+        rows = pd.read_csv(workspace / "reports/mine/evaluation.csv", dtype={"text": str}).set_index("checkpoint")
+        against = {str(dense): "", str(workspace / "gated"): str(dense), str(hybrid): str(dense)}
         assert rows["against"].fillna("").to_dict() == against
         capsys.readouterr()
-        evaluate(place, text, hybrid, "--against", dense, "--max-tokens", 64)
+        evaluate(workspace, text, hybrid, "--against", dense, "--max-tokens", 64)
         assert "replaced 3 rows of another text" in capsys.readouterr().err
-        assert len(pd.read_csv(place / "reports/mine/evaluation.csv")) == 2
+        assert len(pd.read_csv(workspace / "reports/mine/evaluation.csv")) == 2
 
     def test_what_cannot_be_paired(
-        self, place: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, workspace: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        hybrid, dense = checkpoints(place)
+        hybrid, dense = checkpoints(workspace)
         options = ["evaluate", "--model", hybrid, "--data", text, "--workspace", tmp_path / "new"]
         sweep = fails(capsys, *options, "--against", dense, "--tau-sweep", "0.1,0.9")
         assert "--against compares at one threshold: leave --tau-sweep out" in sweep
@@ -117,30 +122,41 @@ class TestPair:
 
 
 class TestName:
-    def test_the_report_of_the_probe_shows_it(self, place: Path, text: Path) -> None:
+    def test_the_report_of_the_probe_shows_it(self, workspace: Path, text: Path) -> None:
         """It was filed under the run's folder, so that ``report --probe mine`` never showed it."""
-        hybrid, dense = checkpoints(place)
+        hybrid, dense = checkpoints(workspace)
         table = make_table(np.linspace(0.1, 0.9, 8).reshape(4, 2))
-        replace(table, name="mine").write(place / "probes" / "mine")
+        replace(table, name="mine").write(workspace / "probes" / "mine")
         for name, layout in make_layouts("densest", "random-0").items():
-            layout.write(place / "layouts" / "mine" / f"{name}.yaml")
-        evaluate(place, text, hybrid, "--against", dense)
-        main(["report", "--probe", "mine", "--workspace", str(place)])
-        page = Page((place / "reports/mine/index.html").read_text())
+            layout.write(workspace / "layouts" / "mine" / f"{name}.yaml")
+        evaluate(workspace, text, hybrid, "--against", dense)
+        main(["report", "--probe", "mine", "--workspace", str(workspace)])
+        page = Page((workspace / "reports/mine/index.html").read_text())
         assert "Checkpoints side by side" in page.texts["h2"]
         assert "densest (densest-0123456789abcdef)" in page.texts["th"]
 
-    def test_every_evaluation_takes_the_recipes_name(self, place: Path, text: Path) -> None:
+    def test_every_evaluation_takes_the_recipes_name(self, workspace: Path, text: Path) -> None:
         """A sweep and RULER too; --name is stronger, and a checkpoint without a run has its folder's name."""
-        hybrid, _ = checkpoints(place)
+        hybrid, _ = checkpoints(workspace)
         save(gated(), load(hybrid)[1], hybrid)  # gates, as a reference's run has them
         write_run(hybrid, "sp-kv")
-        options = ["--model", hybrid, "--data", text, "--block-size", BLOCK, "--taus", "0.3,0.6", "--workspace", place]
+        options = [
+            "--model",
+            hybrid,
+            "--data",
+            text,
+            "--block-size",
+            BLOCK,
+            "--taus",
+            "0.3,0.6",
+            "--workspace",
+            workspace,
+        ]
         main(["evaluate", "sweep", *map(str, options)])
-        assert (place / "reports/mine/tau-sweep.csv").is_file()
+        assert (workspace / "reports/mine/tau-sweep.csv").is_file()
         main(["evaluate", "sweep", *map(str, options), "--name", "other"])
-        assert (place / "reports/other/tau-sweep.csv").is_file()
+        assert (workspace / "reports/other/tau-sweep.csv").is_file()
         ruler = ["--lengths", "400", "--tasks", "niah_single_1", "--samples", "1"]
-        main(["evaluate", "ruler", "--model", str(hybrid), *ruler, "--workspace", str(place)])
-        assert RULER.read(place / "reports/mine") is not None
-        assert {folder.name for folder in (place / "reports").iterdir()} == {"mine", "other"}
+        main(["evaluate", "ruler", "--model", str(hybrid), *ruler, "--workspace", str(workspace)])
+        assert RULER.read(workspace / "reports/mine") is not None
+        assert {folder.name for folder in (workspace / "reports").iterdir()} == {"mine", "other"}

@@ -39,20 +39,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 class TestTable:
-    def found(self, *values: float, density: float = 0.25, **others: Any) -> Found:
+    def answers(self, *values: float, density: float = 0.25, **others: Any) -> Found:
         return Found({"acc": list(values), **others}, density)
 
-    def asked(self, folder: Path, name: str) -> Asked:
-        (asked,) = load_suite(name, [str(folder)], [], allow_code=False)
-        return asked
+    def entry(self, folder: Path, name: str) -> Asked:
+        (entry,) = load_suite(name, [str(folder)], [], allow_code=False)
+        return entry
 
     def test_rows_are_means_with_paired_errors(self, folder: Path) -> None:
-        own, other = (
-            self.found(1, 0, 1, 1, acc_norm=[1, 1, 1, 1]),
-            self.found(0, 0, 1, 0, density=0.5, acc_norm=[0] * 4),
+        first, other = (
+            self.answers(1, 0, 1, 1, acc_norm=[1, 1, 1, 1]),
+            self.answers(0, 0, 1, 0, density=0.5, acc_norm=[0] * 4),
         )
-        choices = self.asked(folder, "choices")
-        rows = tasks_table([Results(choices, [own], [other]), Results(choices, [self.found(1, 0, 0, 0)], [other])])
+        choices = self.entry(folder, "choices")
+        rows = tasks_table([Results(choices, [first], [other]), Results(choices, [self.answers(1, 0, 0, 0)], [other])])
         assert list(rows.columns) == TASKS.header
         assert list(rows["task"]) == ["choices"] * 3 + ["average of 2"]
         error, pair = np.std([1, 0, 1, 1], ddof=1) / 2, np.std([1, 0, 0, 1], ddof=1) / 2
@@ -76,9 +76,9 @@ class TestTable:
 
     def test_a_group_is_one_row(self, folder: Path) -> None:
         """Of its tasks the mean, by samples."""
-        both = self.asked(folder, "both")
+        both = self.entry(folder, "both")
         assert [len(task.eval_docs) for task in both.tasks] == [11, 4]
-        rows = tasks_table([Results(both, [self.found(1, 1, 1), self.found(0, density=0.65)])])
+        rows = tasks_table([Results(both, [self.answers(1, 1, 1), self.answers(0, density=0.65)])])
         assert list(rows.loc[0, ["task", "metric", "num_samples", "value", "density"]]) == [
             "both",
             "acc",
@@ -87,33 +87,33 @@ class TestTable:
             0.35,
         ]
         assert rows.iloc[0, 7:].isna().all()
-        rows = tasks_table([Results(replace(both, by_size=False), [self.found(1, 1, 1), self.found(0)])])
+        rows = tasks_table([Results(replace(both, by_size=False), [self.answers(1, 1, 1), self.answers(0)])])
         assert rows.loc[0, "value"] == 0.5
 
     def test_a_group_without_a_mean_is_its_tasks(self, folder: Path) -> None:
         (folder / "loose.yaml").write_text("group: loose\ntask: [choices, few]\n")
         loose = load_suite("loose", [str(folder)], [], allow_code=False)
-        assert [(asked.name, len(asked.tasks)) for asked in loose] == [("choices", 1), ("few", 1)]
+        assert [(entry.name, len(entry.tasks)) for entry in loose] == [("choices", 1), ("few", 1)]
 
     def test_what_is_no_mean_has_an_error_too(self, folder: Path) -> None:
         """Perplexity by words: of two models alike in every sample the difference is sure."""
         rng = np.random.default_rng(0)
         values = [[-float(size) * 2 - float(rng.normal()), int(size)] for size in rng.integers(5, 50, 40)]
-        (task,) = self.asked(folder, "reading").tasks
+        (task,) = self.entry(folder, "reading").tasks
         whole = task.aggregation()["word_perplexity"]
-        own = Found({"word_perplexity": values}, 0.5, {"word_perplexity": whole})
-        other = replace(own, values={"word_perplexity": [[2 * total, size] for total, size in values]})
-        rows = tasks_table([Results(Asked("reading", [task]), [own], [other])])
+        first = Found({"word_perplexity": values}, 0.5, {"word_perplexity": whole})
+        other = replace(first, values={"word_perplexity": [[2 * total, size] for total, size in values]})
+        rows = tasks_table([Results(Asked("reading", [task]), [first], [other])])
         assert rows.loc[0, "value"] == pytest.approx(math.exp(-sum(t for t, _ in values) / sum(s for _, s in values)))
         ratios = np.array([(-total, size) for total, size in values])
         spread = (ratios[:, 0] - ratios[:, 0].sum() / ratios[:, 1].sum() * ratios[:, 1]).std(ddof=1)
         expected = rows.loc[0, "value"] * spread * math.sqrt(40) / ratios[:, 1].sum()
         assert rows.loc[0, "standard_error"] == pytest.approx(expected, rel=0.3)
         assert rows.loc[0, "difference"] < -40
-        same = tasks_table([Results(Asked("reading", [task]), [own], [own])])
+        same = tasks_table([Results(Asked("reading", [task]), [first], [first])])
         assert list(same.loc[0, ["difference", "difference_standard_error"]]) == [0, 0]
         mixed = tasks_table(
-            [Results(Asked("reading", [task]), [own]), Results(self.asked(folder, "choices"), [self.found(1)])]
+            [Results(Asked("reading", [task]), [first]), Results(self.entry(folder, "choices"), [self.answers(1)])]
         )
         assert list(mixed["task"]) == ["reading", "choices"]  # a perplexity and a share have no average
 
@@ -132,19 +132,19 @@ class TestData:
             load_suite("piqa,race_middle", [], [str(tmp_path)], allow_code=False)
 
     def test_race_is_asked_by_article(self, tmp_path: Path) -> None:
-        place = tmp_path / "ehovy" / "race"
-        (place / "middle").mkdir(parents=True)
+        folder = tmp_path / "ehovy" / "race"
+        (folder / "middle").mkdir(parents=True)
         rows = [
             {"example_id": f"middle{n // 2}.txt", "article": f"Article {n // 2}.", "question": f"Q{n}?", "answer": "B",
              "options": [f"{n}a", f"{n}b", f"{n}c", f"{n}d"]}
             for n in range(4)
         ]  # fmt: skip
-        (place / "middle" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (place / "README.md").write_text(
+        (folder / "middle" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "README.md").write_text(
             "---\nconfigs:\n- config_name: middle\n  data_files:\n  - split: test\n    path: middle/test.jsonl\n---\n"
         )
-        (asked,) = load_suite("race_middle", [], [str(tmp_path)], allow_code=False)
-        (task,) = asked.tasks
+        (entry,) = load_suite("race_middle", [], [str(tmp_path)], allow_code=False)
+        (task,) = entry.tasks
         task.build_all_requests(rank=0, world_size=1)
         assert len(task.instances) == 2 * 4
         prompt, choice = task.instances[1].args
@@ -155,8 +155,8 @@ class TestData:
     def test_the_shipped_task_has_names_from_afar(self) -> None:
         rows = [
             doc
-            for asked in load_suite("stdlib_completions", [], [], allow_code=False)
-            for doc in asked.tasks[0].eval_docs
+            for entry in load_suite("stdlib_completions", [], [], allow_code=False)
+            for doc in entry.tasks[0].eval_docs
         ]
         assert len(rows) == 200
         for row in rows:
@@ -178,26 +178,26 @@ class TestCommand:
     ) -> None:
         """The other one has another tokenizer: the questions are the same."""
         save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "hybrid")
-        place = tmp_path / "w"
+        workspace = tmp_path / "w"
         options = ["choices,both", "writing", "--model", checkpoint, "--include", folder, "--limit", "4"]
-        command = ["evaluate", "tasks", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(place)]
+        command = ["evaluate", "tasks", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(workspace)]
         capsys.readouterr()
         main(command)
         shown = capsys.readouterr()
         assert "average of 3" in shown.out
         assert "it/s" not in shown.err
-        rows = pd.read_csv(place / "reports" / "model" / "tasks.csv")
+        rows = pd.read_csv(workspace / "reports" / "model" / "tasks.csv")
         assert list(rows.columns) == TASKS.header
         assert list(rows["task"]) == ["choices", "choices", "both", "writing", "average of 3"]
         assert rows["density"].between(0.05, 0.95).all()
         assert list(rows["against_density"]) == [0.5] * 5
         assert list(rows["num_samples"]) == [4, 4, 8, 4, 16]
-        origin = yaml.safe_load((place / "reports" / "model" / "tasks.yaml").read_text())
+        origin = yaml.safe_load((workspace / "reports" / "model" / "tasks.yaml").read_text())
         assert (origin["model"], origin["tau"], origin["limit"]) == (str(checkpoint), 0.4, 4)
         assert origin["against"]["model"] == str(tmp_path / "hybrid")
         main(command)
         assert "reused 4 of 4 tasks" in capsys.readouterr().err
-        assert pd.read_csv(place / "reports" / "model" / "tasks.csv").equals(rows)
+        assert pd.read_csv(workspace / "reports" / "model" / "tasks.csv").equals(rows)
 
     @pytest.mark.slow
     def test_the_shipped_tasks_from_end_to_end(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,9 +230,9 @@ class TestCommand:
         (folder / "code.yaml").write_text("task: code\nunsafe_code: true\n")
         long = WRITING.replace("task: writing", "task: long").replace("max_gen_toks: 9", "max_gen_toks: 500")
         (folder / "long.yaml").write_text(long.replace("FOLDER", str(folder)))
-        given = [] if "--include" in options else ["--include", folder]
+        include = [] if "--include" in options else ["--include", folder]
         assert message in fails(
-            capsys, "evaluate", "tasks", *options, "--model", checkpoint, *given, "-w", tmp_path / "w"
+            capsys, "evaluate", "tasks", *options, "--model", checkpoint, *include, "-w", tmp_path / "w"
         )
 
     def test_the_papers_tasks_are_named_with_their_data(self) -> None:

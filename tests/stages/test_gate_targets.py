@@ -51,12 +51,12 @@ class TestRecord:
         model = tiny_model(family, vocab_size=300)
         attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4, target_density=0.286))
         scatter_gates(model)
-        own = probe(model, blocks)
-        with_gates = own.density[1::2] if family == "gemma3_text" else own.density
-        assert own.metadata["reached_density"] == pytest.approx(with_gates.mean(), abs=1e-4)
+        table = probe(model, blocks)
+        with_gates = table.density[1::2] if family == "gemma3_text" else table.density
+        assert table.metadata["reached_density"] == pytest.approx(with_gates.mean(), abs=1e-4)
         other = probe(model, blocks, 0.9)
-        assert other.mean < own.mean
-        assert other.metadata["reached_density"] == pytest.approx(own.metadata["reached_density"], abs=0.02)
+        assert other.mean < table.mean
+        assert other.metadata["reached_density"] == pytest.approx(table.metadata["reached_density"], abs=0.02)
 
     def test_gates_without_a_target_reach_none(self, blocks: TokenBlocks) -> None:
         assert "reached_density" not in probe(gated(), blocks).metadata
@@ -76,11 +76,11 @@ class TestCommands:
         self, subject: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """One that reached .043 of .286 passed probe, propose, train-hybrid and report without a word."""
-        place = ["--probe", "mine", "--workspace", str(tmp_path / "w")]
+        workspace = ["--probe", "mine", "--workspace", str(tmp_path / "w")]
         for command in (
             ["probe", *subject, "--gain-tokens", "0"],
-            ["propose", *place, "--budget", "3"],
-            ["report", *place],
+            ["propose", *workspace, "--budget", "3"],
+            ["report", *workspace],
             ["evaluate", *subject],
         ):
             capsys.readouterr()
@@ -96,7 +96,7 @@ class TestCommands:
 
         monkeypatch.setattr(train_stage.hybrids, "train_hybrids", stop)
         recipe = write_project(tmp_path / "project")
-        fails(capsys, "train-hybrid", *place, "--recipe", recipe)
+        fails(capsys, "train-hybrid", *workspace, "--recipe", recipe)
         heard = Heard()
         options = TrainHybridOptions(probe="mine", workspace=tmp_path / "w", recipe=recipe)
         with pytest.raises(UserError, match="before any training"):

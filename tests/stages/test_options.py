@@ -65,8 +65,8 @@ def test_every_flag_is_declared_once() -> None:
 def test_every_field_is_a_flag_and_every_flag_is_taken() -> None:
     hints = [hint for one in CLASSES for hint in get_type_hints(one, include_extras=True).values()]
     assert all(isinstance(hint.__metadata__[0], Flag) for hint in hints)
-    taken = {id(hint.__metadata__[0]) for hint in hints}
-    assert [name for name, hint in ALIASES.items() if id(hint.__metadata__[0]) not in taken] == []
+    used = {id(hint.__metadata__[0]) for hint in hints}
+    assert [name for name, hint in ALIASES.items() if id(hint.__metadata__[0]) not in used] == []
 
 
 def test_a_name_means_one_thing() -> None:
@@ -81,13 +81,13 @@ def test_a_name_means_one_thing() -> None:
 
 
 def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:
-    taken = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
+    option_classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
     mixins |= {options.SubjectOptions, options.ConstraintOptions, options.Measures}
     mixins |= {evaluation_options.CheckpointOptions}
     nested = {options.DemoOptions, ShowLayoutsOptions}
     nested |= {DiffOptions, ConvertOptions}
-    assert taken | nested == set(CLASSES) - mixins
+    assert option_classes | nested == set(CLASSES) - mixins
 
 
 class TestExpansion:
@@ -100,9 +100,9 @@ class TestExpansion:
         line = typer.Typer()
 
         @command(line)
-        def ask(given: ProposeOptions, reporter: Reporter) -> None:
+        def ask(options: ProposeOptions, reporter: Reporter) -> None:
             """Build options that request layouts."""
-            seen.append(given)
+            seen.append(options)
 
         return line
 
@@ -134,12 +134,12 @@ def test_every_command_takes_its_options_and_says_what_they_mean() -> None:
     commands = [(line, NAMES.get(one, one.__name__.replace("_", "-")), one) for one in COMMANDS]
     commands += [(group, entry.name, entry.run) for entry in EVALUATIONS]
     for parent, name, function in commands:
-        taken = next(iter(get_type_hints(function).values()))
-        hints = get_type_hints(taken, include_extras=True)
+        options_class = next(iter(get_type_hints(function).values()))
+        hints = get_type_hints(options_class, include_extras=True)
         parameters = {one.name: one for one in parent.get_command(Context(parent), name).params}
         common = {"quiet", "verbose", "debug", *({"json"} if name not in PRINT_BY_THEMSELVES else set())}
         assert set(parameters) - {"help"} == set(hints) | common, name
-        for one in fields(taken):
+        for one in fields(options_class):
             help_text = parameters[one.name].help
             assert help_text.startswith(hints[one.name].__metadata__[0].help), (name, one.name)
             assert help_text.endswith(one.metadata.get(NOTE, "")), (name, one.name)

@@ -18,7 +18,7 @@ from spkv_nas.stages.report.stage import report
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Workspace with head gates of the embedded reference, and its two layouts."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     make_domain_table(metadata={"model": "embedded:reference", "data": {}, "signal": "head-gates"}).write(
@@ -29,30 +29,30 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def recommended(place: Path) -> str:
+def recommended(workspace: Path) -> str:
     """Return the only command on the page, which says where to run it without the workspace's absolute path."""
-    html = report(ReportOptions(workspace=place)).read_text(encoding="utf-8")
-    assert str(place) not in html
+    html = report(ReportOptions(workspace=workspace)).read_text(encoding="utf-8")
+    assert str(workspace) not in html
     assert ", in the workspace's folder:" in unescape(html)
     (command,) = re.findall(r'<code id="next-1">(.*?)</code>', html)
     return unescape(command)
 
 
-def test_layouts_are_to_be_retrained_first(place: Path) -> None:
-    options = parsed(recommended(place))
+def test_layouts_are_to_be_retrained_first(workspace: Path) -> None:
+    options = parsed(recommended(workspace))
     assert (options.probe, options.workspace, options.layouts) == ("test", Path(), None)
 
 
-def test_the_layout_of_the_headline_is_to_be_retrained_or_exported(place: Path) -> None:
+def test_the_layout_of_the_headline_is_to_be_retrained_or_exported(workspace: Path) -> None:
     """The command beside the map gave the heads of the sliders, whatever the headline said."""
     write_comparison(
-        place / "reports/test/comparison.csv",
+        workspace / "reports/test/comparison.csv",
         make_comparison(nll=[2.0, 2.001, 2.02, 2.006, 2.01], delta_nll_percent=[0.0, 0.05, 1.0, 0.3, 0.5]),
     )
-    assert parsed(recommended(place)).layouts == [Path("layouts/test/last.yaml")]
-    models = [TrainedModel(name, 0, "", place / "runs" / name) for name in ("densest", "last")]
+    assert parsed(recommended(workspace)).layouts == [Path("layouts/test/last.yaml")]
+    models = [TrainedModel(name, 0, "", workspace / "runs" / name) for name in ("densest", "last")]
     for model in models:
         model.checkpoint.mkdir(parents=True)
-    write_checkpoints(place / "reports/test", models, place)
-    options = parsed(recommended(place))
+    write_checkpoints(workspace / "reports/test", models, workspace)
+    options = parsed(recommended(workspace))
     assert (options.model, str(options.out)) == ("runs/last", "last-export")

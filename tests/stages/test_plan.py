@@ -91,33 +91,33 @@ class TestModelSize:
 class TestDryRun:
     def test_of_training(self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Nothing is written, then what was trained is found."""
-        place, before = tmp_path / "w", everything(tmp_path)
-        main(["train", str(recipe_file), "--workspace", str(place), "--dry-run"])
+        workspace, before = tmp_path / "w", everything(tmp_path)
+        main(["train", str(recipe_file), "--workspace", str(workspace), "--dry-run"])
         printed = capsys.readouterr().out
         assert everything(tmp_path) == before
         for words in (f"in all: {6 * 4 * 32 + RUN:,} tokens", "held out; 40 documents", "memory: about", "a step"):
             assert words in printed
-        options = TrainOptions(recipe=recipe_file, workspace=place)
+        options = TrainOptions(recipe=recipe_file, workspace=workspace)
         dense, branch = plan_of(options).runs
         assert (dense.name, dense.steps, dense.tokens, dense.state) == ("dense", 6, 6 * 4 * 32, "")
         assert (branch.name, branch.steps, branch.tokens, branch.state) == ("sp-kv", 8, RUN, "")
         assert branch.seconds > 0
         train(options)
         before = everything(tmp_path)
-        main(["train", str(recipe_file), "--workspace", str(place), "--dry-run"])
+        main(["train", str(recipe_file), "--workspace", str(workspace), "--dry-run"])
         assert "in all: everything is finished" in capsys.readouterr().out
-        *trained, probe = plan_of(ProbeOptions(recipe=recipe_file, workspace=place)).runs
+        *trained, probe = plan_of(ProbeOptions(recipe=recipe_file, workspace=workspace)).runs
         assert [run.state for run in trained] == [FINISHED, FINISHED]
         assert (probe.name, probe.steps) == ("probe", 0)
-        self.hybrids(recipe_file, place)
-        assert everything(place / "runs") == {path for path in before if place / "runs" in path.parents}
+        self.hybrids(recipe_file, workspace)
+        assert everything(workspace / "runs") == {path for path in before if workspace / "runs" in path.parents}
 
-    def hybrids(self, recipe_file: Path, place: Path) -> None:
-        make_table([[0.9, 0.1], [0.2, 0.3]]).write(place / "probes" / "tiny")
+    def hybrids(self, recipe_file: Path, workspace: Path) -> None:
+        make_table([[0.9, 0.1], [0.2, 0.3]]).write(workspace / "probes" / "tiny")
         for name, row in (("a", "GL"), ("b", "LG"), ("twin", "GL")):
-            Layout((row, "LL"), 8, name).write(place / "layouts" / "p" / f"{name}.yaml")
-        asked = TrainHybridOptions(recipe=recipe_file, probe="tiny", seeds=2, workspace=place)
-        plan = plan_of(asked)
+            Layout((row, "LL"), 8, name).write(workspace / "layouts" / "p" / f"{name}.yaml")
+        options = TrainHybridOptions(recipe=recipe_file, probe="tiny", seeds=2, workspace=workspace)
+        plan = plan_of(options)
         left = {run.name: run.tokens for run in plan.runs}
         assert [name for name in left if "twin" in name] == []
         assert left["sp-kv, seed 0"] == 0
@@ -133,13 +133,13 @@ class TestDryRun:
         assert newest_step(tmp_path / "nothing") == 0
 
     def test_of_the_other_commands(self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        place = tmp_path / "w"
-        make_table([[0.9, 0.1], [0.2, 0.3]]).write(place / "probes" / "p")
+        workspace = tmp_path / "w"
+        make_table([[0.9, 0.1], [0.2, 0.3]]).write(workspace / "probes" / "p")
         rows = "{SP-KV: {}, longer: {branch: {steps: 20}}, full attention: {variant: full-attention}}"
         ablations = recipe_file.with_name("ablations.yaml")
         ablations.write_text(f"name: mine\nrecipe: {recipe_file.name}\nrows: {rows}\n")
         before = everything(tmp_path)
-        said = {
+        outputs = {
             ("reproduce", "ablate", ablations): (
                 f"in all: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32:,} tokens",
                 "longer",
@@ -155,8 +155,8 @@ class TestDryRun:
                 "in all: 1,728 tokens",
             ),
         }
-        for command, words in said.items():
-            main([*map(str, command), "--workspace", str(place), "--dry-run"])
+        for command, words in outputs.items():
+            main([*map(str, command), "--workspace", str(workspace), "--dry-run"])
             printed = capsys.readouterr().out
             assert all(word in printed for word in words), printed
         assert everything(tmp_path) == before
@@ -168,10 +168,10 @@ class TestDryRun:
         planner = Planner(recipe, recipe_file.parent, recipe_file.parent / "runs", text=small)
         plan = planner.plan([planner.branch("sp-kv", Variant.sp_kv())])
         assert not plan.fits
-        said = "\n".join(plan.remarks)
-        assert "less than one batch of 128 tokens" in said
-        assert "128.00 KiB are free; a smaller micro_batch_size or data.block_size takes less" in said
-        assert "estimated by FLOPs" in said
+        remarks = "\n".join(plan.remarks)
+        assert "less than one batch of 128 tokens" in remarks
+        assert "128.00 KiB are free; a smaller micro_batch_size or data.block_size takes less" in remarks
+        assert "estimated by FLOPs" in remarks
 
 
 @pytest.mark.parametrize(

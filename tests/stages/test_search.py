@@ -103,8 +103,8 @@ class TestCommand:
         again = rows.set_index("hash")[["zero_shot_delta_percent", "full_delta_percent"]]
         assert (again == measured.loc[again.index, again.columns]).sum().sum() >= len(rows)  # a layout has one result
         for sampler in (SURROGATE, RANDOM):
-            own = rows[(rows["sampler"] == sampler) & ~rows["hash"].isin(starts["hash"])].drop_duplicates("hash")
-            shorts = own.sort_values("zero_shot_delta_percent")["short_delta_percent"].notna().tolist()
+            drawn = rows[(rows["sampler"] == sampler) & ~rows["hash"].isin(starts["hash"])].drop_duplicates("hash")
+            shorts = drawn.sort_values("zero_shot_delta_percent")["short_delta_percent"].notna().tolist()
             assert sum(shorts) <= 4
         summary = yaml.safe_load((reports / "search.yaml").read_text())
         assert summary["tokens"]["chosen_on"] == 640
@@ -303,7 +303,7 @@ class TestCommand:
         (undisturbed / "probes").mkdir(parents=True)
         (workspace / "probes" / "tiny").rename(undisturbed / "probes" / "tiny")
         main(command(recipe, undisturbed, *more))
-        tables = [(place / "reports" / "tiny" / "search.csv").read_bytes() for place in (workspace, undisturbed)]
+        tables = [(folder / "reports" / "tiny" / "search.csv").read_bytes() for folder in (workspace, undisturbed)]
         assert tables[0] == tables[1]
         rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
         assert len(rows[rows["sampler"] != BASELINE]) == 240

@@ -37,10 +37,10 @@ def test_a_model_in_this_folder_is_called_after_it(
 ) -> None:
     """``probe --model . --data x`` took the empty name of ``Path(".")`` and wrote into probes/ itself."""
     monkeypatch.chdir(checkpoint)
-    place = tmp_path / "workspace"
-    main(["probe", "--model", ".", "--data", str(text), "--block-size", "32", "--workspace", str(place)])
-    assert [path.name for path in (place / "probes").iterdir()] == ["checkpoint"]
-    assert (place / "probes" / "checkpoint" / "density.csv").is_file()
+    workspace = tmp_path / "workspace"
+    main(["probe", "--model", ".", "--data", str(text), "--block-size", "32", "--workspace", str(workspace)])
+    assert [path.name for path in (workspace / "probes").iterdir()] == ["checkpoint"]
+    assert (workspace / "probes" / "checkpoint" / "density.csv").is_file()
 
 
 def test_an_embedded_model_on_other_text_leaves_the_demo_alone(text: Path, tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_an_embedded_model_on_other_text_leaves_the_demo_alone(text: Path, tmp_p
 class TestName:
     """Every command asks the same rule."""
 
-    def name(self, options: type[SubjectOptions], **given: object) -> str:
-        return Subject.of(options(**given), "embedded:reference", "measure on").name
+    def name(self, options: type[SubjectOptions], **values: object) -> str:
+        return Subject.of(options(**values), "embedded:reference", "measure on").name
 
     def test_own_checkpoint(self, options: type[SubjectOptions], checkpoint: Path, text: Path) -> None:
         assert self.name(options, model=str(checkpoint), data=[str(text)]) == "checkpoint"
@@ -89,18 +89,18 @@ class TestDefaults:
     """Options that once were the embedded models', whatever the workspace held."""
 
     def test_the_only_probe_is_taken(self, tmp_path: Path) -> None:
-        place = Workspace(tmp_path)
+        workspace = Workspace(tmp_path)
         with pytest.raises(UserError, match=r"no density table in .*probes\nprobe a model first"):
             chosen_table(ProposeOptions(workspace=tmp_path))
-        make_table([[0.5, 0.4]]).write(place.probe_dir("mine"))
+        make_table([[0.5, 0.4]]).write(workspace.probe_dir("mine"))
         (tmp_path / "probes" / ".hidden").mkdir()
-        place.probe_dir("empty").mkdir()
+        workspace.probe_dir("empty").mkdir()
         assert chosen_table(ProposeOptions(workspace=tmp_path)).density.tolist() == [[0.5, 0.4]]
 
     def test_of_several_probes_one_is_asked_for(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        place = Workspace(tmp_path)
+        workspace = Workspace(tmp_path)
         for name in ("b", "a"):
-            make_table([[0.5, 0.4]]).write(place.probe_dir(name))
+            make_table([[0.5, 0.4]]).write(workspace.probe_dir(name))
         for command in ("propose", "report", "search", "train-hybrid"):
             message = fails(capsys, command, "--workspace", tmp_path)
             assert "which probe? there are 2 in" in message
@@ -109,20 +109,21 @@ class TestDefaults:
 
     def test_of_several_signals_of_a_model_the_recommended_is_taken(self, tmp_path: Path) -> None:
         """Unless another model's is there, or it is not alone."""
-        place, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
+        workspace, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
         for name, signal in (("mine", "density"), ("mine-duo", "duo"), ("mine-head-gates", "head-gates")):
-            replace(table, name=name, metadata={"model": "m", "signal": signal}).write(place.probe_dir(name))
-        said: list[str] = []
+            replace(table, name=name, metadata={"model": "m", "signal": signal}).write(workspace.probe_dir(name))
+        messages: list[str] = []
         assert (
-            chosen_table(ProposeOptions(workspace=tmp_path), Recorder(announced=said.append)).name == "mine-head-gates"
+            chosen_table(ProposeOptions(workspace=tmp_path), Recorder(announced=messages.append)).name
+            == "mine-head-gates"
         )
-        assert said == ["probe 'mine-head-gates' (head-gates), of 3 of one model; --probe takes another"]
+        assert messages == ["probe 'mine-head-gates' (head-gates), of 3 of one model; --probe takes another"]
         for name, facts in (("other", {"model": "n"}), ("again", {"model": "m", "signal": "head-gates"})):
-            replace(table, name=name, metadata=facts).write(place.probe_dir(name))
+            replace(table, name=name, metadata=facts).write(workspace.probe_dir(name))
             with pytest.raises(UserError, match="which probe"):
                 chosen_table(ProposeOptions(workspace=tmp_path))
-            shutil.rmtree(place.probe_dir(name))
-        shutil.rmtree(place.probe_dir("mine-head-gates"))
+            shutil.rmtree(workspace.probe_dir(name))
+        shutil.rmtree(workspace.probe_dir("mine-head-gates"))
         assert chosen_table(ProposeOptions(workspace=tmp_path)).name == "mine"  # densities
 
     def test_the_budget_fits_the_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

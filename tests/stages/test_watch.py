@@ -25,7 +25,7 @@ def test_the_report_follows_its_files(tmp_path: Path) -> None:
     probe, results = tmp_path / "probes/mine/density.csv", tmp_path / "reports/mine"
     other = tmp_path / "reports/other/comparison.csv"
     Layout(("LG", "GL"), 8, "densest").write(tmp_path / "layouts/mine/densest.yaml")
-    page, said = results / "index.html", list[str]()
+    page, messages = results / "index.html", list[str]()
     pages = list[str]()  # after each look, "" where none was written
 
     def write(path: Path, text: str) -> Callable[[], None]:
@@ -54,10 +54,10 @@ def test_the_report_follows_its_files(tmp_path: Path) -> None:
         act()
 
     with pytest.raises(Ended):
-        watch(ReportOptions(workspace=tmp_path), Recorder(announced=said.append), wait)
+        watch(ReportOptions(workspace=tmp_path), Recorder(announced=messages.append), wait)
 
     nothing, half, first, same, cut, compared, elsewhere = pages
     assert (nothing, half, same, cut, elsewhere) == ("",) * 5  # not begun, half written, or nothing of this report
     assert "one-more" in compared
     assert all('id="reload"' in one and "<time" in one for one in (first, compared))
-    assert [line.split(":")[0] for line in said] == ["waiting", "waiting", "written", "waiting", "written"]
+    assert [line.split(":")[0] for line in messages] == ["waiting", "waiting", "written", "waiting", "written"]

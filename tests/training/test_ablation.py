@@ -34,11 +34,11 @@ def file(recipe_file: Path) -> Path:
 
 
 def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "w"
-    arguments = ["reproduce", "ablate", str(file), "--workspace", str(place), "--device", "cpu"]
+    workspace = tmp_path / "w"
+    arguments = ["reproduce", "ablate", str(file), "--workspace", str(workspace), "--device", "cpu"]
     main(arguments)
     shown = capsys.readouterr().out
-    rows = pd.read_csv(place / "reports" / "tiny-ablations" / "ablations.csv").set_index("name")
+    rows = pd.read_csv(workspace / "reports" / "tiny-ablations" / "ablations.csv").set_index("name")
     assert (rows.index.name, *rows.columns) == COLUMNS
     assert list(rows.index) == ["baseline", "window 4", "soft to the end", "local", "full"]
     assert rows.loc["baseline", ["delta_density_percent", "delta_nll_percent"]].tolist() == [0.0, 0.0]
@@ -51,7 +51,7 @@ def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert rows["nll"].nunique() == 5
     assert "window 4" in shown
     assert "counts from the first row" in " ".join(shown.split())
-    assert (place / "reports" / "tiny-ablations" / "ablations.yaml").is_file()
+    assert (workspace / "reports" / "tiny-ablations" / "ablations.yaml").is_file()
     monkeypatch.setattr(trainer.SPKVTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
     main(arguments)
 

@@ -143,9 +143,9 @@ class TestBranches:
         frozen = recipe.model_copy(update={"gates": gates})
         branch = train_branch(frozen, corpus, dense, tmp_path / "frozen", Variant.sp_kv(), device="cpu")
         before, after = weights(reference.checkpoint), weights(branch.checkpoint)
-        own = [name for name in before if "utility_predictor" in name]
-        assert own
-        assert all(torch.equal(before[name], after[name]) for name in own)
+        predictors = [name for name in before if "utility_predictor" in name]
+        assert predictors
+        assert all(torch.equal(before[name], after[name]) for name in predictors)
 
 
 def test_the_record_says_where_a_branch_comes_from(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ def logged(file: Path, key: str) -> list[float]:
     return [entry[key] for entry in json.loads(file.read_text()) if key in entry]
 
 
-def assert_close(found: Path, expected: Path, tolerance: float) -> None:
+def assert_close(actual: Path, expected: Path, tolerance: float) -> None:
     """Check that tensors of two files differ by no more than ``tolerance`` of the largest entry."""
-    tensors, others = load_file(expected), load_file(found)
+    tensors, others = load_file(expected), load_file(actual)
     assert tensors.keys() == others.keys()
     for name, tensor in tensors.items():
         assert (others[name] - tensor).abs().max() <= tolerance * tensor.abs().max(), name
@@ -96,9 +96,9 @@ def test_the_command(tmp_path: Path) -> None:
     density = pd.DataFrame({"layer": [0, 0, 1, 1], "kv_head": [0, 1, 0, 1], "density": [0.1, 0.9, 0.8, 0.3]})
     density.to_csv(tmp_path / "mine.csv", index=False)
     Layout(("LG", "GL"), window=8, strategy="densest").write(tmp_path / "densest.yaml")
-    place = ["--device", "cpu", "--workspace", tmp_path / "workspace"]
+    options = ["--device", "cpu", "--workspace", tmp_path / "workspace"]
     inputs = [tmp_path / "densest.yaml", "--probe", tmp_path / "mine.csv", "--recipe", file]
-    done = torchrun("-m", "spkv_nas", "train-hybrid", *inputs, *place)
+    done = torchrun("-m", "spkv_nas", "train-hybrid", *inputs, *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("retrained from one dense checkpoint") == 1
     assert done.stderr.count("sp-kv, seed 0 (2 of 3)") == 1

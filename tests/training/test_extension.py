@@ -57,7 +57,7 @@ class TestOrder:
     def test_no_text_comes_again_in_an_epoch(self, num_blocks: int, seed: int, ratio: int, start: int) -> None:
         short = BlockOrder(mixed_order, num_blocks, seed, num_blocks)
         longer, read = short.longer(ratio, start), start % num_blocks
-        before = {short.at(place) for place in range(start - read, start)}
+        before = {short.at(position) for position in range(start - read, start)}
         parts = np.arange(num_blocks // ratio * ratio).reshape(-1, ratio)
         unread = [number for number, part in enumerate(parts) if not before & set(part.tolist())]
         assert sorted(longer.at(number) for number in range(len(unread))) == unread
@@ -70,11 +70,11 @@ class TestOrder:
     def test_blocks_that_stay_as_they_are_go_on(self, seed: int, start: int, share: float) -> None:
         order, mixture = BlockOrder(mixed_order, 23, seed, 20), Mixture.drawn(share, 23, seed)
         later, mixed = order.longer(1, start), mixture.longer(1, start)
-        for place in range(60):
-            assert later.at(place) == order.at(start + place)
-            is_sample, number = mixed.at(place)
+        for position in range(60):
+            assert later.at(position) == order.at(start + position)
+            is_sample, number = mixed.at(position)
             read = 0 if is_sample else start - mixture.synthetic(start)
-            assert (is_sample, number + read) == mixture.at(start + place)
+            assert (is_sample, number + read) == mixture.at(start + position)
 
     @given(share=st.floats(0.001, 1.0), seed=st.integers(0, MOST_SEED), ratio=st.integers(1, 8))
     def test_longer_blocks_have_their_share_of_samples_and_others(self, share: float, seed: int, ratio: int) -> None:
@@ -106,7 +106,7 @@ class TestData:
         for batch in batches[4:]:
             assert all((text == item["input_ids"].numpy()).all(1).any() for item in batch)
         for start, batch in zip(range(0, 32, 4), batches, strict=True):
-            pieces = torch.cat([data[place]["input_ids"] for place in range(start, start + 4)])
+            pieces = torch.cat([data[position]["input_ids"] for position in range(start, start + 4)])
             assert torch.equal(pieces, torch.cat([item["input_ids"] for item in batch]))
 
     def test_samples_grow_too(self, corpus: Corpus, recipe: Recipe) -> None:
@@ -273,11 +273,11 @@ class TestPositions:
         assert torch.equal(after, logits(again, tokens))
         assert not torch.allclose(before, after, atol=1e-4)
         assert again.config.max_position_embeddings == 256
-        own = again.config.rope_parameters
-        own = own.get("full_attention", own)
+        parameters = again.config.rope_parameters
+        parameters = parameters.get("full_attention", parameters)
         factor = rope.get("factor", 2.0) if "rope_type" in rope else None
-        assert own.get("factor") == factor
-        assert own.get("original_max_position_embeddings") == (128 if rope.get("rope_type") == "yarn" else None)
+        assert parameters.get("factor") == factor
+        assert parameters.get("original_max_position_embeddings") == (128 if rope.get("rope_type") == "yarn" else None)
 
     def test_local_layers_of_their_own_rope_keep_it(self) -> None:
         model = tiny_model("gemma3_text")
@@ -302,7 +302,7 @@ class TestPositions:
 
 class TestMistakes:
     @pytest.mark.parametrize(
-        ("extend", "sections", "said"),
+        ("extend", "sections", "message"),
         [
             ({"block_size": 48}, {}, r"block_size 48 is no multiple of data.block_size 32"),
             ({"block_size": 192}, {}, r"branch.batch_size 4: 128 tokens make no blocks of 192.*multiple of 6"),
@@ -316,9 +316,9 @@ class TestMistakes:
         ids=str,
     )  # fmt: skip
     def test_what_makes_no_sense(
-        self, extend: dict[str, Any], sections: dict[str, Any], said: str, recipe: Recipe
+        self, extend: dict[str, Any], sections: dict[str, Any], message: str, recipe: Recipe
     ) -> None:
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             extended(recipe, extend, **sections)
 
     def test_processes_share_longer_blocks(

@@ -125,7 +125,7 @@ class TestHarm:
         assert "branch.learning_rate: 0.0003 (now 0.001) and branch.warmup_steps: 4 (now 0)" in caution
 
     @pytest.mark.parametrize(
-        ("percent", "spread", "said"),
+        ("percent", "spread", "message"),
         [
             (-0.42, 0.01, "0.42 ± 0.01 % less NLL than the dense model"),
             (0.09, 0.01, "0.09 ± 0.01 % more NLL"),
@@ -133,12 +133,12 @@ class TestHarm:
         ],
         ids=["better", "little", "uncertain"],
     )
-    def test_any_other_change_is_announced(self, percent: float, spread: float, said: str, recipe: Recipe) -> None:
+    def test_any_other_change_is_announced(self, percent: float, spread: float, message: str, recipe: Recipe) -> None:
         heard = Heard()
         compare_control(nll(percent, spread), nll(0.0, 0.0), recipe, heard.reporter)
         assert heard.cautioned == []
         assert len(heard.announced) == 1
-        assert said in heard.announced[0]
+        assert message in heard.announced[0]
 
     def test_one_document_has_no_error_to_hide_behind(self, recipe: Recipe) -> None:
         heard = Heard()
@@ -173,8 +173,8 @@ def test_the_control_is_compared_before_a_layout_is_trained(
 ) -> None:
     """Beside a dense phase that is not decayed the control gains, which the command says too."""
     recipe_file = write_project(tmp_path / "project", RECIPE)
-    place = ["--workspace", str(tmp_path / "workspace")]
-    main(["train", str(recipe_file), *place])
+    options = ["--workspace", str(tmp_path / "workspace")]
+    main(["train", str(recipe_file), *options])
     table, layout = tmp_path / "mine.csv", tmp_path / "mine.yaml"
     table.write_text("layer,kv_head,density\n" + "".join(f"{i // 2},{i % 2},0.5\n" for i in range(4)))
     Layout(("GL", "LG"), 8, "mine").write(layout)
@@ -192,7 +192,7 @@ def test_the_control_is_compared_before_a_layout_is_trained(
 
     monkeypatch.setattr(BranchContext, "train", watched_train)
     monkeypatch.setattr("spkv_nas.training.hybrids.compare_control", watched_compare)
-    command = ["train-hybrid", str(layout), "--probe", str(table), "--recipe", str(recipe_file), *place]
+    command = ["train-hybrid", str(layout), "--probe", str(table), "--recipe", str(recipe_file), *options]
     main([*command, "--no-reference"])
     assert order == [FULL_ATTENTION, "compared", "mine"]
     order.clear()

@@ -213,9 +213,9 @@ class TestLora:
     ) -> None:
         branch = self.train(recipe, corpus, dense, tmp_path / "run", variant)
         before, after = weights(dense), weights(branch.checkpoint)
-        own = {name for name in after if "utility_predictor" in name}
-        assert bool(own) == (variant == Variant.sp_kv())
-        assert after.keys() - own == before.keys()
+        gates = {name for name in after if "utility_predictor" in name}
+        assert bool(gates) == (variant == Variant.sp_kv())
+        assert after.keys() - gates == before.keys()
         learned = {name for name in before if not torch.equal(before[name], after[name])}
         linear = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         assert learned == {name for name in before if name.endswith(tuple(f"{one}.weight" for one in linear))}

@@ -167,7 +167,7 @@ class TestCommand:
     def test_end_to_end(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        place = ("--workspace", str(tmp_path), "--name", "mine")
+        name = ("--workspace", str(tmp_path), "--name", "mine")
         seen: dict[str, list[int]] = {}
         current = ""
         draw, train = Palindromes.__getitem__, palindrome.train_variant
@@ -184,7 +184,7 @@ class TestCommand:
 
         monkeypatch.setattr(Palindromes, "__getitem__", watch)
         monkeypatch.setattr(palindrome, "train_variant", note)
-        main(["reproduce", "palindrome", *self.options, *place])
+        main(["reproduce", "palindrome", *self.options, *name])
         captured = capsys.readouterr()
         assert "palindrome.png" in captured.out.replace("\n", "")
         assert "sp-kv (3 of 3)" in captured.err
@@ -213,7 +213,7 @@ class TestCommand:
 
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         monkeypatch.setattr(trainer.SPKVTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
-        main(["reproduce", "palindrome", *self.options, *place])
+        main(["reproduce", "palindrome", *self.options, *name])
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
     @pytest.mark.parametrize(

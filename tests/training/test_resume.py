@@ -347,24 +347,24 @@ class TestTwoProcesses:
         assert other.stdin is not None
         assert other.stdout is not None
         other.stdout.readline()
-        said: list[str] = []
+        messages: list[str] = []
 
         def hear(line: str) -> None:
-            said.append(line)
+            messages.append(line)
             threading.Timer(0.2, other.stdin.close).start()  # type: ignore[union-attr]
 
         variant = Variant.full_attention()
         train_branch(recipe, corpus, dense, tmp_path / "run", variant, device="cpu", reporter=Recorder(announced=hear))
         assert other.wait(10) == 0
         other.stdout.close()
-        assert said == [f"waiting for process {other.pid} on {os.uname().nodename}, which trains the same run"]
+        assert messages == [f"waiting for process {other.pid} on {os.uname().nodename}, which trains the same run"]
 
     def test_a_lock_needs_no_note_of_its_owner(self, tmp_path: Path) -> None:
         (tmp_path / ".lock-owner").mkdir()
         with locked(tmp_path, "trains"):
-            said: list[str] = []
-            assert not FolderLock(tmp_path, "trains").take(0.0, said.append)
-            assert said == ["waiting for another process, which trains"]
+            messages: list[str] = []
+            assert not FolderLock(tmp_path, "trains").take(0.0, messages.append)
+            assert messages == ["waiting for another process, which trains"]
         assert FolderLock(tmp_path, "trains").take(0.0)
 
 

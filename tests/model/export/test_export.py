@@ -47,18 +47,18 @@ def test_a_hybrid_is_exported_as_what_it_is(
 ) -> None:
     """It used to need the layout's file again, which the checkpoint holds."""
     hybrid = write(layout, tmp_path / "hybrid", tiny_tokenizer)
-    said = export(None, hybrid, tmp_path / "out")
+    result = export(None, hybrid, tmp_path / "out")
     expected = logits(load(hybrid)[0], tokens)
     if layout is LAYERWISE:
-        assert "a stock ministral checkpoint" in said.form
-        assert "over 70 tokens in a process of its own" in said.form
-        assert (said.target, said.rejected) == ("native", {})
+        assert "a stock ministral checkpoint" in result.form
+        assert "over 70 tokens in a process of its own" in result.form
+        assert (result.target, result.rejected) == ("native", {})
         assert torch.allclose(
             logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tokens), expected, atol=1e-5
         )
     else:
-        assert "loads with spkv_nas.load" in said.form
-        assert said.target == "spkv"
+        assert "loads with spkv_nas.load" in result.form
+        assert result.target == "spkv"
         assert torch.equal(logits(load(tmp_path / "out")[0], tokens), expected)
 
 
@@ -89,16 +89,16 @@ class TestFreshProcess:
         """Gemma 3 with other types has another position encoding; here only the comparison can find it."""
         dense = write(None, tmp_path / "dense", tiny_tokenizer, "gemma3_text")
         monkeypatch.setattr(native, "_positions", lambda config: [None] * config.num_hidden_layers)
-        said = export(LAYERWISE, dense, tmp_path / "out")
-        assert said.target == "spkv"
-        assert said.rejected["native"].startswith("its logits in plain transformers differ by 0.")
+        result = export(LAYERWISE, dense, tmp_path / "out")
+        assert result.target == "spkv"
+        assert result.rejected["native"].startswith("its logits in plain transformers differ by 0.")
         assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "spkv"
         hybrid = tiny_model("gemma3_text", vocab_size=300)
         apply_layout(hybrid, LAYERWISE)
         assert torch.equal(logits(load(tmp_path / "out")[0], tokens), logits(hybrid, tokens))
 
     @pytest.mark.parametrize(
-        ("place", "name", "value", "message"),
+        ("module", "name", "value", "message"),
         [
             (
                 "verify_export",
@@ -117,12 +117,12 @@ class TestFreshProcess:
         ids=["slow", "dead", "no-room"],
     )
     def test_that_does_not_answer(
-        self, place: str, name: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        self, module: str, name: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         tiny_tokenizer: PreTrainedTokenizerBase,
     ) -> None:  # fmt: skip
         dense = write(None, tmp_path / "dense", tiny_tokenizer)
         monkeypatch.setattr("spkv_nas.model.export.verify_export._SLOWER", 0.0)
-        monkeypatch.setattr(f"spkv_nas.model.export.{place}.{name}", value)
+        monkeypatch.setattr(f"spkv_nas.model.export.{module}.{name}", value)
         with pytest.raises(UserError, match=message):
             export(LAYERWISE, dense, tmp_path / "out")
         assert [path.name for path in tmp_path.iterdir()] == ["dense"]
@@ -235,9 +235,9 @@ class TestOwnType:
         assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path / "plain"), tokens), logits(model, tokens))
 
     def test_can_be_exported_dense(self, folder: Path, tokens: Tensor, tmp_path: Path) -> None:
-        said = export(None, folder, tmp_path / "dense-type", allow_dense=True)
-        assert "plain transformers silently runs it dense" in said.form
-        assert "not exported as native: layers 0, 2 mix" in str(said)
+        result = export(None, folder, tmp_path / "dense-type", allow_dense=True)
+        assert "plain transformers silently runs it dense" in result.form
+        assert "not exported as native: layers 0, 2 mix" in str(result)
         assert json.loads((tmp_path / "dense-type" / "config.json").read_text())["model_type"] == "llama"
         assert torch.equal(logits(load(tmp_path / "dense-type")[0], tokens), logits(load(folder)[0], tokens))
 

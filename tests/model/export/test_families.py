@@ -81,10 +81,10 @@ def layout(model: PreTrainedModel, split: str, types: str) -> Layout:
 
 @dataclass
 class Exported:
-    """One export: its folder, what was said of it, what the hybrid computes, and how far the dense model is from it."""
+    """One export: its folder, its message, what the hybrid computes, and how far the dense model is from it."""
 
     folder: Path
-    said: str
+    message: str
     hybrid: verify_export.ReferenceLogits
     dense_difference: float
 
@@ -95,24 +95,24 @@ Key = tuple[str, str, str]
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase) -> dict[Key, Exported]:
     """Every export, its own check left for later."""
-    place, result = tmp_path_factory.mktemp("exports"), {}
+    folder, result = tmp_path_factory.mktemp("exports"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify_export, "check", lambda *_: 0.0)
         for case in CASES:
-            dense = place / case / "dense"
+            dense = folder / case / "dense"
             model = lively(case)
             save(model, tiny_tokenizer, dense)
             for split in SPLITS:
                 for types in TYPES:
                     chosen = layout(model, split, types)
-                    out = place / case / f"{split}-{types}"
-                    said = str(export(chosen, dense, out))
+                    out = folder / case / f"{split}-{types}"
+                    message = str(export(chosen, dense, out))
                     apply_layout(model, Layout(("GG",) * 4, WINDOW))
                     full = verify_export.expected(model, tiny_tokenizer, WINDOW).logits
                     apply_layout(model, chosen)
                     hybrid = verify_export.expected(model, tiny_tokenizer, WINDOW)
                     difference = float((full - hybrid.logits).abs().max() / hybrid.logits.abs().max())
-                    result[case, split, types] = Exported(out, said, hybrid, difference)
+                    result[case, split, types] = Exported(out, message, hybrid, difference)
     return result
 
 
@@ -138,12 +138,12 @@ def test_plain_transformers_runs_the_hybrid_or_refuses(
         return
     kind = STOCK.get(case) or (STOCK_AS_NATIVE.get(case) if types == "native" else None)
     if split == "heads" or kind is None:
-        assert "not exported as native: " in exported.said
+        assert "not exported as native: " in exported.message
         assert answer.error is not None
         assert "model type `spkv` but Transformers does not recognize" in answer.error
         assert json.loads((exported.folder / "config.json").read_text())["model_type"] == "spkv"
     else:
-        assert f"a stock {kind} checkpoint" in exported.said
+        assert f"a stock {kind} checkpoint" in exported.message
         assert verify_export.compare(answer, exported.hybrid) <= verify_export.TOLERANCE
     if split == "layers" and types == "native" and "layer_types" not in CASES[case]:
         return  # all layers global, the dense model itself
@@ -152,9 +152,9 @@ def test_plain_transformers_runs_the_hybrid_or_refuses(
 
 def test_own_types_load_after_import_spkv_nas(exports: dict[Key, Exported], tmp_path: Path) -> None:
     """By transformers' Auto class, without code of the folder's, and with the same logits."""
-    own = [one for one in exports.values() if "refuses its model type" in one.said]
-    assert len(own) > 2 * len(CASES)
-    (tmp_path / "own.json").write_text(json.dumps([[str(one.folder), one.hybrid.tokens] for one in own]))
+    custom = [one for one in exports.values() if "refuses its model type" in one.message]
+    assert len(custom) > 2 * len(CASES)
+    (tmp_path / "own.json").write_text(json.dumps([[str(one.folder), one.hybrid.tokens] for one in custom]))
     program = """
 import json, sys, spkv_nas
 assert not {"torch", "transformers"} & set(sys.modules)
@@ -171,7 +171,7 @@ save_file(logits, "own.safetensors")
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = load_file(tmp_path / "own.safetensors")
-    for number, one in enumerate(own):
+    for number, one in enumerate(custom):
         logits = result[str(number)][-len(one.hybrid.logits) :]
         assert torch.allclose(logits, one.hybrid.logits, atol=1e-5 * float(one.hybrid.logits.abs().max())), one.folder
 
@@ -179,7 +179,7 @@ save_file(logits, "own.safetensors")
 def test_stock_forms_invent_nothing(exports: dict[Key, Exported]) -> None:
     """Tensors of the checkpoint, all of them and no others; settings for hooks are gone from the config."""
     for (case, split, types), one in exports.items():
-        if "a stock" not in one.said or case == "llama-bias":
+        if "a stock" not in one.message or case == "llama-bias":
             continue
         dense = load_file(one.folder.parent / "dense" / "model.safetensors")
         stock = load_file(one.folder / "model.safetensors")

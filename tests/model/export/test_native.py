@@ -39,7 +39,7 @@ def test_a_stock_config_says_everything(name: str, tmp_path: Path) -> None:
     chosen = layerwise(model)
     apply_layout(model, chosen)
     write_stock_config(stock_config(model.config, chosen), tmp_path)
-    content, given = json.loads((tmp_path / "config.json").read_text()), CONFIGS[name]
+    content, original = json.loads((tmp_path / "config.json").read_text()), CONFIGS[name]
 
     kind, architecture = STOCK[name]
     assert (content["model_type"], content["architectures"]) == (kind, [architecture])
@@ -48,14 +48,14 @@ def test_a_stock_config_says_everything(name: str, tmp_path: Path) -> None:
     if kind == "qwen3":
         assert content["use_sliding_window"] is True
         assert content["max_window_layers"] == 0
-    sizes = given.keys() - {"model_type", "torch_dtype", "sliding_window", "use_sliding_window", "max_window_layers"}
-    assert {key: content[key] for key in sizes} == {key: given[key] for key in sizes}  # rope_theta among them
-    assert content["head_dim"] == given.get("head_dim", given["hidden_size"] // given["num_attention_heads"])
-    assert content["dtype"] == given["torch_dtype"]
+    sizes = original.keys() - {"model_type", "torch_dtype", "sliding_window", "use_sliding_window", "max_window_layers"}
+    assert {key: content[key] for key in sizes} == {key: original[key] for key in sizes}  # rope_theta among them
+    assert content["head_dim"] == original.get("head_dim", original["hidden_size"] // original["num_attention_heads"])
+    assert content["dtype"] == original["torch_dtype"]
     assert "spkv" not in content
 
     again = AutoConfig.from_pretrained(tmp_path)
-    assert again.rope_parameters == {"rope_theta": given["rope_theta"], "rope_type": "default"}
+    assert again.rope_parameters == {"rope_theta": original["rope_theta"], "rope_type": "default"}
     assert {key: value.shape for key, value in on_meta(again).state_dict().items()} == tensors
 
 
