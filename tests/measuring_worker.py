@@ -24,8 +24,8 @@ from spkv_nas.stages.evaluate.nll.command import NLLOptions
 from spkv_nas.stages.evaluate.nll.stage import nll
 from spkv_nas.stages.evaluate.sweep.command import SweepOptions
 from spkv_nas.stages.evaluate.sweep.stage import sweep
-from spkv_nas.stages.options import ProbeOptions
-from spkv_nas.stages.probe import probe
+from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.stage import probe
 from spkv_nas.stages.score.command import ScoreOptions
 from spkv_nas.stages.score.stage import score
 from spkv_nas.stages.subject import Subject

@@ -36,6 +36,7 @@ from spkv_nas.stages.layout.diff.command import diff
 from spkv_nas.stages.layout.show.command import show
 from spkv_nas.stages.plan.attention.command import attention
 from spkv_nas.stages.plan.command import plan
+from spkv_nas.stages.probe.command import probe
 from spkv_nas.stages.propose.command import propose
 from spkv_nas.stages.report.command import report
 from spkv_nas.stages.result import Results
@@ -72,7 +73,7 @@ app = typer.Typer(
 # In the order of --help
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     init,
-    pipeline.probe,
+    probe,
     propose,
     compare,
     search,

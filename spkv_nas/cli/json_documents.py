@@ -6,24 +6,9 @@ likewise results without a function here, whose fields it prints.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.stages.printing import identification
-
 if TYPE_CHECKING:
-    from spkv_nas.artifacts.head_scores import HeadScores
+    pass
 
 Document = dict[str, Any]
-
-
-def probe(table: HeadScores, folder: Path) -> Document:
-    """Return a probe's mean over heads and the scores of every head."""
-    return {
-        **identification(table),
-        "mean": table.mean,
-        "standard_deviation": table.std,
-        "diagnosis": table.diagnosis(),
-        "heads": table.rows,
-        "folder": folder,
-    }

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import json_documents, show
-from spkv_nas.stages.options import DEFAULT_PROBE, DemoOptions, ProbeOptions
+from spkv_nas.stages.options import DEFAULT_PROBE, DemoOptions
+from spkv_nas.stages.probe.command import ProbeOptions, probe
 from spkv_nas.stages.propose.command import ProposeOptions, propose
 from spkv_nas.stages.report.command import ReportOptions, report
 from spkv_nas.stages.result import Result
@@ -20,26 +19,6 @@ DEMO_GAIN_TOKENS = 2048  # half of the default: 4 to 5 seconds
 DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
 DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last", "random-0")
 DEMO_TOKENS = 65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
-
-
-def probe(options: ProbeOptions, reporter: Reporter) -> Result:
-    """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
-
-    Without arguments: the embedded reference on held-out standard library text.
-    With --model and --data: your own checkpoint. Of one without gates, its head gates, which choose best: minutes.
-    With --signal density it learns gates, at the price of the budget, while no weight of it moves; densities also tell
-    which keys a cache may drop. With a recipe: train the reference, then probe it.
-    """
-    from spkv_nas.stages import probe as stage
-    from spkv_nas.stages.next_steps import after_probe
-
-    table = stage.probe(options, reporter)
-    return Result(
-        table,
-        show.probe,
-        partial(json_documents.probe, folder=options.folders.probe_dir(table.name)),
-        next=after_probe(options, table),
-    )
 
 
 def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:

@@ -21,12 +21,8 @@ from spkv_nas.base.names import check_name
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.readers import open_source
-from spkv_nas.evaluation.thresholds import check_tau
 from spkv_nas.model.source import check_checkpoint, check_config
-from spkv_nas.probing.registry import check_options, signal_options
-from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages import options
-from spkv_nas.stages.subject import Subject
 from spkv_nas.training.recipe import Recipe
 
 _WRITING = (options.Measures, options.Trains)
@@ -99,20 +95,6 @@ def _in_dtype(opts: options.InDtype) -> None:
     check_dtype(opts.dtype)
 
 
-def _probe(opts: options.ProbeOptions) -> None:
-    """Check ``probe``: the options that its signal takes, and either recipe or model."""
-    signal = opts.signal or (DENSITY.name if opts.recipe is not None else None)
-    if signal is not None:  # else the default depends on the model's config
-        check_options(signal, **{option.name: getattr(opts, option.name) for option in signal_options()})
-    check_tau(opts.tau)
-    if opts.recipe is None:
-        Subject.of(opts, options.REFERENCE, "probe on").check()
-    elif opts.model is not None or opts.data:
-        raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
-    else:
-        check_recipe(opts.recipe)
-
-
 def _demo(opts: options.DemoOptions) -> None:
     """Check the precision and the folder to write to."""
     Recipe.read(EMBEDDED / "demo.yaml").with_precision(opts.dtype)
@@ -140,6 +122,5 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     options.InWorkspace: _in_workspace,
     options.OnDevice: _on_device,
     options.InDtype: _in_dtype,
-    options.ProbeOptions: _probe,
     options.DemoOptions: _demo,
 }

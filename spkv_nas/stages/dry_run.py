@@ -20,13 +20,9 @@ from spkv_nas.stages import forecast
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.lookup import find_proposal
-from spkv_nas.stages.options import (
-    InPrecision,
-    OnDevice,
-    ProbeOptions,
-    Trains,
-)
-from spkv_nas.stages.probe import chosen_options, chosen_signal
+from spkv_nas.stages.options import InPrecision, OnDevice, Trains
+from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.stage import chosen_options, chosen_signal
 from spkv_nas.stages.reproduce.ablate.command import EMBEDDED_FILE, AblateOptions
 from spkv_nas.stages.reproduce.palindrome.command import NAME, PalindromeOptions
 from spkv_nas.stages.reproduce.palindrome.stage import palindrome_settings

@@ -32,8 +32,9 @@ from spkv_nas.probing.priced import STEP_TOKENS
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals.density import DENSITY
-from spkv_nas.stages.options import REFERENCE, ProbeOptions
-from spkv_nas.stages.probe import chosen_options, chosen_signal
+from spkv_nas.stages.options import REFERENCE
+from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.stage import chosen_options, chosen_signal
 from spkv_nas.stages.subject import Subject
 from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed
 from spkv_nas.training.text_size import count_text

@@ -17,7 +17,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.init.command import InitOptions
-from spkv_nas.stages.options import ProbeOptions
+from spkv_nas.stages.probe.command import ProbeOptions
 from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.record import absolute, for_signal, is_of, model_identity, probe_records, read_options
 from spkv_nas.stages.report.command import ReportOptions

@@ -14,11 +14,8 @@ from spkv_nas.artifacts import defaults
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.flag import default
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.probing.registry import SIGNALS
-from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
-from spkv_nas.stages.signal_flags import with_signal_options
 
 DEFAULT_PROBE = EMBEDDED.name  # name of the embedded reference's probe
 PAPER = "paper"  # default name of results about the paper's model ladder
@@ -99,27 +96,6 @@ class ConstraintOptions:
     local_layers: flags.LocalLayers = None
     granularity: flags.Granularity = "head"
     uniform: flags.Uniform = False
-
-
-_SCORING = ", ".join(signal.name for signal in SIGNALS if signal.computes_logits)
-
-
-@dataclass(frozen=True, kw_only=True)
-@with_signal_options
-class ProbeOptions(SubjectOptions, Trains):
-    """Options of the ``probe`` command: those here and those of every signal, which have their flags from it."""
-
-    recipe: flags.OptionalRecipeFile = None
-    max_tokens: flags.OptionalMaxTokens = default(None, f"all; for {_SCORING} {defaults.SCORING_TOKENS:,}, spread")
-    signal: flags.Signal = default(None, f"{DENSITY.name}; {defaults.RECOMMENDED} of a model without gates")
-    window: flags.OptionalWindow = default(None, "the model's, or a sixteenth of a block, at most 128")
-    # Options of signals that the stage reads too
-    tau: float | None = None
-    gain_tokens: int | None = None
-    steps: int | None = None
-    budget: str | None = None
-    seed: int | None = None
-    granularity: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ HEAVY = (
     "spkv_nas.stages.train.stage",
     "spkv_nas.stages.search.stage",
     "spkv_nas.stages.report.stage",
-    "spkv_nas.stages.probe",
+    "spkv_nas.stages.probe.stage",
     "spkv_nas.stages.propose.stage",
     "spkv_nas.stages.evaluate.nll.stage",
     "spkv_nas.stages.evaluate.sweep.stage",

@@ -26,8 +26,9 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.probing import registry
 from spkv_nas.probing.registry import SIGNALS, check_options, signal_options
 from spkv_nas.probing.signal import Option, Signal
-from spkv_nas.stages.options import ProbeOptions, SubjectOptions
-from spkv_nas.stages.signal_flags import with_signal_options
+from spkv_nas.stages.options import SubjectOptions
+from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.signal_flags import with_signal_options
 
 PLUGIN = TESTS / "plugin"
 

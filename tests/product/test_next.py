@@ -17,7 +17,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.init.command import InitOptions
-from spkv_nas.stages.options import ProbeOptions
+from spkv_nas.stages.probe.command import ProbeOptions
 from spkv_nas.stages.score.command import ScoreOptions
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_project(tmp_path / "my project")
     monkeypatch.setattr("spkv_nas.training.first_recipe._STEP_TOKENS", {"cpu": 256})
     monkeypatch.setattr("spkv_nas.stages.init.stage.FIRST_STEPS", 3)
-    monkeypatch.setattr("spkv_nas.stages.probe.PRICED_STEPS", 3)
+    monkeypatch.setattr("spkv_nas.stages.probe.stage.PRICED_STEPS", 3)
     return tmp_path
 
 

@@ -14,9 +14,9 @@ from spkv_nas.stages.calibrate.command import CalibrateOptions
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.stages.layout.convert.command import ConvertOptions
-from spkv_nas.stages.options import ProbeOptions
 from spkv_nas.stages.plan.attention.command import AttentionOptions
 from spkv_nas.stages.plan.command import PlanOptions
+from spkv_nas.stages.probe.command import ProbeOptions
 from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.report.command import ReportOptions
 from spkv_nas.stages.reproduce.palindrome.command import PalindromeOptions

@@ -35,6 +35,7 @@ from spkv_nas.stages.layout.convert.command import ConvertOptions
 from spkv_nas.stages.layout.diff.command import DiffOptions
 from spkv_nas.stages.layout.show.command import ShowLayoutsOptions
 from spkv_nas.stages.plan.command import PlanOptions
+from spkv_nas.stages.probe.command import ProbeOptions
 from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.reproduce.palindrome.command import PalindromeOptions
 from spkv_nas.training.first_recipe import Draft
@@ -164,8 +165,8 @@ def test_defaults_that_the_help_names_are_those_that_functions_have() -> None:
     palindrome, draft = PalindromeSettings(), {field.name: field.default for field in fields(Draft)}
     data = {name: str(field.default) for name, field in DataConfig.model_fields.items()}
     shown = {
-        (options.ProbeOptions, "steps"): [default_of(one, "steps") for one in (learn_gates, head_gates, duo)],
-        (options.ProbeOptions, "num_layouts"): [default_of(regression, "num_layouts")],
+        (ProbeOptions, "steps"): [default_of(one, "steps") for one in (learn_gates, head_gates, duo)],
+        (ProbeOptions, "num_layouts"): [default_of(regression, "num_layouts")],
         (InitOptions, "steps"): [str(draft["steps"])],
         (PlanOptions, "steps"): [default_of(learn_gates, "steps"), str(draft["steps"])],
         (PlanOptions, "tokens"): [f"{int(data['max_heldout_tokens']):,}"],

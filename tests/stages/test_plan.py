@@ -18,7 +18,7 @@ from spkv_nas.cli import main
 from spkv_nas.cost.stage_costs import Training
 from spkv_nas.model.checkpoint import read_size, save
 from spkv_nas.stages.dry_run import plan_of
-from spkv_nas.stages.options import ProbeOptions
+from spkv_nas.stages.probe.command import ProbeOptions
 from spkv_nas.stages.train.command import TrainOptions
 from spkv_nas.stages.train.stage import train
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions

@@ -31,7 +31,8 @@ from spkv_nas.probing.registry import SIGNALS, check_options, signal_options
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.options import REFERENCE, ProbeOptions
+from spkv_nas.stages.options import REFERENCE
+from spkv_nas.stages.probe.command import ProbeOptions
 from spkv_nas.stages.record import OPTIONS, recorded
 from spkv_nas.stages.subject import Measured, Subject
 from spkv_nas.stages.train.command import TrainOptions

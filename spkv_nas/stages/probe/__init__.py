@@ -1,0 +1,1 @@
+"""Measure a score of every KV head: command ``probe``."""

@@ -1,0 +1,77 @@
+"""Declare the ``probe`` command: its options, their check, and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from spkv_nas.artifacts import defaults
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import default
+from spkv_nas.base.progress import Reporter
+from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import SubjectOptions, Trains
+from spkv_nas.stages.probe.signal_flags import with_signal_options
+from spkv_nas.stages.result import Result
+
+_SCORING = ", ".join(signal.name for signal in SIGNALS if signal.computes_logits)
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_signal_options
+class ProbeOptions(SubjectOptions, Trains):
+    """Options of the ``probe`` command: those here and those of every signal, which have their flags from it."""
+
+    recipe: flags.OptionalRecipeFile = None
+    max_tokens: flags.OptionalMaxTokens = default(None, f"all; for {_SCORING} {defaults.SCORING_TOKENS:,}, spread")
+    signal: flags.Signal = default(None, f"{DENSITY.name}; {defaults.RECOMMENDED} of a model without gates")
+    window: flags.OptionalWindow = default(None, "the model's, or a sixteenth of a block, at most 128")
+    # Options of signals that the stage reads too
+    tau: float | None = None
+    gain_tokens: int | None = None
+    steps: int | None = None
+    budget: str | None = None
+    seed: int | None = None
+    granularity: str | None = None
+
+
+def check(options: ProbeOptions) -> None:
+    """Check the options that its signal takes, and either recipe or model."""
+    from spkv_nas.evaluation.thresholds import check_tau
+    from spkv_nas.probing.registry import check_options, signal_options
+    from spkv_nas.probing.signals.density import DENSITY
+    from spkv_nas.stages.checks import check_recipe
+    from spkv_nas.stages.subject import Subject
+
+    signal = options.signal or (DENSITY.name if options.recipe is not None else None)
+    if signal is not None:  # else the default depends on the model's config
+        check_options(signal, **{option.name: getattr(options, option.name) for option in signal_options()})
+    check_tau(options.tau)
+    if options.recipe is None:
+        Subject.of(options, options.REFERENCE, "probe on").check()
+    elif options.model is not None or options.data:
+        raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
+    else:
+        check_recipe(options.recipe)
+
+
+def probe(options: ProbeOptions, reporter: Reporter) -> Result:
+    """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
+
+    Without arguments: the embedded reference on held-out standard library text.
+    With --model and --data: your own checkpoint. Of one without gates, its head gates, which choose best: minutes.
+    With --signal density it learns gates, at the price of the budget, while no weight of it moves; densities also tell
+    which keys a cache may drop. With a recipe: train the reference, then probe it.
+    """
+    from spkv_nas.stages.next_steps import after_probe
+    from spkv_nas.stages.probe import output, stage
+
+    table = stage.probe(options, reporter)
+    return Result(
+        table,
+        output.show,
+        partial(output.document, folder=options.folders.probe_dir(table.name)),
+        next=after_probe(options, table),
+    )

@@ -1,0 +1,44 @@
+"""Print what ``probe`` returns, and its JSON document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from spkv_nas.artifacts.domains import about_small_domains
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.base.console import caution, out, say
+from spkv_nas.stages.printing import identification
+
+
+def show(table: HeadScores) -> None:
+    """Print a probe's mean score, its highest head, its cost, and its warnings."""
+    densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
+    measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
+    digits = ".3f" if table.is_density else ".3g"
+    out.print(
+        f"[bold]{escape(table.name)}[/bold]: {table.num_layers} layers x {table.num_kv_heads} KV heads, "
+        f"{measure} mean {table.mean:{digits}}, std {table.std:{digits}}; "
+        f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else digits}})"
+    )
+    if "passes" in table.metadata:
+        reused = f"; scores reused: {number}" if (number := table.metadata.get("reused_scores")) else ""
+        say(f"it took {table.metadata['passes']:,g} forward passes over {table.metadata['tokens']:,} tokens{reused}")
+    if (domain_warning := about_small_domains(table)) is not None:
+        say(domain_warning)
+    for line in table.diagnosis():
+        caution(line)
+
+
+def document(table: HeadScores, folder: Path) -> dict[str, Any]:
+    """Return a probe's mean over heads and the scores of every head."""
+    return {
+        **identification(table),
+        "mean": table.mean,
+        "standard_deviation": table.std,
+        "diagnosis": table.diagnosis(),
+        "heads": table.rows,
+        "folder": folder,
+    }
