@@ -11,10 +11,11 @@ import typer
 from typer.testing import CliRunner
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import pipeline, reproduce
+from spkv_nas.cli import reproduce
 from spkv_nas.cli.app import COMMANDS, NAMES, TwoWordGroup
 from spkv_nas.cli.options import command
 from spkv_nas.stages.commands import PROGRAM
+from spkv_nas.stages.demo.command import demo
 from spkv_nas.stages.evaluate.registry import EVALUATIONS
 from spkv_nas.stages.layout.convert.command import ConvertOptions
 from spkv_nas.stages.layout.diff.command import DiffOptions
@@ -25,7 +26,7 @@ def parsed(line: str) -> Any:
     """Return the options dataclass that a command line passes to its stage, parsed by the product's command line."""
     seen: list[Any] = []
     app, layouts, experiments = typer.Typer(cls=TwoWordGroup), typer.Typer(), typer.Typer()
-    for function in (*COMMANDS, pipeline.demo):
+    for function in (*COMMANDS, demo):
         kind = next(value for name, value in get_type_hints(function).items() if name != "return")
         command(app, NAMES.get(function))(_recorder(function.__name__, kind, seen))
     for function in reproduce.COMMANDS:

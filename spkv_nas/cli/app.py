@@ -23,11 +23,12 @@ from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
-from spkv_nas.cli import evaluate, pipeline, reproduce
+from spkv_nas.cli import evaluate, reproduce
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
 from spkv_nas.cli.several import name_each
 from spkv_nas.stages.calibrate.command import calibrate
 from spkv_nas.stages.compare.command import compare
+from spkv_nas.stages.demo.command import demo
 from spkv_nas.stages.export.command import export
 from spkv_nas.stages.generate.command import generate
 from spkv_nas.stages.init.command import init
@@ -98,7 +99,7 @@ for _function in LAYOUT_COMMANDS:
 app.add_typer(evaluate.app)
 app.add_typer(layout)
 app.add_typer(reproduce.app)
-command(app)(pipeline.demo)
+command(app)(demo)
 
 
 def _version(value: bool) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import check_device, check_dtype
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
@@ -95,12 +94,6 @@ def _in_dtype(opts: options.InDtype) -> None:
     check_dtype(opts.dtype)
 
 
-def _demo(opts: options.DemoOptions) -> None:
-    """Check the precision and the folder to write to."""
-    Recipe.read(EMBEDDED / "demo.yaml").with_precision(opts.dtype)
-    opts.folders.check_writable()
-
-
 def check_model_size(level: str | None, model: str | None) -> None:
     """Check that a level of the ladder, or else a model's config, exists."""
     if level is not None and model is not None:
@@ -122,5 +115,4 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     options.InWorkspace: _in_workspace,
     options.OnDevice: _on_device,
     options.InDtype: _in_dtype,
-    options.DemoOptions: _demo,
 }

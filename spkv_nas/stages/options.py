@@ -14,7 +14,6 @@ from spkv_nas.artifacts import defaults
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.flag import default
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
 
 DEFAULT_PROBE = EMBEDDED.name  # name of the embedded reference's probe
@@ -96,12 +95,3 @@ class ConstraintOptions:
     local_layers: flags.LocalLayers = None
     granularity: flags.Granularity = "head"
     uniform: flags.Uniform = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions(InWorkspace, OnDevice):
-    """Options of the ``demo`` command."""
-
-    workspace: flags.Root = Path("demo")
-    dtype: flags.Dtype = default(None, "what the machine has instructions for")
-    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)

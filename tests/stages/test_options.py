@@ -28,6 +28,7 @@ from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.regression import regression
 from spkv_nas.stages import flags, options
+from spkv_nas.stages.demo.command import DemoOptions
 from spkv_nas.stages.evaluate import options as evaluation_options
 from spkv_nas.stages.evaluate.registry import EVALUATIONS
 from spkv_nas.stages.init.command import InitOptions
@@ -86,7 +87,7 @@ def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
     mixins |= {options.SubjectOptions, options.ConstraintOptions, options.Measures}
     mixins |= {evaluation_options.CheckpointOptions}
-    nested = {options.DemoOptions, ShowLayoutsOptions}
+    nested = {DemoOptions, ShowLayoutsOptions}
     nested |= {DiffOptions, ConvertOptions}
     assert option_classes | nested == set(CLASSES) - mixins
 

@@ -1,19 +1,20 @@
-"""Commands of the workflow: ``probe``, ``propose``, ``compare``, ``report``, and ``demo``, which runs all of it."""
+"""Declare the ``demo`` command: its options, their check, and its help."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
+from spkv_nas.base.flag import default
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.options import DEFAULT_PROBE, DemoOptions
-from spkv_nas.stages.probe.command import ProbeOptions, probe
-from spkv_nas.stages.propose.command import ProposeOptions, propose
-from spkv_nas.stages.report.command import ReportOptions, report
+from spkv_nas.proposal.budget import PAPER_BUDGET
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import DEFAULT_PROBE, PAPER_BUDGET, InWorkspace, OnDevice
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.train_hybrid.command import TrainHybridOptions, train_hybrid
 
 DEMO_GAIN_TOKENS = 2048  # half of the default: 4 to 5 seconds
 DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
@@ -21,11 +22,34 @@ DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last", "random-0")
 DEMO_TOKENS = 65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(InWorkspace, OnDevice):
+    """Options of the ``demo`` command."""
+
+    workspace: flags.Root = Path("demo")
+    dtype: flags.Dtype = default(None, "what the machine has instructions for")
+    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
+
+
+def check(options: DemoOptions) -> None:
+    """Check the precision and the folder to write to."""
+    from spkv_nas.base.assets import EMBEDDED
+    from spkv_nas.training.recipe import Recipe
+
+    Recipe.read(EMBEDDED / "demo.yaml").with_precision(options.dtype)
+    options.folders.check_writable()
+
+
 def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     """Run the whole path on the embedded reference: probe, propose, train-hybrid, report (a few minutes on two cores).
 
     It writes to a workspace of its own, the folder demo/.
     """
+    from spkv_nas.stages.probe.command import ProbeOptions, probe
+    from spkv_nas.stages.propose.command import ProposeOptions, propose
+    from spkv_nas.stages.report.command import ReportOptions, report
+    from spkv_nas.stages.train_hybrid.command import TrainHybridOptions, train_hybrid
+
     start = time.perf_counter()
     workspace: dict[str, Any] = {"workspace": options.workspace}
     device_options: dict[str, Any] = {**workspace, "device": options.device, "dtype": options.dtype}

@@ -1,0 +1,1 @@
+"""Run the whole path on the embedded reference: command ``demo``."""
