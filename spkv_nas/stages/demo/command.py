@@ -13,7 +13,7 @@ from spkv_nas.base.flag import default
 from spkv_nas.base.progress import Reporter
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import DEFAULT_PROBE, PAPER_BUDGET, InWorkspace, OnDevice
+from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice
 from spkv_nas.stages.result import Result
 
 DEMO_GAIN_TOKENS = 2048  # half of the default: 4 to 5 seconds

@@ -12,7 +12,7 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import SubjectOptions, Trains
+from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
 from spkv_nas.stages.probe.signal_flags import with_signal_options
 from spkv_nas.stages.result import Result
 
@@ -41,7 +41,6 @@ def check(options: ProbeOptions) -> None:
     """Check the options that its signal takes, and either recipe or model."""
     from spkv_nas.evaluation.thresholds import check_tau
     from spkv_nas.probing.registry import check_options, signal_options
-    from spkv_nas.probing.signals.density import DENSITY
     from spkv_nas.stages.checks import check_recipe
     from spkv_nas.stages.subject import Subject
 
@@ -50,7 +49,7 @@ def check(options: ProbeOptions) -> None:
         check_options(signal, **{option.name: getattr(options, option.name) for option in signal_options()})
     check_tau(options.tau)
     if options.recipe is None:
-        Subject.of(options, options.REFERENCE, "probe on").check()
+        Subject.of(options, REFERENCE, "probe on").check()
     elif options.model is not None or options.data:
         raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
     else:
