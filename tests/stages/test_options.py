@@ -28,7 +28,7 @@ from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.regression import regression
 from spkv_nas.stages import flags, options
-from spkv_nas.stages.demo.command import DemoOptions
+from spkv_nas.stages.demo.command import DemoOptions, demo
 from spkv_nas.stages.evaluate import options as evaluation_options
 from spkv_nas.stages.evaluate.registry import EVALUATIONS
 from spkv_nas.stages.init.command import InitOptions
@@ -42,7 +42,7 @@ from spkv_nas.stages.reproduce.palindrome.command import PalindromeOptions
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.palindrome.run import PalindromeSettings
 
-FUNCTIONS = [*COMMANDS, *LAYOUT_COMMANDS, *reproduce.COMMANDS, *(entry.run for entry in EVALUATIONS)]
+FUNCTIONS = [*COMMANDS, demo, *LAYOUT_COMMANDS, *reproduce.COMMANDS, *(entry.run for entry in EVALUATIONS)]
 MODULES = [options, evaluation_options]
 MODULES += [
     module for function in FUNCTIONS if (module := sys.modules[function.__module__]).__name__.endswith(".command")
@@ -74,6 +74,7 @@ def test_every_field_is_a_flag_and_every_flag_is_taken() -> None:
 def test_a_name_means_one_thing() -> None:
     """Fields of one name, in whichever command, are of one flag, or of one that takes other values."""
     allowed = {"budget": 2, "tau": 2, "device": 2}  # a range; a choice; several
+    allowed |= {"granularity": 2}  # a constraint on layouts, in a panel of the help; an option of signals
     allowed |= {"recipe": 2, "file": 2, "layout": 2, "model": 2, "data": 2, "out": 2}  # by place or by name; a folder
     flags_of: dict[str, set[int]] = {}
     for one in CLASSES:
@@ -87,7 +88,7 @@ def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
     mixins |= {options.SubjectOptions, options.ConstraintOptions, options.Measures}
     mixins |= {evaluation_options.CheckpointOptions}
-    nested = {DemoOptions, ShowLayoutsOptions}
+    nested = {ShowLayoutsOptions}
     nested |= {DiffOptions, ConvertOptions}
     assert option_classes | nested == set(CLASSES) - mixins
 
@@ -125,7 +126,7 @@ class TestExpansion:
 
     def test_help_says_what_a_default_depends_on(self, line: typer.Typer) -> None:
         text = CliRunner().invoke(line, ["--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
-        assert "Ask for layouts." in text
+        assert "Build options that request layouts." in text
         assert "[default: (the probe's)]" in text
         assert "Constraints and memory" in text
 

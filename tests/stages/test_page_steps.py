@@ -21,9 +21,9 @@ from spkv_nas.stages.report.stage import report
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Workspace with head gates of the embedded reference, and its two layouts."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
-    make_domain_table(metadata={"model": "embedded:reference", "data": {}, "signal": "head-gates"}).write(
-        tmp_path / "probes/test"
-    )
+    make_domain_table(
+        metadata={"model": "embedded:reference", "data": {}, "signal": "head-gates", "options": {}}
+    ).write(tmp_path / "probes/test")
     for name, layout in make_layouts("densest", "last").items():
         layout.write(tmp_path / f"layouts/test/{name}.yaml")
     return tmp_path
