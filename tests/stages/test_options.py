@@ -28,7 +28,7 @@ from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.regression import regression
 from spkv_nas.stages import flags, options
-from spkv_nas.stages.demo.command import DemoOptions, demo
+from spkv_nas.stages.demo.command import demo
 from spkv_nas.stages.evaluate import options as evaluation_options
 from spkv_nas.stages.evaluate.registry import EVALUATIONS
 from spkv_nas.stages.init.command import InitOptions
