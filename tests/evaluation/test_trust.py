@@ -85,7 +85,7 @@ class TestTrust:
 
     def test_noise_names_no_head(self) -> None:
         """The same choice, thirty times less sure."""
-        result = judge(-GAINS, found=gains(GAINS, 30 * ERRORS))
+        result = judge(-GAINS, measured=gains(GAINS, 30 * ERRORS))
         assert np.isnan(result.left_out)
         assert result.missed == ()
         assert result.sentence().startswith("no head's gain, opened alone, stands out of the noise")
@@ -99,7 +99,7 @@ class TestTrust:
         assert ("most in layer 0, head 0" in result.sentence()) != are_few
 
     def test_errors_that_are_not_known(self) -> None:
-        result = judge(-GAINS, found=gains(GAINS, np.full((4, 2), np.nan)))
+        result = judge(-GAINS, measured=gains(GAINS, np.full((4, 2), np.nan)))
         assert "leave out 99 % of the gains, most in layer 0, head 0 (0.040 nats)" in result.sentence()
 
 

@@ -358,17 +358,8 @@ class TestCommands:
 
     def test_propose_and_convert(self, capsys: pytest.CaptureFixture[str], duo: Path, tmp_path: Path) -> None:
         options = ("--workspace", tmp_path / "w")
-        code, output, _ = run(
-            capsys,
-            "propose",
-            "--probe",
-            duo / "full_attention_heads.tsv",
-            "--budget",
-            "3",
-            "--num-random",
-            "0",
-            *options,
-        )
+        table = ("--probe", duo / "full_attention_heads.tsv")
+        code, output, _ = run(capsys, "propose", *table, "--budget", "3", "--num-random", "0", *options)
         assert code == 0
         assert "coverage of duo-attention" in output
         run(capsys, "layout", "convert", duo, tmp_path / "x.yaml", "--budget", "3")
