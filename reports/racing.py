@@ -21,8 +21,8 @@ from typing import Any
 import optuna
 import torch
 
+from spkv_nas.artifacts.defaults import SAMPLER
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.samplers import SURROGATE
 from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.console import say
@@ -84,10 +84,10 @@ def measure(context: BranchContext, options: SearchOptions) -> None:
         trials = Search(judge, question.space, starts, others, question.effort, Path(folder), name="racing").run()
         plain_seconds += [plain_pass(), plain_pass()]
     # Print the cost per score in plain passes
-    scores = [trial.zero_shot for trial in trials if trial.sampler == SURROGATE]
+    scores = [trial.zero_shot for trial in trials if trial.sampler == SAMPLER]
     best = min(score.percent for score in scores if not score.stopped)
     say(
-        f"{'raced' if options.racing else 'whole':5}  {options.seed:4}  {options.short:5}  "
+        f"{'raced' if options.racing else 'whole':5}  {options.seed:4}  {options.num_short:5}  "
         f"{judge.seconds / len(scores) / statistics.median(plain_seconds):21.2f}  "
         f"{sum(score.stopped for score in scores):7} of {len(scores)}  {best:+.3f}"
     )
@@ -109,13 +109,14 @@ def main() -> None:
         for seed, short, racing in product(range(options.seeds), options.short, (True, False)):
             settings: dict[str, Any] = {
                 "seed": seed,
-                "short": short,
-                "full": 0,
+                "num_short": short,
+                "num_full": 0,
                 "trials": options.trials,
                 "racing": racing,
             }
             measure(
-                context, SearchOptions(workspace=ROOT, probe=EMBEDDED.name, budget="18", control="none", **settings)
+                context,
+                SearchOptions(workspace=ROOT, probe=EMBEDDED.name, budget="18", compare_samplers="none", **settings),
             )
 
 

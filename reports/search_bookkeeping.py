@@ -24,16 +24,16 @@ import optuna
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.console import say
 from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.search.driver import Search
 from spkv_nas.search.queue import Queue
-from spkv_nas.search.sampler import Sampler
+from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.space import Space
-from spkv_nas.search.trials import GENERATION, Effort
+from spkv_nas.search.study_sampler import StudySampler
+from spkv_nas.search.trials import TRIALS_PER_ROUND, Effort
 
 SHAPE = Shape(num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, num_parameters=70_000_000_000)
 BUDGET, WINDOW = 160, 128
@@ -125,7 +125,7 @@ class Clock:
 
 PARTS = {
     "claiming": (Queue, "claim"),
-    "sampling": (Sampler, "layout"),
+    "sampling": (StudySampler, "layout"),
     "finishing": (Queue, "finish"),
     "reading": (Queue, "results"),
     "waiting": (time, "sleep"),  # for the lock, or until others have finished
@@ -151,9 +151,9 @@ def work(folder: Path, effort: Effort, seconds: float, ready: Barrier) -> tuple[
     return clock.spent, start_time, time.time()
 
 
-def measure(samplers: str, workers: int, trials: int, seconds: float, generation: int) -> None:
+def measure(samplers: str, workers: int, trials: int, seconds: float, size: int) -> None:
     """Run a search with several workers and print a row of the table."""
-    effort = Effort(trials=trials, samplers=tuple(samplers.split(",")), short=0, full=0, generation=generation)
+    effort = Effort(trials=trials, samplers=tuple(samplers.split(",")), num_short=0, num_full=0, trials_per_round=size)
     processes = multiprocessing.get_context("spawn")
     # Write a density table that hints at the weights, and run the workers
     with tempfile.TemporaryDirectory() as name, processes.Manager() as manager:
@@ -173,26 +173,26 @@ def measure(samplers: str, workers: int, trials: int, seconds: float, generation
     elapsed = max(ends) - min(starts)
     cells = [elapsed, *total.values()]
     row = " | ".join(f"{cell / trials / len(effort.samplers):.3f}" for cell in cells)
-    say(f"| {samplers} | {workers} | {generation} | {row} | {100 * total['scoring'] / elapsed / workers:.0f} % |")
+    say(f"| {samplers} | {workers} | {size} | {row} | {100 * total['scoring'] / elapsed / workers:.0f} % |")
 
 
 def main() -> None:
     """Measure every sampler with every number of workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--samplers", nargs="+", default=list(SAMPLERS), help="samplers to time; a,b: both in one study"
+        "--samplers", nargs="+", default=list(SAMPLERS.names), help="samplers to time; a,b: both in one study"
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument(
         "--seconds", type=float, default=0.0, help="simulated duration of scoring one layout, in seconds"
     )
-    parser.add_argument("--generation", type=int, nargs="+", default=[GENERATION])
+    parser.add_argument("--trials-per-round", type=int, nargs="+", default=[TRIALS_PER_ROUND])
     options = parser.parse_args()
-    columns = ["sampler", "workers", "generation", "passed", "processor", *PARTS, "else", "busy scoring"]
+    columns = ["sampler", "workers", "per round", "passed", "processor", *PARTS, "else", "busy scoring"]
     say(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for samplers, workers, generation in product(options.samplers, options.workers, options.generation):
-        measure(samplers, workers, options.trials, options.seconds, generation)
+    for samplers, workers, size in product(options.samplers, options.workers, options.trials_per_round):
+        measure(samplers, workers, options.trials, options.seconds, size)
 
 
 if __name__ == "__main__":

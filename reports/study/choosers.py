@@ -135,7 +135,7 @@ def search(subject: Subject, heads: int) -> None:
         space,
         dict(reversed(distinct.values())),
         {},
-        Effort(trials=settings.trials, samplers=(settings.sampler,), short=0, full=0),
+        Effort(trials=settings.trials, samplers=(settings.sampler,), num_short=0, num_full=0),
         folder,
         name=f"{subject.name}-{heads}",
         reporter=subject.reporter,

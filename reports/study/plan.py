@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml
 from spkv_nas.base.schema import Section, merged, validate
+from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.training.recipe import Recipe
 
 
@@ -104,8 +104,8 @@ class Plan(Section):
         for budget in (self.retrain.budget, self.curves.budget):
             if budget not in self.budgets:
                 raise ValueError(f"budget {budget} is not one of the plan's budgets")
-        if self.search.sampler not in SAMPLERS:
-            raise ValueError(f"there is no sampler '{self.search.sampler}'; there are {', '.join(SAMPLERS)}")
+        if self.search.sampler not in SAMPLERS.names:
+            raise ValueError(f"there is no sampler '{self.search.sampler}'; there are {', '.join(SAMPLERS.names)}")
         if max(self.scored_on, self.search.tokens) > self.chosen_on:
             raise ValueError("scored_on and search.tokens are parts of chosen_on")
         return self

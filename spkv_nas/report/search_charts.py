@@ -6,7 +6,6 @@ import math
 
 import pandas as pd
 
-from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.evaluation.guidance import best_so_far
 from spkv_nas.report.axes import round_axis, spread_axis
@@ -49,7 +48,6 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
         ]
     # Description
     ends = ", ".join(f"{sampler} {line.y[-1]:.3f}" for sampler, line in means.items())
-    sampler_notes = "; ".join(f"{sampler}: {SAMPLERS.get(sampler, 'another sampler')}" for sampler in means)
     return Chart(
         "search-progress",
         "Benefit of guidance",
@@ -57,8 +55,7 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
         round_axis("Layouts scored", 0, float(progress["trials"].max()), exact=True),
         spread_axis(quality_title, low, high, zero=False) if cost is None else round_axis(quality_title, low, high),
         (*marks, *means.values()),
-        note=f"Thick: mean over seeds; thin: single seeds; {sampler_notes}."
-        + (" Dotted: baselines." if cost is None else ""),
+        note="Thick: mean over seeds; thin: single seeds." + (" Dotted: baselines." if cost is None else ""),
         width=440.0,
         height=300.0,
     )

@@ -21,7 +21,6 @@ import numpy as np
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.samplers import SURROGATE
 from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
@@ -29,10 +28,11 @@ from spkv_nas.evaluation.paired import Score
 from spkv_nas.search.evaluator import Evaluator
 from spkv_nas.search.incumbents import Finished
 from spkv_nas.search.queue import Queue
-from spkv_nas.search.sampler import Sampler
+from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.space import Space
 from spkv_nas.search.storage import Storage, storage_errors
-from spkv_nas.search.trials import GENERATION, Effort, LayoutCost, Result, Trial, first_front, ranked
+from spkv_nas.search.study_sampler import StudySampler
+from spkv_nas.search.trials import TRIALS_PER_ROUND, Effort, LayoutCost, Result, Trial, first_front, ranked
 
 CLAIM = 5  # maximum layouts a worker scores at once: their common first layers are computed once
 POLL = 0.2  # seconds between polls while waiting for other workers
@@ -98,13 +98,13 @@ class Search:
         """Score, promote, retrain briefly, promote, retrain in full."""
         effort = self.effort
         trials = self._score([self._study(kind, seed) for kind in effort.samplers for seed in effort.seeds])
-        if effort.short == 0:
+        if effort.num_short == 0:
             return trials
-        trials = self._complete_promoted(trials, effort.short)
-        trials = self._retrain("short", trials, self.promoted(trials, effort.short, "zero_shot"))
-        if effort.full == 0:
+        trials = self._complete_promoted(trials, effort.num_short)
+        trials = self._retrain("short", trials, self.promoted(trials, effort.num_short, "zero_shot"))
+        if effort.num_full == 0:
             return trials
-        return self._retrain("full", trials, self.promoted(trials, effort.full, "short"))
+        return self._retrain("full", trials, self.promoted(trials, effort.num_full, "short"))
 
     def _complete_promoted(self, trials: list[Trial], number: int) -> list[Trial]:
         """Score the best ``number`` layouts of each sampler on the whole text, and return the updated trials.
@@ -138,11 +138,10 @@ class Search:
             "objective": ["nll", *self._costs()],
             "checkpoint or text": self.evaluator.identity,
         }
-        if kind == SURROGATE:
-            settings["signals"] = [f"{table.name} {table.content_hash}" for table in self.space.signals]
-        # Open the task queue; the default generation size is not part of its name
-        generation = self.effort.generation
-        study_name = f"{self._name}/{kind}-{seed}" + (f"-generation-{generation}" if generation != GENERATION else "")
+        sampler, size = SAMPLERS[kind], self.effort.trials_per_round
+        settings |= sampler.settings(self.space)
+        # Open the task queue; the default size of a round is not part of its name
+        study_name = f"{self._name}/{kind}-{seed}" + (f"-generation-{size}" if size != TRIALS_PER_ROUND else "")
         queue = Queue(
             self._storage,
             study_name,
@@ -150,7 +149,10 @@ class Search:
             metrics=["zero-shot ΔNLL, %", *([] if self.cost is None else [self.cost.name])],
         )
         return _Study(
-            kind, seed, queue, Sampler(self.space, kind, seed, list(self.starts.values()), generation=generation)
+            kind,
+            seed,
+            queue,
+            StudySampler(self.space, sampler, seed, list(self.starts.values()), trials_per_round=size),
         )
 
     def _costs(self) -> list[str]:
@@ -184,7 +186,7 @@ class Search:
                         self._work(study, tasks)
                         break
                 else:
-                    time.sleep(POLL)  # other workers hold the remaining tasks of this generation
+                    time.sleep(POLL)  # other workers hold the remaining tasks of this round
 
     def _finished(self, studies: Sequence[_Study]) -> dict[_Study, dict[int, Result]]:
         """Return the finished trials of each study by number, without those beyond the requested number of trials."""
@@ -320,7 +322,7 @@ class _Study:
     kind: str
     seed: int
     queue: Queue
-    sampler: Sampler
+    sampler: StudySampler
 
 
 def _hash(content: Any) -> str:

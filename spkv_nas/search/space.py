@@ -2,7 +2,8 @@
 
 A study identifies a layout by its point: the rows of letters joined by spaces. ``nearest`` maps the heads that a
 sampler suggests to a layout of the space, by an integer program under budget and constraints in which suggested heads
-come first and density ranks the others. ``optimum`` returns the layout of highest total gain, given a gain per head.
+come first and the others are ranked at random. ``optimum`` returns the layout of highest total gain, given a gain
+per head.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from spkv_nas.proposal.ranking import densest
 
 Float = NDArray[np.float64]
 
-_SUGGESTED, _DENSITY, _NOISE = 0.6, 0.2, 0.2  # weights of suggestion, density and noise in ``nearest``
+_SUGGESTED, _NOISE = 0.6, 0.2  # weights of suggestion and noise in ``nearest``
 _GAP = 1e-6  # relative MIP gap for the best untried layout: gains are estimates, and do not tie
 
 
@@ -66,20 +67,28 @@ class Space:
         """Return the point of a layout."""
         return " ".join(layout.heads)
 
-    def nearest(self, suggested: NDArray[np.bool_] | None, budget: int, noise: Float, *, by_density: bool) -> Layout:
+    def random(self, generator: np.random.Generator, suggested: NDArray[np.bool_] | None = None) -> Layout:
+        """Return a random layout, of the budgets with equal probability, and with as many suggested heads as possible.
+
+        Args:
+            generator: source of randomness.
+            suggested: [L, Hkv], true for suggested global heads; None for no suggestion.
+        """
+        noise = generator.random(self.grid)
+        low, high = self.budgets
+        return self.nearest(suggested, int(generator.integers(low, high + 1)), noise)
+
+    def nearest(self, suggested: NDArray[np.bool_] | None, budget: int, noise: Float) -> Layout:
         """Return the layout with ``budget`` global heads that contains as many suggested heads as possible.
 
         Args:
             suggested: [L, Hkv], true for suggested global heads; None for no suggestion.
             budget: number of global heads, clipped to ``budgets``.
             noise: [L, Hkv] in [0, 1], to rank heads that are equally suggested.
-            by_density: whether density, too, ranks heads that are equally suggested, with the same weight as noise.
         """
         gain = _NOISE * noise
         if suggested is not None:
             gain = gain + _SUGGESTED * suggested
-        if by_density:
-            gain = gain + _DENSITY * self._rank
         return self._best(gain, min(max(budget, self.budgets[0]), self.budgets[1]))
 
     def optimum(self, gain: Float, budget: int, tried: Collection[tuple[str, ...]] = ()) -> Layout:

@@ -16,15 +16,16 @@ from dataclasses import replace
 
 import pandas as pd
 
+from spkv_nas.artifacts.defaults import SAMPLER
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.samplers import SAMPLERS, SURROGATE
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.errors import UserError
 from spkv_nas.evaluation.paired import Score
+from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.results import front, result_table
-from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
-from spkv_nas.search.trials import GENERATION, LayoutCost, Result, Trial
+from spkv_nas.search.study_sampler import StudySampler
+from spkv_nas.search.trials import TRIALS_PER_ROUND, LayoutCost, Result, Trial
 
 Callback = Callable[["Study", Trial], object]
 
@@ -36,7 +37,7 @@ class Study:
         space: the search space.
         score: returns the change of NLL of each layout, in order.
         starts: layouts of the space to try first, by name.
-        sampler: one of ``SAMPLERS``.
+        sampler: name of one of ``search.registry.SAMPLERS``.
         seed: random seed of the sampler.
         cost: a second objective to minimise; ``front`` then trades off both.
 
@@ -50,16 +51,14 @@ class Study:
         score: Callable[[Sequence[Layout]], list[Score]],
         starts: Mapping[str, Layout],
         *,
-        sampler: str = SURROGATE,
+        sampler: str = SAMPLER,
         seed: int = 0,
         cost: LayoutCost | None = None,
     ) -> None:
         """Create a study without trials; ``optimize`` runs it."""
-        if sampler not in SAMPLERS:
-            raise UserError(f"sampler '{sampler}' is unknown; expected one of {', '.join(SAMPLERS)}")
         self._space, self._score, self._cost = space, score, cost
         self._kind, self._seed = sampler, seed
-        self._sampler = Sampler(space, sampler, seed, list(starts.values()))
+        self._sampler = StudySampler(space, SAMPLERS[sampler], seed, list(starts.values()))
         self._finished: list[Trial] = []
         self._scores: dict[
             str, Score
@@ -101,7 +100,7 @@ class Study:
         """Return the layouts of the next trials that depend on finished trials only, up to the requested number."""
         first = len(self._finished)
         results = [Result(self._space.point(trial.layout), trial.values) for trial in self._finished]
-        end = min(self._goal, self._sampler.first_of_generation(first) + GENERATION)
+        end = min(self._goal, self._sampler.first_of_round(first) + TRIALS_PER_ROUND)
         numbers = [number for number in range(first, end) if self._sampler.num_prior_results(number) <= first]
         return [self._sampler.layout(number, results) for number in numbers]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.artifacts import defaults
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.samplers import SURROGATE
 from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
 from spkv_nas.evaluation.paired import PairedDifference, Score
 
@@ -22,7 +22,7 @@ class LayoutCost:
     of: Callable[[Layout], float]
 
 
-GENERATION = 10  # default number of trials per generation
+TRIALS_PER_ROUND = 10  # by default
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Effort:
         trials: layouts to score without training, per sampler and seed.
         samplers: kinds of sampler; the main ones first, then controls.
         seeds: random seeds, one study each.
-        short: number of best layouts per sampler to retrain briefly.
-        full: number of the best of those to retrain in full.
-        generation: layouts sampled together from the scores of all earlier ones; a property of the study, like its
-            seed.
+        num_short: number of best layouts per sampler to retrain briefly.
+        num_full: number of the best of those to retrain in full.
+        trials_per_round: layouts sampled together from the scores of all earlier ones; a property of the study, like
+            its seed.
     """
 
     trials: int = 100
-    samplers: tuple[str, ...] = (SURROGATE,)
+    samplers: tuple[str, ...] = (defaults.SAMPLER,)
     seeds: tuple[int, ...] = (0,)
-    short: int = 8
-    full: int = 4
-    generation: int = GENERATION
+    num_short: int = 8
+    num_full: int = 4
+    trials_per_round: int = TRIALS_PER_ROUND
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Return the name, such as "density-0-17"; for a baseline, the name of its layout."""
+        """Return the name, such as "surrogate-0-17"; for a baseline, the name of its layout."""
         return self.layout.strategy if self.sampler == BASELINE else f"{self.sampler}-{self.seed}-{self.number}"
 
     def change(self, fidelity: Fidelity) -> PairedDifference | None:

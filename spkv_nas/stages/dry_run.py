@@ -113,7 +113,7 @@ def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
     short = planner.other(shortened(question.recipe, options.short_steps))
     runs = [*planner.dense(), planner.heldout_pass("scores, at most", full_attention, 1 + num_layouts, num_tokens)]
     # Retrain the best, briefly and in full
-    for fidelity, fidelity_planner, number in (("short", short, effort.short), ("full", planner, effort.full)):
+    for fidelity, fidelity_planner, number in (("short", short, effort.num_short), ("full", planner, effort.num_full)):
         if number == 0:
             break
         branches = [fidelity_planner.branch(name, Variant.hybrid(layout)) for name, layout in known_layouts.items()]

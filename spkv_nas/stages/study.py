@@ -7,9 +7,9 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.defaults import SAMPLER
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.samplers import SURROGATE
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL, Score, paired_difference
@@ -31,7 +31,7 @@ def search_layouts(
     *,
     trials: int = 100,
     window: int | None = None,
-    sampler: str = SURROGATE,
+    sampler: str = SAMPLER,
     seed: int = 0,
     signals: Sequence[HeadScores] = (),
     starts: Mapping[str, Layout] | None = None,
@@ -49,7 +49,7 @@ def search_layouts(
             paper's share.
         trials: layouts to try; 0 returns a study to call ``optimize`` on.
         window: tokens visible to local heads, the query's own included; by default the table's, or ``default_window``.
-        sampler: "surrogate", "density", "tpe" or "random".
+        sampler: name of one of ``search.registry.SAMPLERS``: "surrogate", "tpe" or "random".
         seed: random seed; equal seeds give equal trials.
         signals: further head scores that "surrogate" may use.
         starts: layouts to try first, by name; by default those of the proposal strategies.

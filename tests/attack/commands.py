@@ -82,7 +82,7 @@ COMMANDS = {
         Command(
             "search",
             ("search", "--recipe", _RECIPE, "--probe", "tiny", "--window", "4", "--max-tokens", "1280", "--budget", "2",
-             "--trials", "12", "--short", "1", "--full", "1", "--short-steps", "2"),
+             "--trials", "12", "--num-short", "1", "--num-full", "1", "--short-steps", "2"),
             "train-hybrid", reader="report", grows=True, trains=True,
         ),
         Command(

@@ -12,15 +12,15 @@ from helpers import BLOCK, make_table, tiny_model
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.samplers import RANDOM, SURROGATE
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.early_stopping import Estimate, Race, RungSchedule
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.search.incumbents import Finished
-from spkv_nas.search.sampler import Sampler
+from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.space import Space
-from spkv_nas.search.trials import GENERATION, Result
+from spkv_nas.search.study_sampler import StudySampler
+from spkv_nas.search.trials import TRIALS_PER_ROUND, Result
 
 LAYOUTS = [Layout(tuple(grid.split()), 6) for grid in ("GL LL LG LL", "LL GG LL LL", "GG LL LL LG", "LL LL LL LL")]
 
@@ -176,9 +176,9 @@ class TestRivals:
         """As rivals; what is proposed depends on whole generations alone."""
         space = Space(make_table(np.random.default_rng(0).random((4, 3))), (4, 4), 8)
         starts = [space.optimum(np.random.default_rng(seed).random((4, 3)), 4) for seed in range(13)]
-        few, many = (Sampler(space, SURROGATE, 0, starts[:number]) for number in (3, 13))
+        few, many = (StudySampler(space, SAMPLERS["surrogate"], 0, starts[:number]) for number in (3, 13))
         assert [few.num_prior_results(index) for index in (0, 2, 3, 9, 10, 25)] == [0, 0, 3, 3, 10, 20]
         assert [many.num_prior_results(index) for index in (0, 9, 10, 12, 13, 20)] == [0, 0, 10, 10, 13, 20]
-        assert Sampler(space, RANDOM, 0, starts).num_prior_results(GENERATION - 1) == 0
+        assert StudySampler(space, SAMPLERS["random"], 0, starts).num_prior_results(TRIALS_PER_ROUND - 1) == 0
         scored = [Result("", [1.0]) for _ in range(3)]
-        assert few.layout(7, scored) == Sampler(space, SURROGATE, 0, starts[:3]).layout(7, [])
+        assert few.layout(7, scored) == StudySampler(space, SAMPLERS["surrogate"], 0, starts[:3]).layout(7, [])

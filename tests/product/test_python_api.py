@@ -204,7 +204,7 @@ class TestSearch:
 
     def test_mistakes(self, blocks: TokenBlocks) -> None:
         model, table = tiny_model(), make_table(DENSITY)
-        with pytest.raises(UserError, match="sampler 'x' is unknown"):
+        with pytest.raises(UserError, match="unknown sampler 'x'"):
             spkv_nas.search_layouts(model, blocks, table, 3, sampler="x")
         with pytest.raises(UserError, match="layout 'mine' is outside the search"):
             spkv_nas.search_layouts(model, blocks, table, 3, starts={"mine": LAYOUT})

@@ -13,7 +13,6 @@ from helpers import make_table
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.samplers import DENSITY, RANDOM, SURROGATE, TPE
 from spkv_nas.artifacts.search_table import Retraining, read_search
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
@@ -22,10 +21,12 @@ from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.ranking import densest
 from spkv_nas.search.driver import Search
+from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.results import front, result_table, write_results
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space, descending
-from spkv_nas.search.trials import GENERATION, Effort, LayoutCost, Result, Trial, ranked
+from spkv_nas.search.study_sampler import StudySampler
+from spkv_nas.search.trials import TRIALS_PER_ROUND, Effort, LayoutCost, Result, Trial, ranked
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ class TestSpace:
         generator = np.random.default_rng(0)
         for _ in range(10):
             suggested = generator.random((6, 3)) < 0.5
-            result = space.nearest(suggested, 6, generator.random((6, 3)), by_density=True)
+            result = space.nearest(suggested, 6, generator.random((6, 3)))
             rows = result.heads
             free = [r for i, r in enumerate(rows) if i not in (*constraints.global_layers, *constraints.local_layers)]
             assert result.num_global <= 6
@@ -79,7 +80,7 @@ class TestSpace:
         generator = np.random.default_rng(1)
         for _ in range(10):
             mask = densest(generator.random((6, 3)), 6)
-            result = space.nearest(mask, 6, generator.random((6, 3)), by_density=True)
+            result = space.nearest(mask, 6, generator.random((6, 3)))
             assert (result.global_mask == mask).all()
 
     def test_contains(self, table: HeadScores) -> None:
@@ -112,44 +113,42 @@ class TestSpace:
 
 
 class TestSampler:
-    def test_density_begins_with_the_starts_and_stays_near_the_densest(self, table: HeadScores) -> None:
+    @pytest.mark.parametrize("sampler", list(SAMPLERS), ids=lambda sampler: sampler.name)
+    def test_only_a_sampler_that_takes_starts_begins_with_them(self, table: HeadScores, sampler: Sampler) -> None:
         space = Space(table, (6, 6), 8)
         start = Layout(("GGG", "GGG", "LLL", "LLL", "LLL", "LLL"), 8)
-        sampler = Sampler(space, DENSITY, 0, [start])
-        assert sampler.layout(0, []).heads == start.heads
-        best = densest(table.density, 6)
-        shared = [(sampler.layout(i, []).global_mask & best).sum() for i in range(1, GENERATION)]
-        assert np.mean(shared) > 3.5  # of 6; at random 2
+        first = StudySampler(space, sampler, 0, [start]).layout(0, [])
+        assert (first.heads == start.heads) is sampler.takes_starts
 
     def test_random_draws_every_head_equally_often(self, table: HeadScores) -> None:
         space = Space(table, (6, 6), 8)
-        sampler = Sampler(space, RANDOM, 0)
+        sampler = StudySampler(space, SAMPLERS["random"], 0)
         drawn = np.array([sampler.layout(i, []).global_mask for i in range(600)])
         assert drawn.sum((1, 2)).tolist() == [6] * 600
         assert abs(drawn.mean(0) - 1 / 3).max() < 0.1  # five standard errors
 
-    @pytest.mark.parametrize("kind", [DENSITY, TPE])
+    @pytest.mark.parametrize("kind", ["tpe", "surrogate"])
     def test_later_generations_learn(self, table: HeadScores, kind: str) -> None:
         space = Space(table, (6, 6), 8)
         means = {}
-        for each in (kind, RANDOM):
-            sampler, results = Sampler(space, each, 0), []
-            for index in range(8 * GENERATION):
-                layout = sampler.layout(index, results[: sampler.first_of_generation(index)])
+        for each in (kind, "random"):
+            sampler, results = StudySampler(space, SAMPLERS[each], 0), []
+            for index in range(8 * TRIALS_PER_ROUND):
+                layout = sampler.layout(index, results[: sampler.first_of_round(index)])
                 results.append(Result(space.point(layout), [value(layout, table)]))
-            means[each] = np.mean([result.values[0] for result in results[-2 * GENERATION :]])
-        assert means[kind] < means[RANDOM] - 0.5
+            means[each] = np.mean([result.values[0] for result in results[-2 * TRIALS_PER_ROUND :]])
+        assert means[kind] < means["random"] - 0.5
 
     def test_budgets_of_a_range_are_spread(self, table: HeadScores) -> None:
         space = Space(table, (3, 12), 8)
-        sampler = Sampler(space, DENSITY, 0)
+        sampler = StudySampler(space, SAMPLERS["random"], 0)
         numbers = {sampler.layout(i, []).num_global for i in range(40)}
         assert min(numbers) >= 3
         assert max(numbers) <= 12
         assert len(numbers) >= 8
 
 
-def made_trials(values: list[tuple[float, float | None]], sampler: str = DENSITY) -> list[Trial]:
+def made_trials(values: list[tuple[float, float | None]], sampler: str = "density") -> list[Trial]:
     generator = np.random.default_rng(0)
     layouts = [Layout.from_mask(densest(generator.random((6, 3)), 6), window=8) for _ in values]
     return [
@@ -179,12 +178,14 @@ class TestResults:
         assert [trial.number for trial in front(made_trials([(3.0, None), (1.0, None)]))] == [1]
 
     def test_guidance_by_hand(self, table: HeadScores) -> None:
-        trials = made_trials([(3.0, None), (1.0, None), (2.0, None)]) + made_trials([(4.0, None), (5.0, None)], RANDOM)
+        trials = made_trials([(3.0, None), (1.0, None), (2.0, None)]) + made_trials(
+            [(4.0, None), (5.0, None)], "random"
+        )
         rows = result_table(trials, table)
         assert best_so_far(rows)["quality"].tolist() == [3.0, 1.0, 1.0, 4.0, 4.0]
         result = guidance(rows)
-        assert result[DENSITY].after_trials == {3: 1.0}
-        assert result[RANDOM].by_seed == [4.0]
+        assert result["density"].after_trials == {3: 1.0}
+        assert result["random"].by_seed == [4.0]
 
 
 class TableJudge:
@@ -240,14 +241,14 @@ class TestJudge:
         return Search(evaluator, Space(table, (6, 6), 8), starts, {}, effort, folder, name="x", **options), evaluator
 
     def test_any_judge_will_do(self, table: HeadScores, tmp_path: Path) -> None:
-        effort = Effort(trials=20, short=3, full=1)
+        effort = Effort(trials=20, num_short=3, num_full=1)
         search, evaluator = self.search(table, tmp_path / "study", effort)
         trials = search.run()
         best = min(trials[1:], key=lambda trial: trial.zero_shot.percent)
         assert best.full is not None
         assert best.full.percent == 2 * best.zero_shot.percent
         assert [name.partition("-")[0] for name in evaluator.done] == ["short"] * 5 + ["full"] * 3
-        assert sum(trial.short is not None for trial in trials if trial.sampler == SURROGATE) >= 3
+        assert sum(trial.short is not None for trial in trials if trial.sampler == "surrogate") >= 3
         again, idle = self.search(table, tmp_path / "study", effort)
         idle.done = evaluator.done[:]
         assert again.run() == trials
@@ -258,7 +259,7 @@ class TestJudge:
 
     def test_a_sampler_that_tried_nothing_of_its_own(self, table: HeadScores, tmp_path: Path) -> None:
         """Nothing but the layouts to start from was tried: there is nobody to promote, which was an error."""
-        search, evaluator = self.search(table, tmp_path, Effort(trials=1, short=2, full=1))
+        search, evaluator = self.search(table, tmp_path, Effort(trials=1, num_short=2, num_full=1))
         trials = search.run()
         assert [trial.layout.heads for trial in trials] == [self.start.heads] * 2
         assert all(trial.full is not None for trial in trials)
@@ -266,7 +267,7 @@ class TestJudge:
 
     def test_with_a_cost(self, table: HeadScores, tmp_path: Path) -> None:
         cost = LayoutCost("first layer's heads", lambda layout: float(layout.heads[0].count("G")))
-        search, _ = self.search(table, tmp_path, Effort(trials=20, short=2, full=0), cost=cost)
+        search, _ = self.search(table, tmp_path, Effort(trials=20, num_short=2, num_full=0), cost=cost)
         trials = search.run()
         sampled = [trial for trial in trials if trial.layout.heads != self.start.heads]
         best, second = search.promoted(trials, 2, "zero_shot")
@@ -281,7 +282,7 @@ class TestJudge:
         cost = LayoutCost("first layer's heads", lambda layout: float(layout.heads[0].count("G"))) if has_cost else None
         result = {}
         for racing in (True, False):
-            effort = Effort(trials=20, samplers=(RANDOM,), short=2, full=0)
+            effort = Effort(trials=20, samplers=("random",), num_short=2, num_full=0)
             search, evaluator = self.search(table, tmp_path / str(racing), effort, racing=racing, cost=cost)
             trials = search.run()
             assert any(trial.zero_shot.stopped for trial in trials) is racing

@@ -20,13 +20,13 @@ from helpers import make_table
 from marks import slow_after
 from optuna.exceptions import StorageInternalError
 
-from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.base.errors import UserError
 from spkv_nas.search import queue as queue_module
 from spkv_nas.search.queue import GRACE, Queue
-from spkv_nas.search.sampler import Sampler
+from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.space import Space
 from spkv_nas.search.storage import Storage, storage_errors
+from spkv_nas.search.study_sampler import StudySampler
 from spkv_nas.search.trials import Result
 
 
@@ -205,7 +205,7 @@ class TestQueue:
             Storage("postgresql://me@localhost/x", tmp_path / "lock")
 
     @pytest.mark.parametrize("generation", [10, 16])
-    @pytest.mark.parametrize("kind", slow_after(2, SAMPLERS))
+    @pytest.mark.parametrize("kind", slow_after(2, SAMPLERS.names))
     def test_any_workers_make_the_same_study(self, tmp_path: Path, kind: str, generation: int) -> None:
         """One worker; or three that take turns, one of which always fails, with results told out of order."""
         density = np.random.default_rng(3).random((6, 3))
@@ -216,15 +216,13 @@ class TestQueue:
             directory.mkdir()
             storage = Storage(f"sqlite:///{directory / 'study.db'}", directory / "lock")
             queues = [Queue(storage, "s", {}) for _ in range(workers)]
-            sampler = Sampler(space, kind, 0, generation=generation)
+            sampler = StudySampler(space, SAMPLERS[kind], 0, trials_per_round=generation)
             while len(results := queues[0].results()) < 35:
-                held = [(queue, queue.claim(35, 2 + i, sampler.first_of_generation)) for i, queue in enumerate(queues)]
+                held = [(queue, queue.claim(35, 2 + i, sampler.first_of_round)) for i, queue in enumerate(queues)]
                 for number, (queue, tasks) in reversed(list(enumerate(held))):
                     with queue.holding(tasks):
                         for task in tasks if number < 2 else []:
-                            layout = sampler.layout(
-                                task, [results[i] for i in range(sampler.first_of_generation(task))]
-                            )
+                            layout = sampler.layout(task, [results[i] for i in range(sampler.first_of_round(task))])
                             value = -float(density[layout.global_mask].sum())
                             queue.finish(task, [value], space.point(layout))
             return results

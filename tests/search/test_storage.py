@@ -124,7 +124,7 @@ def project(folder: Path) -> list[str]:
         "20",
         "--seeds",
         "2",
-        "--short",
+        "--num-short",
         "0",
     ]
 

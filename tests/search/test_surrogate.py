@@ -14,13 +14,13 @@ from scipy.optimize import approx_fprime
 from scipy.stats import multivariate_normal
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.samplers import RANDOM, SURROGATE
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.search.head_weights import Evidence, HeadWeights
-from spkv_nas.search.sampler import Sampler
+from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.space import Space
+from spkv_nas.search.study_sampler import StudySampler
 from spkv_nas.search.surrogate import Surrogate
-from spkv_nas.search.trials import GENERATION, Result
+from spkv_nas.search.trials import TRIALS_PER_ROUND, Result
 
 Float = NDArray[np.float64]
 
@@ -151,11 +151,11 @@ def study(
     space: Space, kind: str, seed: int, trials: int, score: Callable[[Layout], float]
 ) -> list[tuple[Layout, float]]:
     """Return a sampler's proposals, generation by generation, and their scores."""
-    sampler = Sampler(space, kind, seed)
+    sampler = StudySampler(space, SAMPLERS[kind], seed)
     results: list[Result] = []
     scored = []
     for index in range(trials):
-        layout = sampler.layout(index, results[: sampler.first_of_generation(index)])
+        layout = sampler.layout(index, results[: sampler.first_of_round(index)])
         scored.append((layout, score(layout)))
         results.append(Result(space.point(layout), [scored[-1][1]]))
     return scored
@@ -175,8 +175,8 @@ class TestSearch:
 
         good = 3.0 - np.sort(weights)[-12:].sum() + 0.1
         for seed in range(3):
-            assert min(value for _, value in study(space, SURROGATE, seed, 60, score)) < good
-            assert min(value for _, value in study(space, RANDOM, seed, 60, score)) > good + 0.5
+            assert min(value for _, value in study(space, "surrogate", seed, 60, score)) < good
+            assert min(value for _, value in study(space, "random", seed, 60, score)) > good + 0.5
 
     @pytest.mark.parametrize(
         ("constraints", "budget", "layouts"),
@@ -188,10 +188,10 @@ class TestSearch:
     ) -> None:
         space = Space(make_table(np.random.default_rng(0).random((3, 3))), (budget, budget), 8, constraints)
         weights = np.arange(9.0).reshape(3, 3)
-        trials = -(-layouts // GENERATION) * GENERATION
-        scored = study(space, SURROGATE, 0, trials, lambda layout: -float(weights[layout.global_mask].sum()))
+        trials = -(-layouts // TRIALS_PER_ROUND) * TRIALS_PER_ROUND
+        scored = study(space, "surrogate", 0, trials, lambda layout: -float(weights[layout.global_mask].sum()))
         heads = [layout.heads for layout, _ in scored]
-        before = trials - GENERATION  # the last generation has all that is left, sorted among repetitions
+        before = trials - TRIALS_PER_ROUND  # the last generation has all that is left, sorted among repetitions
         assert len(set(heads[:before])) == before
         assert len(set(heads)) == layouts
         assert all(space.contains(layout) for layout, _ in scored)
@@ -199,7 +199,7 @@ class TestSearch:
     def test_starts_come_first_and_no_second_time(self) -> None:
         space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)
         start = space.optimum(space.table.density, 6)
-        proposed = Surrogate(space, 0, [start]).propose(range(GENERATION), [])
+        proposed = Surrogate(space, 0, [start]).propose(range(TRIALS_PER_ROUND), [])
         assert proposed[0] == start
         assert start not in proposed[1:]
         shared = [(layout.global_mask & start.global_mask).sum() for layout in proposed[1:]]
@@ -209,7 +209,7 @@ class TestSearch:
         density = np.random.default_rng(3).random((6, 3))
         rival = make_table(1 - density)
         space = Space(make_table(density), (6, 6), 8, signals=(rival,))
-        proposed = Surrogate(space, 0).propose(range(GENERATION), [])
+        proposed = Surrogate(space, 0).propose(range(TRIALS_PER_ROUND), [])
         means = sorted(density[layout.global_mask].mean() for layout in proposed)
         assert means[5] > means[4] + 0.1
 
@@ -229,11 +229,11 @@ class TestSearch:
         worst = (space.optimum(-space.table.density, 6), np.inf)
         numbers = range(20, 30)
         assert surrogate.propose(numbers, [*scored, worst]) == surrogate.propose(numbers, scored)
-        assert len(surrogate.propose(numbers, [worst])) == GENERATION
+        assert len(surrogate.propose(numbers, [worst])) == TRIALS_PER_ROUND
 
     def test_budgets_of_a_range_are_spread(self) -> None:
         space = Space(make_table(np.random.default_rng(3).random((6, 3))), (3, 12), 8)
-        scored = study(space, SURROGATE, 0, 40, lambda layout: -float(layout.num_global))
+        scored = study(space, "surrogate", 0, 40, lambda layout: -float(layout.num_global))
         numbers = {layout.num_global for layout, _ in scored}
         assert numbers <= set(range(3, 13))
         assert len(numbers) >= 8

@@ -145,7 +145,19 @@ class TestDryRun:
                 "longer",
                 "full atten",
             ),
-            ("search", "--probe", "p", "--recipe", recipe_file, "--short", "2", "--full", "1", "--budget", "1"): (
+            (
+                "search",
+                "--probe",
+                "p",
+                "--recipe",
+                recipe_file,
+                "--num-short",
+                "2",
+                "--num-full",
+                "1",
+                "--budget",
+                "1",
+            ): (
                 "short, known layouts",
                 "full, found ones at most, 2",
                 "scores, at most",

@@ -18,7 +18,6 @@ import yaml
 from helpers import RECIPE, fails, write_project
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.samplers import RANDOM, SURROGATE
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.cli import main
 from spkv_nas.evaluation.paired import DocumentNLL
@@ -78,9 +77,9 @@ class TestCommand:
             "4",
             "--trials",
             "12",
-            "--short",
+            "--num-short",
             "2",
-            "--full",
+            "--num-full",
             "1",
             "--short-steps",
             "2",
@@ -98,11 +97,11 @@ class TestCommand:
         starts = rows[rows["sampler"] == BASELINE].set_index("name")
         assert {"densest", "interleaved-first", "interleaved-last", "mine", "other"} == set(starts.index)
         assert starts[["short_delta_percent", "full_delta_percent"]].notna().all().all()
-        assert rows[rows["sampler"] == SURROGATE]["hash"].iloc[:4].tolist() == starts["hash"].iloc[:4].tolist()
+        assert rows[rows["sampler"] == "surrogate"]["hash"].iloc[:4].tolist() == starts["hash"].iloc[:4].tolist()
         measured = rows.drop_duplicates("hash").set_index("hash")
         again = rows.set_index("hash")[["zero_shot_delta_percent", "full_delta_percent"]]
         assert (again == measured.loc[again.index, again.columns]).sum().sum() >= len(rows)  # a layout has one result
-        for sampler in (SURROGATE, RANDOM):
+        for sampler in ("surrogate", "random"):
             drawn = rows[(rows["sampler"] == sampler) & ~rows["hash"].isin(starts["hash"])].drop_duplicates("hash")
             shorts = drawn.sort_values("zero_shot_delta_percent")["short_delta_percent"].notna().tolist()
             assert sum(shorts) <= 4
@@ -131,20 +130,20 @@ class TestCommand:
         recipe, workspace = project
         counts = []
         for number in ("8", "5", "12"):
-            main(command(recipe, workspace, "--budget", "4", "--trials", number, "--short", "0"))
+            main(command(recipe, workspace, "--budget", "4", "--trials", number, "--num-short", "0"))
             rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
             counts.append(rows[rows["sampler"] != BASELINE].groupby("sampler").size().tolist())
         assert counts == [[8, 8], [5, 5], [12, 12]]
 
     def test_another_cost_is_refused(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
         more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--head-dim", "4", "--kv-dtype", "float32"]
-        more += ["--trials", "3", "--short", "0", "--context"]
+        more += ["--trials", "3", "--num-short", "0", "--context"]
         main(command(*project, *more, "1k"))
         assert "another objective" in fails(capsys, *command(*project, *more, "2k"))
 
     def test_a_front_of_nll_and_bytes(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
-        more = ["--budget", "2..8", *_BYTES, "--trials", "15", "--short", "0", "--global-layers", "0"]
+        more = ["--budget", "2..8", *_BYTES, "--trials", "15", "--num-short", "0", "--global-layers", "0"]
         main(command(recipe, workspace, *more))
         assert "KV bytes" in capsys.readouterr().out
         rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
@@ -158,7 +157,7 @@ class TestCommand:
     def test_time_is_an_objective(self, project: tuple[Path, Path]) -> None:
         recipe, workspace = project
         more = ["--budget", "2..8", "--objective", "nll,time", "--context", "8k", "--hardware", "h100"]
-        main(command(recipe, workspace, *more, "--trials", "5", "--short", "0", "--control", "none"))
+        main(command(recipe, workspace, *more, "--trials", "5", "--num-short", "0", "--compare-samplers", "none"))
         rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv").sort_values("num_global")
         assert (np.diff(rows["cost"]) >= 0).all()
         assert rows["cost"].nunique() == rows["num_global"].nunique()
@@ -167,10 +166,10 @@ class TestCommand:
         ("more", "message"),
         [
             (["--budget", "99"], "the model has 10"),
-            (["--control", "sobol"], "--control 'sobol' is unknown"),
+            (["--compare-samplers", "sobol"], "--compare-samplers 'sobol' is unknown"),
             (
                 ["--sampler", "tpe,sobol"],
-                "--sampler 'sobol' is unknown; expected one of surrogate, density, tpe, random",
+                "--sampler 'sobol' is unknown; expected one of surrogate, tpe, random",
             ),
             (["--budget", "3", "--signals", "rival.csv"], "--signals: 'rival' is for 2 layers x 2 KV heads"),
             (["--budget", "3", "--objective", "nll,watts"], "--objective 'nll,watts' is unknown"),
@@ -229,7 +228,8 @@ class TestCommand:
         """Without racing the same command scores what it stopped on the whole text."""
         result = []
         for racing in ("--racing", "--no-racing"):
-            main(command(*project, *more, *_ENOUGH, "--trials", "40", "--control", "none", "--short", "0", racing))
+            options = [*more, *_ENOUGH, "--trials", "40", "--compare-samplers", "none", "--num-short", "0"]
+            main(command(*project, *options, racing))
             result.append(pd.read_csv(project[1] / "reports" / "tiny" / "search.csv"))
         raced, whole = result
         stopped, error = (
@@ -272,7 +272,18 @@ class TestCommand:
     def test_two_of_three_workers_are_killed(self, project: tuple[Path, Path], tmp_path: Path) -> None:
         """What is left finishes the study; the table is that of a worker that nobody disturbed."""
         recipe, workspace = project
-        more = ["--budget", "4", "--trials", "40", "--control", "random,tpe", "--seeds", "2", "--short", "0"]
+        more = [
+            "--budget",
+            "4",
+            "--trials",
+            "40",
+            "--compare-samplers",
+            "random,tpe",
+            "--seeds",
+            "2",
+            "--num-short",
+            "0",
+        ]
         more += _ENOUGH
         arguments = command(recipe, workspace, *more)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

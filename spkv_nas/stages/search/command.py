@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from spkv_nas.artifacts.samplers import SAMPLERS
+from spkv_nas.artifacts.defaults import COMPARED_SAMPLER, SAMPLER
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MOST_REPEATS, MOST_STEPS
 from spkv_nas.base.progress import Reporter
 from spkv_nas.proposal.budget import PAPER_BUDGET
+from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import EMBEDDED_RECIPE, ONLY_PROBE, ConstraintOptions, InPrecision, Trains
 from spkv_nas.stages.result import Result
@@ -28,18 +29,19 @@ Objective = Annotated[
 Trials = Annotated[
     int, Flag("Layouts scored without training, per sampler and seed.", low=1, high=10**6, panel=_EFFORT)
 ]
-GenerationSize = Annotated[
+TrialsPerRound = Annotated[
     int, Flag("Layouts chosen together, which workers share.", low=1, high=MOST_REPEATS, panel=_EFFORT)
 ]
 Sampler = Annotated[
     str,
     Flag(
-        "What draws the layouts: surrogate (a model of all scores), density (TPE guided by densities), tpe, random; "
-        "several by comma.", metavar="NAMES", values=tuple(SAMPLERS), panel=_EFFORT,
+        f"Samplers of layouts, comma-separated: {'; '.join(f'{entry.name} ({entry.help})' for entry in SAMPLERS)}.",
+        metavar="NAMES", values=SAMPLERS.names, panel=_EFFORT,
     ),
 ]  # fmt: skip
-Control = Annotated[
-    str, Flag("Samplers to compare with, or none.", metavar="NAMES", values=(*SAMPLERS, "none"), panel=_EFFORT)
+CompareSamplers = Annotated[
+    str,
+    Flag("Samplers to compare with, or none.", metavar="NAMES", values=(*SAMPLERS.names, "none"), panel=_EFFORT),
 ]
 Signals = Annotated[
     list[str] | None,
@@ -56,8 +58,8 @@ Racing = Annotated[
         panel=_EFFORT,
     ),
 ]
-Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_EFFORT)]
-Full = Annotated[int, Flag("Best of those to retrain in full.", low=0, high=10**6, panel=_EFFORT)]
+NumShort = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_EFFORT)]
+NumFull = Annotated[int, Flag("Best of those to retrain in full.", low=0, high=10**6, panel=_EFFORT)]
 ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, high=MOST_STEPS, panel=_EFFORT)]
 Storage = Annotated[str | None, Flag("Database of the study, such as postgresql://...")]
 
@@ -75,13 +77,13 @@ class SearchOptions(ConstraintOptions, Trains, InPrecision):
     objective: Objective = "nll"
     trials: Trials = 100
     seeds: flags.Seeds = default(1, note="Studies per sampler.")
-    generation: GenerationSize = 10
-    sampler: Sampler = "surrogate"
-    control: Control = "random"
+    trials_per_round: TrialsPerRound = 10
+    sampler: Sampler = SAMPLER
+    compare_samplers: CompareSamplers = COMPARED_SAMPLER
     signals: Signals = None
     racing: Racing = True
-    short: Short = 8
-    full: Full = 4
+    num_short: NumShort = 8
+    num_full: NumFull = 4
     short_steps: ShortSteps = default(None, "a fourth of the recipe's")
     max_tokens: flags.MaxTokens = default(65_536, note="Held-out text to choose on; half of it at most.")
     calibration: flags.CalibrationName = default(None, "this name's")
@@ -102,7 +104,7 @@ def check(options: SearchOptions) -> None:
 
 
 def search(options: SearchOptions, reporter: Reporter) -> Result:
-    """Search for better layouts than density's. Writes reports/NAME/search.csv and layouts/NAME/search/.
+    """Search for better layouts than the strategies'. Writes reports/NAME/search.csv and layouts/NAME/search/.
 
     Many are scored without training, the best retrained briefly, the best of those in full, and judged on text that
     the search has not seen (--max-tokens, at most half of the held-out text, are those it sees). A layout that is

@@ -11,7 +11,6 @@ from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.proposal import Proposal, distinct
-from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.artifacts.windows import warn_of_windows
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Announce, Reporter
@@ -19,6 +18,7 @@ from spkv_nas.proposal.budget import parse_budget, parse_budgets
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import MATCH_BUDGET, resolve_tau, unmatched
 from spkv_nas.proposal.requirements import Requirements, asks_for_several
+from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.space import Space
 from spkv_nas.search.starts import starting_layouts
 from spkv_nas.search.trials import Effort
@@ -100,22 +100,22 @@ def ask(options: SearchOptions, reporter: Reporter = SILENT) -> Question:
 def _effort(options: SearchOptions) -> Effort:
     """Return how much to search and by which samplers. Raises ``UserError`` for an unknown sampler."""
     samplers = _kinds("--sampler", options.sampler)
-    controls = [] if options.control == "none" else _kinds("--control", options.control)
+    controls = [] if options.compare_samplers == "none" else _kinds("--compare-samplers", options.compare_samplers)
     return Effort(
         trials=options.trials,
         samplers=tuple(dict.fromkeys([*samplers, *controls])),
         seeds=tuple(range(options.seed, options.seed + options.seeds)),
-        short=options.short,
-        full=min(options.full, options.short),
-        generation=options.generation,
+        num_short=options.num_short,
+        num_full=min(options.num_full, options.num_short),
+        trials_per_round=options.trials_per_round,
     )
 
 
 def _kinds(option: str, names: str) -> list[str]:
     """Split comma-separated samplers. Raises ``UserError`` for an unknown one."""
     kinds = [name.strip() for name in names.split(",")]
-    if unknown_names := [kind for kind in kinds if kind not in SAMPLERS]:
-        raise UserError(f"{option} '{unknown_names[0]}' is unknown; expected one of {', '.join(SAMPLERS)}")
+    if unknown_names := [kind for kind in kinds if kind not in SAMPLERS.names]:
+        raise UserError(f"{option} '{unknown_names[0]}' is unknown; expected one of {', '.join(SAMPLERS.names)}")
     return kinds
 
 

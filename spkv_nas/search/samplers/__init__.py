@@ -1,0 +1,1 @@
+"""Samplers of layouts, one a file; ``search.registry`` lists them."""
