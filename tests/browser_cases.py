@@ -40,8 +40,14 @@ def open_file(browser: Any) -> Iterator[Any]:
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("dialog", lambda dialog: wrong.append(dialog.message))
-        page.on("request", lambda request: wrong.append(request.url) if request.url.split("#")[0] != file.as_uri() and
-                not request.url.startswith("data:text/yaml") else None)  # fmt: skip
+        page.on(
+            "request",
+            lambda request: (
+                wrong.append(request.url)
+                if request.url.split("#")[0] != file.as_uri() and not request.url.startswith("data:text/yaml")
+                else None
+            ),
+        )
         page.goto(file.as_uri() + state)
         page.wait_for_selector("[data-instrument][hidden]", state="detached")  # until the explorer has its tables
         return page

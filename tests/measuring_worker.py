@@ -38,8 +38,11 @@ Found = dict[str, pd.DataFrame | np.ndarray]
 def measure_all(ground: Path, workspace: Path) -> Found:
     """Run every measurement of the checkpoints ``gated`` and ``dense`` on the text in ``ground``, into a workspace."""
     subject: dict[str, Any] = {
-        "workspace": workspace, "data": [str(ground / "text")], "block_size": 48, "device": "cpu",
-    }  # fmt: skip
+        "workspace": workspace,
+        "data": [str(ground / "text")],
+        "block_size": 48,
+        "device": "cpu",
+    }
     gated, dense = str(ground / "gated"), str(ground / "dense")
     result: Found = {}
 

@@ -57,6 +57,9 @@ class Command:
 
 
 _RECIPE, _PROPOSE = "project/recipe.yaml", ("propose", "--probe", "tiny", "--num-random", "1", "--budget")
+_SEARCH = ("--window", "4", "--max-tokens", "1280", "--budget", "2")
+_EFFORT = ("--trials", "12", "--num-short", "1", "--num-full", "1", "--short-steps", "2")
+_LAYOUTS = ("w/layouts/tiny/densest.yaml", "w/layouts/tiny/sparsest.yaml")
 COMMANDS = {
     command.name: command
     for command in (
@@ -66,14 +69,18 @@ COMMANDS = {
         Command("probe-checkpoint", ("probe", "--model", "{reference}", "--name", "mine", *TEXT), "probe"),
         Command(
             "probe-frozen",
-            ("probe", "--model", "{dense}", "--name", "frozen", "--signal", "density", "--steps", "25", *TEXT), "train",
+            ("probe", "--model", "{dense}", "--name", "frozen", "--signal", "density", "--steps", "25", *TEXT),
+            "train",
         ),
         Command("propose", (*_PROPOSE, "2"), "probe", reader="report"),
         Command("propose-again", (*_PROPOSE, "1"), "propose", reader="report"),
         Command(
             "train-hybrid",
             ("train-hybrid", "w/layouts/tiny/densest.yaml", "--probe", "tiny", "--recipe", _RECIPE),
-            "propose", reader="report", grows=True, trains=True,
+            "propose",
+            reader="report",
+            grows=True,
+            trains=True,
         ),
         Command("ablate", ("reproduce", "ablate", "project/ablations.yaml"), grows=True, trains=True),
         Command(
@@ -81,30 +88,35 @@ COMMANDS = {
         ),
         Command(
             "search",
-            ("search", "--recipe", _RECIPE, "--probe", "tiny", "--window", "4", "--max-tokens", "1280", "--budget", "2",
-             "--trials", "12", "--num-short", "1", "--num-full", "1", "--short-steps", "2"),
-            "train-hybrid", reader="report", grows=True, trains=True,
+            ("search", "--recipe", _RECIPE, "--probe", "tiny", *_SEARCH, *_EFFORT),
+            "train-hybrid",
+            reader="report",
+            grows=True,
+            trains=True,
         ),
         Command(
             "score",
-            ("score", "w/layouts/tiny/densest.yaml", "w/layouts/tiny/sparsest.yaml", "--model", "{dense}", "--probe",
-             "tiny", *TEXT),
-            "search", reader="report",
+            ("score", *_LAYOUTS, "--model", "{dense}", "--probe", "tiny", *TEXT),
+            "search",
+            reader="report",
         ),
         Command(
-            "evaluate", ("evaluate", "sweep", "--model", "{reference}", "--name", "tiny", "--taus", "0.2,0.6", *TEXT),
+            "evaluate",
+            ("evaluate", "sweep", "--model", "{reference}", "--name", "tiny", "--taus", "0.2,0.6", *TEXT),
             "train",
         ),
         Command("compare", ("compare", "tiny", "mine", "--budget", "2"), "probe-checkpoint"),
         Command("report", ("report", "--probe", "tiny"), "score"),
         Command(
-            "export", ("export", "w/layouts/tiny/densest.yaml", "--model", "{dense}", "--out", "out"), "propose",
+            "export",
+            ("export", "w/layouts/tiny/densest.yaml", "--model", "{dense}", "--out", "out"),
+            "propose",
             once=True,
         ),
         Command("scaling", ("reproduce", "scaling")),
         Command("calibrate", ("calibrate", "micro-3", "--context", "64", "--window", "8", "--name", "tiny")),
     )
-}  # fmt: skip
+}
 
 
 def write_ground(ground: Path) -> None:

@@ -55,12 +55,17 @@ def make_probe() -> HeadScores:
     density = counted.density()
     rows = [
         {
-            "layer": layer, "kv_head": head, "score": density[index, layer, head], "domain": name, "num_tokens": 900,
-            "num_documents": 3, "standard_error": 0.01,
+            "layer": layer,
+            "kv_head": head,
+            "score": density[index, layer, head],
+            "domain": name,
+            "num_tokens": 900,
+            "num_documents": 3,
+            "standard_error": 0.01,
         }
         for index, name in enumerate(domains)
         for layer, head in np.ndindex(4, 2)
-    ]  # fmt: skip
+    ]
     positions = pd.DataFrame(
         [
             {"layer": layer, "kv_head": head, "start": start, "end": start + 8, "density": 0.5, "num_tokens": 10}
@@ -145,8 +150,10 @@ def _make_calibration(name: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         timings = tuple(
             Timing(phase, context, count, 1e-3 * context)  # type: ignore[arg-type]
-            for phase in ("decode", "prefill") for context in (1024, 4096) for count in (0, 1, 2)
-        )  # fmt: skip
+            for phase in ("decode", "prefill")
+            for context in (1024, 4096)
+            for count in (0, 1, 2)
+        )
         case = LayerCase(8, 2, 8, "float32", 8, 1, "cpu")
         Calibration(case, "a machine", 2, timings, {"torch": "2"}).write(folder)
         return folder / name

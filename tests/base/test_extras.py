@@ -64,12 +64,22 @@ LIGHT = [  # in this order
     "plan attention level-8 --density 0.2",
 ]
 NEED = {
-    "probe": "train", "train-hybrid": "train", "train recipe.yaml": "train", "reproduce ablate": "train",
+    "probe": "train",
+    "train-hybrid": "train",
+    "train recipe.yaml": "train",
+    "reproduce ablate": "train",
     "reproduce palindrome": "train",
-    "score": "train", "evaluate": "train", "generate hello": "train", "calibrate": "train", "plan attention": "train",
-    f"export {LAYOUT} --model embedded:dense --out new": "train", "demo": "train",
-    "search": "search", "report": "report", "evaluate tasks paper": "tasks",
-}  # fmt: skip
+    "score": "train",
+    "evaluate": "train",
+    "generate hello": "train",
+    "calibrate": "train",
+    "plan attention": "train",
+    f"export {LAYOUT} --model embedded:dense --out new": "train",
+    "demo": "train",
+    "search": "search",
+    "report": "report",
+    "evaluate tasks paper": "tasks",
+}
 
 
 def run(folder: Path, without: list[str], commands: list[str]) -> dict[str, tuple[int, str]]:

@@ -46,11 +46,20 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 LOADS_TORCH = (
-    "probe", "evaluate", "evaluate baselines", "generate hello", "reproduce palindrome", "reproduce ablate",
-    "calibrate", "demo",
-    "score --probe tiny --workspace WORKSPACE", "train-hybrid --recipe RECIPE --workspace WORKSPACE",
-    "search --recipe RECIPE --workspace WORKSPACE --budget 2", "train RECIPE", "export --model embedded:dense --out o",
-)  # fmt: skip
+    "probe",
+    "evaluate",
+    "evaluate baselines",
+    "generate hello",
+    "reproduce palindrome",
+    "reproduce ablate",
+    "calibrate",
+    "demo",
+    "score --probe tiny --workspace WORKSPACE",
+    "train-hybrid --recipe RECIPE --workspace WORKSPACE",
+    "search --recipe RECIPE --workspace WORKSPACE --budget 2",
+    "train RECIPE",
+    "export --model embedded:dense --out o",
+)
 
 
 class TestTerminal:
@@ -279,11 +288,17 @@ class TestCompletion:
         done = subprocess.run(
             [sys.executable, "-c", "import sys; sys.argv[0] = 'spkv-nas'; from spkv_nas.cli import main; main()"],
             env={
-                **os.environ, "_SPKV_NAS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": last,
+                **os.environ,
+                "_SPKV_NAS_COMPLETE": "complete_bash",
+                "COMP_WORDS": line,
+                "COMP_CWORD": last,
                 "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
             },
-            cwd=folder, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 

@@ -210,8 +210,14 @@ class TestCommand:
     def test_of_a_model(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", "--model", str(llama), "--hardware", "h100", "--tokens", "100000"])
         output = capsys.readouterr()
-        for words in ("8,030,261,248 parameters", "269,025,536 in predictors", "priced gates, frozen model",
-                      "80 GB", "40% of the 989 TFLOP/s", "100,000 held-out tokens"):  # fmt: skip
+        for words in (
+            "8,030,261,248 parameters",
+            "269,025,536 in predictors",
+            "priced gates, frozen model",
+            "80 GB",
+            "40% of the 989 TFLOP/s",
+            "100,000 held-out tokens",
+        ):
             assert words in output.out
         assert "does not fit: train the SP-KV reference\n" in output.err
         assert "does not fit: retrain a hybrid\n" in output.err
@@ -239,8 +245,9 @@ class TestCommand:
         result = json.loads(capsys.readouterr().out)
         stages = {stage["name"]: stage for stage in result["stages"]}
         assert [stages[name]["tokens"] for name in ("train the dense model", "train the SP-KV reference")] == [
-            6 * 4 * 32, 8 * 4 * 32,
-        ]  # fmt: skip
+            6 * 4 * 32,
+            8 * 4 * 32,
+        ]
         assert all(stage["fits"] and stage["seconds"] is None for stage in result["stages"])
         assert "priced gates, frozen model" not in stages
         assert any("nothing was measured here" in remark for remark in result["remarks"])
@@ -317,6 +324,6 @@ class TestDryRunOfAProbe:
 
 @pytest.mark.parametrize(
     ("number", "text"), [(0, "0 FLOP"), (999, "999 FLOP"), (1500, "1.5 kFLOP"), (7.32e15, "7.32 PFLOP")]
-)  # fmt: skip
+)
 def test_flops_as_text(number: float, text: str) -> None:
     assert format_flops(number) == text

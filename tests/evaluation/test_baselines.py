@@ -265,9 +265,16 @@ def test_rules_of_one_density_are_compared_by_document() -> None:
     result = [
         Measurement(method, None, target, density, DocumentNLL(total, tokens), tau)
         for (method, target, density, tau), total in zip(
-            [("full-attention", None, 1.0, None), ("kvzap", 0.2, 0.2, None), ("h2o", 0.2, 0.2, None),
-             (SP_KV, None, 0.205, 0.5)], totals, strict=True)
-    ]  # fmt: skip
+            [
+                ("full-attention", None, 1.0, None),
+                ("kvzap", 0.2, 0.2, None),
+                ("h2o", 0.2, 0.2, None),
+                (SP_KV, None, 0.205, 0.5),
+            ],
+            totals,
+            strict=True,
+        )
+    ]
     rows = baselines_table(result).set_index("method")
     assert rows["above_lowest"].isna().tolist() == [True, False, True, False]
     assert rows.loc["kvzap", "above_lowest"] == pytest.approx(0.5, abs=0.02)  # 1 of 200 nats

@@ -110,8 +110,10 @@ class TestRace:
         """Say what a layout loses on the laps, more in some blocks than in others; of all three the score is kept."""
         name = FULL_ATTENTION if layout is None else layout.content_hash
         generator = np.random.default_rng(len(name) if layout is None else int(name[:8], 16))
-        laps = [planted(lap, loss + generator.normal(size=lap.num_blocks))
-                for lap, loss in zip(race.course.laps, losses, strict=False)]  # fmt: skip
+        laps = [
+            planted(lap, loss + generator.normal(size=lap.num_blocks))
+            for lap, loss in zip(race.course.laps, losses, strict=False)
+        ]
         for cache, lap in zip(race.lap_caches, laps, strict=False):
             lap.save(cache / f"{name}.npz")
         if len(laps) == 3:

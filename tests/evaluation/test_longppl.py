@@ -139,8 +139,14 @@ class TestKeys:
         documents = [Document(string.ascii_uppercase * n, "text", str(n)) for n in (4, 1, 5, 3)]
         result = stretches(documents, tiny_tokenizer, 40, 26, None)
         assert [(one.document, one.name, len(one.text)) for one in result] == [
-            (0, "4", 40), (0, "4", 40), (2, "5", 40), (2, "5", 40), (2, "5", 40), (3, "3", 40), (3, "3", 38),
-        ]  # fmt: skip
+            (0, "4", 40),
+            (0, "4", 40),
+            (2, "5", 40),
+            (2, "5", 40),
+            (2, "5", 40),
+            (3, "3", 40),
+            (3, "3", 38),
+        ]
         assert result[1].text == (string.ascii_uppercase * 4)[40:80]
 
     @pytest.mark.parametrize(("most", "lengths"), [(81, [40, 40]), (110, [40, 40, 30]), (80, [40, 40]), (26, [])])
@@ -212,9 +218,14 @@ class TestCommand:
         return tmp_path / "mine"
 
     def test_two_checkpoints(
-        self, checkpoint: Path, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase,
-        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
+        self,
+        checkpoint: Path,
+        tmp_path: Path,
+        text: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
         workspace, others = tmp_path / "w", ["--against", str(tmp_path / "hybrid"), "--evaluator", str(checkpoint)]
         command = ["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), *self.ANY, *others]
@@ -234,8 +245,14 @@ class TestCommand:
         origin = yaml.safe_load((folder / "longppl.yaml").read_text())
         settings = {key: origin[key] for key in ("tau", "short", "stride", "alpha", "beta", "block_size", "withheld")}
         assert settings == {
-            "tau": 0.4, "short": 32, "stride": 8, "alpha": 0.0, "beta": -1000.0, "block_size": 128, "withheld": {},
-        }  # fmt: skip
+            "tau": 0.4,
+            "short": 32,
+            "stride": 8,
+            "alpha": 0.0,
+            "beta": -1000.0,
+            "block_size": 128,
+            "withheld": {},
+        }
         assert origin["evaluator"]["model"] == str(checkpoint)
         assert origin["against"]["model"] == str(tmp_path / "hybrid")
         kept = sorted((workspace / "runs" / "mine" / "longppl").iterdir())
@@ -268,11 +285,16 @@ class TestCommand:
             (["--samples", "5"], "No such option: --samples"),
         ],
         ids=" ".join,
-    )  # fmt: skip
+    )
     def test_what_is_wrong(
-        self, options: list[str], message: str, checkpoint: Path, tmp_path: Path, text: Path,
+        self,
+        options: list[str],
+        message: str,
+        checkpoint: Path,
+        tmp_path: Path,
+        text: Path,
         capsys: pytest.CaptureFixture[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         error = fails(
             capsys, "evaluate", "longppl", "--model", checkpoint, "--data", text, *options, "-w", tmp_path / "w"
         )

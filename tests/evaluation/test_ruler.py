@@ -196,9 +196,13 @@ class TestCommand:
         return tmp_path / "mine"
 
     def test_scores_of_two_checkpoints(
-        self, checkpoint: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase,
-        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
+        self,
+        checkpoint: Path,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
         workspace = tmp_path / "w"
         options = ["--model", checkpoint, "--lengths", "512,600", "--tasks", "vt", "--samples", 2]
@@ -220,9 +224,14 @@ class TestCommand:
         recorded = ("tau", "floor_window", "haystack", "questions", "seed", "samples", "samples_version")
         settings = {key: origin[key] for key in recorded}
         assert settings == {
-            "tau": 0.4, "floor_window": 6, "haystack": "RULER's noise", "questions": [], "seed": 0, "samples": 2,
+            "tau": 0.4,
+            "floor_window": 6,
+            "haystack": "RULER's noise",
+            "questions": [],
+            "seed": 0,
+            "samples": 2,
             "samples_version": 2,
-        }  # fmt: skip
+        }
         kept = sorted((workspace / "runs" / "mine" / "ruler").iterdir())
         assert [file.name[:6] for file in kept] == ["vt-512"] * 3 + ["vt-600"] * 3
         line = json.loads(kept[0].read_text().splitlines()[1])
@@ -245,9 +254,13 @@ class TestCommand:
         ],
     )
     def test_what_is_wrong(
-        self, options: list[str], message: str, checkpoint: Path, tmp_path: Path,
+        self,
+        options: list[str],
+        message: str,
+        checkpoint: Path,
+        tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert message in fails(capsys, "evaluate", "ruler", "--model", checkpoint, *options, "-w", tmp_path / "w")
 
     def test_a_pair_needs_one_tokenizer(

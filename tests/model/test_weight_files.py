@@ -191,9 +191,13 @@ def test_weights_are_never_held(tmp_path: Path, tiny_tokenizer: PreTrainedTokeni
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     largest = max(2 * sum(p.numel() * p.itemsize for p in part.parameters()) for part in verify_export.parts(model))
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         for kind in ("dense", "gated"):

@@ -107,9 +107,7 @@ def test_heads_that_look_back_get_the_budget() -> None:
     model, tokenizer = spkv_nas.load("embedded:dense")
     blocks = spkv_nas.build_blocks([Path(json.decoder.__file__).read_text(), Path(__file__).read_text()], tokenizer)
     seen: list[tuple[int, int]] = []
-    table = head_gates(
-        model, blocks, 32, budget=6, steps=6, step_tokens=1024, progress=lambda *step: seen.append(step)
-    )  # fmt: skip
+    table = head_gates(model, blocks, 32, budget=6, steps=6, step_tokens=1024, progress=lambda *step: seen.append(step))
     assert seen == [(step, 6) for step in range(1, 7)]
     assert table.density.sum() == pytest.approx(6.0)
     assert set(np.argsort(table.density, axis=None)[-3:] // 3) == {6}

@@ -170,9 +170,14 @@ class TestProbe:
     def options(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, text: Path) -> ProbeOptions:
         save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "mine")
         return ProbeOptions(
-            workspace=tmp_path, model=str(tmp_path / "mine"), data=[str(text)], block_size=32, steps=3, budget="25%",
+            workspace=tmp_path,
+            model=str(tmp_path / "mine"),
+            data=[str(text)],
+            block_size=32,
+            steps=3,
+            budget="25%",
             signal="density",
-        )  # fmt: skip
+        )
 
     def test_it_learns_gates_and_measures_other_documents(self, options: ProbeOptions) -> None:
         messages: list[str] = []

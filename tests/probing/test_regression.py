@@ -180,8 +180,10 @@ def test_command(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys
     assert "forward passes over 256 tokens; scores reused: 1" in capsys.readouterr().out
     table = HeadScores.read(tmp_path / "w" / "probes" / "mine-regression")
     assert {key: table.metadata[key] for key in ("budget", "seed", "signal")} == {
-        "budget": 3, "seed": 5, "signal": "regression",
-    }  # fmt: skip
+        "budget": 3,
+        "seed": 5,
+        "signal": "regression",
+    }
     main(["propose", "--probe", "mine-regression", "--budget", "3", "--workspace", str(tmp_path / "w")])
     layout = Layout.read(tmp_path / "w" / "layouts" / "mine-regression" / "densest.yaml")
     assert set(np.flatnonzero(layout.global_mask)) == set(np.argsort(-table.values.ravel(), kind="stable")[:3])

@@ -238,9 +238,15 @@ class TestDuo:
                 layer.self_attn.o_proj.weight[:, 16:] = 0.0  # KV head 1
         seen: list[tuple[int, int]] = []
         table = duo(
-            model, blocks, WINDOW, sinks=0, steps=40, learning_rate=0.1, regularisation=0.05,
+            model,
+            blocks,
+            WINDOW,
+            sinks=0,
+            steps=40,
+            learning_rate=0.1,
+            regularisation=0.05,
             progress=lambda *step: seen.append(step),
-        )  # fmt: skip
+        )
         assert seen == [(step, 40) for step in range(1, 41)]
         assert table.density[:, 1].max() == 0.0
         assert table.density[:, 0].min() > 0.3

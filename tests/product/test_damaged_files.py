@@ -27,7 +27,6 @@ from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
-from spkv_nas.cli.app import explained
 from spkv_nas.data import tokenizer as tokenizers
 from spkv_nas.data.blocks import build_blocks
 from spkv_nas.data.sources import Document, documents
@@ -100,9 +99,10 @@ class TestComparison:
 
 
 SPECS = (
-    Array("tokens", "whole", "N T"), Array("edges", "number", "n+1", low=-9, high=9, ascending=True),
+    Array("tokens", "whole", "N T"),
+    Array("edges", "number", "n+1", low=-9, high=9, ascending=True),
     Array("names", "text", "N"),
-)  # fmt: skip
+)
 SOUND = {"tokens": np.ones((2, 3), np.int32), "edges": np.array([-1.0, 0, 2]), "names": np.array(["a", "b"])}
 
 
@@ -359,42 +359,3 @@ class TestFlags:
         assert exit_.value.code == 2
         assert "Traceback" not in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []
-
-
-class TestLastLine:
-    @pytest.mark.parametrize(
-        ("error", "code", "expected"),
-        [
-            (ZeroDivisionError("division\nby zero"), 1, "ZeroDivisionError: division\nthis is a bug of spkv-nas"),
-            (AssertionError(), 1, "AssertionError\nthis is a bug of spkv-nas"),
-            (OSError(28, "No space left on device", "/x/y"), 2, "No space left on device: '/x/y'"),
-            (MemoryError(), 2, "out of memory"),
-            (UserError("wrong"), 2, "wrong"),
-            (RuntimeError("x" * 10**6), 1, "RuntimeError: xxx"),
-        ],
-    )
-    def test_whatever_ends_a_command_is_explained(
-        self,
-        error: Exception,
-        code: int,
-        expected: str,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        message, result = explained(error)
-        assert result == code
-        assert expected in message
-        assert len(message) < 1000
-
-        def broken(arguments: list[str], *, standalone_mode: bool) -> None:
-            raise error
-
-        monkeypatch.setattr("spkv_nas.cli.app.app", broken)
-        with pytest.raises(SystemExit) as exit_:
-            main(["probe"])
-        assert exit_.value.code == code
-        shown = capsys.readouterr().err
-        assert shown.startswith("error: ")
-        assert "Traceback" not in shown
-        with pytest.raises(type(error)):
-            main(["--debug", "probe"])

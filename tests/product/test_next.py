@@ -111,9 +111,13 @@ class TestProbe:
         table = HeadScores.read(folder / "w/probes/mine-head-gates")
         assert (table.signal, table.metadata["budget"]) == ("head-gates", 2)
         assert table.metadata["options"] == {
-            "model": str(folder / "mine"), "data": [str(folder / "my project/text")], "block_size": 64,
-            "signal": "head-gates", "steps": 2, "budget": "25%",
-        }  # fmt: skip
+            "model": str(folder / "mine"),
+            "data": [str(folder / "my project/text")],
+            "block_size": 64,
+            "signal": "head-gates",
+            "steps": 2,
+            "budget": "25%",
+        }
         assert suggested == [
             "spkv-nas propose --budget 25% --probe mine-head-gates --workspace w",
             "spkv-nas probe --model mine --data 'my project/text' --block-size 64 --signal density --budget 25% "
@@ -159,9 +163,12 @@ class TestProbe:
         assert "next: spkv-nas probe" not in printed
 
     def test_several_models_list_ready_commands(
-        self, subject: list[str], folder: Path, tiny_tokenizer: PreTrainedTokenizerBase,
+        self,
+        subject: list[str],
+        folder: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
         capsys: pytest.CaptureFixture[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         main(["probe", *subject, "--steps", "2"])
         save(tiny_model("qwen3", vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("other"))
         main(["probe", "--model", "other", *subject[2:], "--steps", "2"])

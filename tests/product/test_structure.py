@@ -47,9 +47,7 @@ def imports(file: Path, *, deferred: bool = True) -> Iterator[tuple[int, str]]:
     Without ``deferred`` those inside functions are left out.
     """
     tree = ast.parse(file.read_text())
-    later = {
-        id(inner) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)
-    }  # fmt: skip
+    later = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if id(node) in later and not deferred:
             continue

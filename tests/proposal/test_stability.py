@@ -46,10 +46,17 @@ def make_probe(seed: int = 0, num_documents: int = 40, shape: tuple[int, int] = 
         (logits >= 0).sum(-1).astype(float), tokens, domain, ("code", "docs"), _histogram(logits, EDGES), EDGES
     )
     rows = [
-        {"layer": layer, "kv_head": head, "score": density, "domain": ("code", "docs")[number],
-         "num_tokens": tokens[domain == number].sum(), "num_documents": 20, "standard_error": 0.01}
+        {
+            "layer": layer,
+            "kv_head": head,
+            "score": density,
+            "domain": ("code", "docs")[number],
+            "num_tokens": tokens[domain == number].sum(),
+            "num_documents": 20,
+            "standard_error": 0.01,
+        }
         for (number, layer, head), density in np.ndenumerate(counts.density())
-    ]  # fmt: skip
+    ]
     histogram = LogitHistogram(FINE, np.stack([fine[domain == i].sum(0) for i in (0, 1)]), ("code", "docs"))
     return HeadScores(name, pd.DataFrame(rows), window=8, histogram=histogram, documents=counts)
 
@@ -263,9 +270,7 @@ class TestAgreement:
     def test_the_file_can_be_read_again(self, tmp_path: Path) -> None:
         rows = agreement({"p": make_probe(), "q": make_probe(1)}, 4).assign(spearman=np.nan)
         write_agreement(tmp_path, rows)
-        pd.testing.assert_frame_equal(
-            read_agreement(tmp_path / "agreement.csv"), rows, check_dtype=False, rtol=1e-5
-        )  # fmt: skip
+        pd.testing.assert_frame_equal(read_agreement(tmp_path / "agreement.csv"), rows, check_dtype=False, rtol=1e-5)
         header = ",".join(rows.columns)
         (tmp_path / "agreement.yaml").unlink()  # an older version wrote none
         for text, message in [

@@ -99,15 +99,13 @@ def random_case(seed: int) -> Case:
             "delta_nll_standard_error": rng.uniform(0.001, 0.3, len(names)).round(4),
             "delta_control_percent": 100 * (nll / control - 1),
             "delta_control_standard_error": 0.1,
-            "coverage_percent": [
-                100 * coverage(table, layouts[name]) if name in layouts else 100.0 for name in names
-            ],
+            "coverage_percent": [100 * coverage(table, layouts[name]) if name in layouts else 100.0 for name in names],
             "density_percent": [100 * masks[name].mean() if name in layouts else 100.0 for name in names],
             "num_global": [masks[name].sum() if name in layouts else math.nan for name in names],
             "num_seeds": 1,
             "steps": [0.0 if name == DENSE else 40.0 for name in names],
         }
-    )  # fmt: skip
+    )
     kinds = rng.random((len(compared),) * 2)
     errors = {
         frozenset((one, other)): math.nan if kinds[i, k] < 0.2 else float(rng.choice([0.001, 0.05, 1.0]))
@@ -141,8 +139,13 @@ def random_search(rng: np.random.Generator, masks: dict[str, np.ndarray]) -> pd.
     heads = [" ".join("".join("G" if one else "L" for one in row) for row in masks[name]) for name in chosen]
     has_error = rng.random(5) < 0.6
     full = np.where(has_error, rng.uniform(0.1, 2, 5), math.nan)
-    return make_search(name=chosen, hash=chosen, heads=heads, full_delta_percent=full,
-                       full_standard_error=np.where(has_error, 0.1, math.nan))  # type: ignore[arg-type]  # fmt: skip
+    return make_search(
+        name=chosen,
+        hash=chosen,
+        heads=heads,
+        full_delta_percent=full,
+        full_standard_error=np.where(has_error, 0.1, math.nan),
+    )  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -256,9 +259,17 @@ def check_tags(case: Case, body: str) -> None:
 
 def check_ranking(case: Case, paragraphs: list[str]) -> None:
     """Check coverage, and the pairs that it orders like their NLL."""
-    result = [match for text in paragraphs if (match := re.match(
-        r"(\S+) has the highest density coverage, ([\d.]+) %; coverage puts (\d+) of (\d+) pairs .*? NLL, "
-        r"(?:and (?:all|(\d+) of the) (\d+) that are|but no pair is|of which no standard error)", text))]  # fmt: skip
+    result = [
+        match
+        for text in paragraphs
+        if (
+            match := re.match(
+                r"(\S+) has the highest density coverage, ([\d.]+) %; coverage puts (\d+) of (\d+) pairs .*? NLL, "
+                r"(?:and (?:all|(\d+) of the) (\d+) that are|but no pair is|of which no standard error)",
+                text,
+            )
+        )
+    ]
     masks = {name: case.masks[name] for name in case.layouts}
     mode = pd.Series([mask.sum() for mask in masks.values()]).mode().max()
     rows = case.comparison[[name in masks and masks[name].sum() == mode for name in case.comparison["strategy"]]]
@@ -326,8 +337,10 @@ def test_the_dense_model_as_it_is_is_a_row_and_what_changes_count_from(
     file = write_report(tmp_path, ReportInputs(make_domain_table(), make_layouts("densest"), comparison=comparison))
     html = file.read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
     page = Page(html)
-    assert any("The control, full attention retrained like the layouts, is 1.000 % above the dense" in text
-               for text in page.texts["p"])  # fmt: skip
+    assert any(
+        "The control, full attention retrained like the layouts, is 1.000 % above the dense" in text
+        for text in page.texts["p"]
+    )
     assert "1.200 ± 0.010 % above the dense model as it is" in texts(html, '<p class="lead">(.*?)</p>')[0]
     heads = texts(html, r"<thead><tr>(<th scope=\"col\">Strategy.*?)</tr>")[0]
     assert heads.startswith("StrategyΔ NLL, %Δ NLL against control, %")

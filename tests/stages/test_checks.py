@@ -115,7 +115,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("export --model {}/empty --out {}/new", "the folder has no config.json"),
     ("layout show {}/none.yaml", "layout not found"),
     ("schema of", "there is no schema of 'of'"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

@@ -135,10 +135,15 @@ class TestData:
         folder = tmp_path / "ehovy" / "race"
         (folder / "middle").mkdir(parents=True)
         rows = [
-            {"example_id": f"middle{n // 2}.txt", "article": f"Article {n // 2}.", "question": f"Q{n}?", "answer": "B",
-             "options": [f"{n}a", f"{n}b", f"{n}c", f"{n}d"]}
+            {
+                "example_id": f"middle{n // 2}.txt",
+                "article": f"Article {n // 2}.",
+                "question": f"Q{n}?",
+                "answer": "B",
+                "options": [f"{n}a", f"{n}b", f"{n}c", f"{n}d"],
+            }
             for n in range(4)
-        ]  # fmt: skip
+        ]
         (folder / "middle" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "README.md").write_text(
             "---\nconfigs:\n- config_name: middle\n  data_files:\n  - split: test\n    path: middle/test.jsonl\n---\n"
@@ -224,9 +229,15 @@ class TestCommand:
         ],
     )
     def test_what_is_wrong(
-        self, options: list[str], message: str, checkpoint: Path, folder: Path, tmp_path: Path, text: Path,
+        self,
+        options: list[str],
+        message: str,
+        checkpoint: Path,
+        folder: Path,
+        tmp_path: Path,
+        text: Path,
         capsys: pytest.CaptureFixture[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         (folder / "code.yaml").write_text("task: code\nunsafe_code: true\n")
         long = WRITING.replace("task: writing", "task: long").replace("max_gen_toks: 9", "max_gen_toks: 500")
         (folder / "long.yaml").write_text(long.replace("FOLDER", str(folder)))

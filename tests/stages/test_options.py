@@ -48,9 +48,11 @@ MODULES += [
     module for function in FUNCTIONS if (module := sys.modules[function.__module__]).__name__.endswith(".command")
 ]
 CLASSES = [
-    one for module in MODULES for one in vars(module).values()
+    one
+    for module in MODULES
+    for one in vars(module).values()
     if isinstance(one, type) and is_dataclass(one) and one.__module__ == module.__name__
-]  # fmt: skip
+]
 PRINT_BY_THEMSELVES = ("generate", "schema")
 ALIASES = {
     name: hint for module in (flags, *MODULES) for name, hint in vars(module).items() if hasattr(hint, "__metadata__")

@@ -65,8 +65,10 @@ class TestOrder:
         assert sorted(epoch) == list(range(len(parts)))
 
     @given(
-        seed=st.integers(0, MOST_SEED), start=st.integers(0, 80), share=st.sampled_from([0.0, 0.017, 0.3, 1.0]),
-    )  # fmt: skip
+        seed=st.integers(0, MOST_SEED),
+        start=st.integers(0, 80),
+        share=st.sampled_from([0.0, 0.017, 0.3, 1.0]),
+    )
     def test_blocks_that_stay_as_they_are_go_on(self, seed: int, start: int, share: float) -> None:
         order, mixture = BlockOrder(mixed_order, 23, seed, 20), Mixture.drawn(share, 23, seed)
         later, mixed = order.longer(1, start), mixture.longer(1, start)
@@ -100,8 +102,9 @@ class TestData:
         assert len(data) == 32
         batches = [data.__getitems__(range(start, start + 4)) for start in range(0, 32, 4)]
         assert [[tuple(item["input_ids"].shape) for item in batch] for batch in batches] == [
-            *[[(32,)] * 4] * 4, *[[(64,)] * 2] * 4,
-        ]  # fmt: skip
+            *[[(32,)] * 4] * 4,
+            *[[(64,)] * 2] * 4,
+        ]
         text = corpus.train.cut(64).tokens
         for batch in batches[4:]:
             assert all((text == item["input_ids"].numpy()).all(1).any() for item in batch)
@@ -314,7 +317,7 @@ class TestMistakes:
             ({"block_size": 64, "rope": {"factor": 8.0}}, {}, "'factor' requires rope_type"),
         ],
         ids=str,
-    )  # fmt: skip
+    )
     def test_what_makes_no_sense(
         self, extend: dict[str, Any], sections: dict[str, Any], message: str, recipe: Recipe
     ) -> None:

@@ -117,9 +117,15 @@ class TestFreshProcess:
         ids=["slow", "dead", "no-room"],
     )
     def test_that_does_not_answer(
-        self, module: str, name: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        self,
+        module: str,
+        name: str,
+        value: Any,
+        message: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
         tiny_tokenizer: PreTrainedTokenizerBase,
-    ) -> None:  # fmt: skip
+    ) -> None:
         dense = write(None, tmp_path / "dense", tiny_tokenizer)
         monkeypatch.setattr("spkv_nas.model.export.verify_export._SLOWER", 0.0)
         monkeypatch.setattr(f"spkv_nas.model.export.{module}.{name}", value)
@@ -254,7 +260,7 @@ class TestOwnType:
             (lambda c: c["spkv"].update(num_hidden_layers="4"), "num_hidden_layers"),
             (lambda c: c["spkv"]["layout"].update(window=0), r"layout\.window"),
         ],
-    )  # fmt: skip
+    )
     def test_damaged(self, change: Any, message: str, folder: Path) -> None:
         (folder / "spkv-manifest.json").unlink()
         change_config(folder, change)

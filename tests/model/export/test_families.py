@@ -46,13 +46,18 @@ STOCK = {
     **{one: one for one in ("qwen2", "qwen3", "smollm3", "ministral", "olmo3")},
     **dict.fromkeys(("llama", "llama-tied", "mistral", "mistral-window"), "ministral"),
     "olmo2": "olmo3",
-}  # fmt: skip
+}
 STOCK_AS_NATIVE = {one: one.removesuffix("-yarn") for one in ("gemma3_text", "cohere2", "exaone4", "olmo3-yarn")}
 CLASSES = {
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
-    "ministral": "MinistralForCausalLM", "olmo3": "Olmo3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
-    "cohere2": "Cohere2ForCausalLM", "exaone4": "Exaone4ForCausalLM",
-}  # fmt: skip
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+}
 SPLITS, TYPES = ("layers", "heads"), ("native", "other")
 
 

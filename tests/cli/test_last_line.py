@@ -1,0 +1,46 @@
+"""Test the last line of a command that ends with an error: what happened, the exit code, and no traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.cli.app import explained
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "expected"),
+    [
+        (ZeroDivisionError("division\nby zero"), 1, "ZeroDivisionError: division\nthis is a bug of spkv-nas"),
+        (AssertionError(), 1, "AssertionError\nthis is a bug of spkv-nas"),
+        (OSError(28, "No space left on device", "/x/y"), 2, "No space left on device: '/x/y'"),
+        (MemoryError(), 2, "out of memory"),
+        (UserError("wrong"), 2, "wrong"),
+        (RuntimeError("x" * 10**6), 1, "RuntimeError: xxx"),
+    ],
+)
+def test_whatever_ends_a_command_is_explained(
+    error: Exception,
+    code: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message, result = explained(error)
+    assert result == code
+    assert expected in message
+    assert len(message) < 1000
+
+    def broken(arguments: list[str], *, standalone_mode: bool) -> None:
+        raise error
+
+    monkeypatch.setattr("spkv_nas.cli.app.app", broken)
+    with pytest.raises(SystemExit) as exit_:
+        main(["probe"])
+    assert exit_.value.code == code
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert "Traceback" not in shown
+    with pytest.raises(type(error)):
+        main(["--debug", "probe"])
