@@ -1,4 +1,4 @@
-"""A browser for tests of pages: opens them, and says whether anything was said, asked for or thrown."""
+"""Open pages in a browser, and fail on any console message, request or error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_file(browser: Any) -> Iterator[Any]:
-    """Opens a page at a hash; at the end nothing may have been said, asked for or thrown."""
+    """Function that opens a page at a URL fragment; fails at the end on any console message, request or error."""
     context = browser.new_context(accept_downloads=True)
     wrong: list[str] = []
 
@@ -59,7 +59,7 @@ def open_file(browser: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The committed example and its search, a second probe of its model, and the report of all."""
+    """Workspace with the committed example and its search, a second probe of its model, and the report of all."""
     folder = tmp_path_factory.mktemp("workspace")
     for part in ("probes", "layouts", "reports"):
         shutil.copytree(ROOT / part / "stdlib-21x3", folder / part / "stdlib-21x3")
@@ -77,10 +77,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def open_page(open_file: Any, workspace: Path) -> Any:
-    """Opens the report, at a hash."""
+    """Function that opens the report at a URL fragment."""
     return lambda state="", file=workspace / "reports/stdlib-21x3/index.html": open_file(file, state)
 
 
 def num_outlined(page: Any) -> int:
-    """Of the heads on the first map."""
+    """Return the number of outlined heads on the first map."""
     return int(page.get_attribute(MAP + " .global", "d").count("M"))

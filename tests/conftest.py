@@ -57,7 +57,7 @@ def recipe(recipe_file: Path) -> Recipe:
 
 @pytest.fixture
 def blocks() -> TokenBlocks:
-    """9 blocks of 32 tokens; 12 documents of 24 tokens, so that documents cross blocks."""
+    """Token blocks: 9 of 32 tokens; 12 documents of 24 tokens, so that documents cross blocks."""
     tokens = np.random.default_rng(0).integers(3, 97, size=(9, BLOCK)).astype(np.int32)
     owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, BLOCK)
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(12)))

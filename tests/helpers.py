@@ -43,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(family: str = "llama", **options: Any) -> PreTrainedModel:
-    """A random decoder: 4 layers, 4 query and 2 KV heads of size 8, in evaluation mode."""
+    """Make a random decoder: 4 layers, 4 query and 2 KV heads of size 8, in evaluation mode."""
     config = AutoConfig.for_model(
         family,
         **{

@@ -1,4 +1,4 @@
-"""Tables of every kind and age: what earlier versions wrote is read, and written with its kind and unit."""
+"""Test tables of every kind and age: files of earlier versions are read, and written with their kind and unit."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ HEADER = "layer,kv_head,density"
 
 
 def rows(density: object, domain: str = "all", num_tokens: int = 1, standard_error: float = math.nan) -> pd.DataFrame:
-    """One row per entry of ``density`` [L, Hkv]."""
+    """Return one row per entry of ``density`` [L, Hkv]."""
     grid = np.asarray(density, dtype=float)
     layer, head = (axis.ravel() for axis in np.indices(grid.shape))
     return pd.DataFrame({"layer": layer, "kv_head": head, "score": grid.ravel()}).assign(
@@ -28,7 +28,7 @@ def rows(density: object, domain: str = "all", num_tokens: int = 1, standard_err
 
 
 def probed(seed: int = 0) -> tuple[HeadScores, np.ndarray]:
-    """A table of 2 domains, 2 layers, 3 heads with its histogram, and the logits [domain, L, Hkv, token]."""
+    """Return a table of 2 domains, 2 layers, 3 heads with its histogram, and the logits [domain, L, Hkv, token]."""
     generator = np.random.default_rng(seed)
     logits = generator.normal(generator.normal(0, 2, (2, 2, 3, 1)), 1.0, (2, 2, 3, 400))
     edges = np.linspace(-8, 8, 161)

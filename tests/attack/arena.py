@@ -1,4 +1,4 @@
-"""Where the attack takes place: one ground, on which commands run, are hurt, run again and are compared.
+"""Run, interrupt, repeat and compare commands in one folder, called the ground.
 
 The ground is always the same folder, filled anew for every round from the state that the command starts from. What an
 undisturbed run makes of that state is computed once, by the same means.
@@ -29,7 +29,7 @@ LIMIT = 120.0  # seconds that a command may take before it counts as hung
 
 @dataclass
 class Run:
-    """A command that was started: what it is known by, and when it has ended how."""
+    """A command that was started: its process, and once it has ended, its exit code and duration."""
 
     number: int
     folder: Path
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def steps(self) -> list[list[str]]:
-        """Of the trace: what, step, of how many, folder."""
+        """Rows of the trace: event, step, number of steps, folder."""
         file = self.folder / "trace"
         return [line.split("\t") for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -67,13 +67,13 @@ class Run:
         return json.loads(file.read_text()) if file.exists() else {}
 
     def send(self, number: int) -> None:
-        """A signal; nothing if the process has ended, whose number stays its own until it is waited for."""
+        """Send a signal, unless the process has ended; its number stays reserved until it is waited for."""
         os.kill(self.number, number)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What an undisturbed run leaves, prints and takes."""
+    """Files, output and duration of an undisturbed run."""
 
     files: Snapshot
     run: Run
@@ -85,7 +85,7 @@ class Expected:
 
 
 class Server:
-    """The process of ``server.py``."""
+    """Client of the process that runs ``server.py``."""
 
     def __init__(self, library: Path, log: Path) -> None:
         self._log = log.open("w")
@@ -122,7 +122,7 @@ class Server:
 
 
 class Arena:
-    """The ground, the states, the server.
+    """Holds the ground, the states that commands start from, and the fork server.
 
     Args:
         folder: an empty one; failed rounds are kept in ``folder/failed``.
@@ -142,7 +142,7 @@ class Arena:
     # rounds
 
     def rounds(self, tally: Tally, full: int) -> list[Round]:
-        """The rounds of one attack, of which there are ``full`` in all."""
+        """Return the rounds of one attack, which has ``full`` rounds in all."""
         count = max(1, -(-full * self.percent // 100))
         numbers = range(int(count)) if self.only is None else [self.only]
         return [
@@ -153,7 +153,7 @@ class Arena:
     # states and what is expected
 
     def state(self, name: str) -> Path:
-        """The ground after the command ``name``; "empty": before any."""
+        """Return a copy of the ground after the command ``name``, or with "empty" before any command."""
         if name not in self._states:
             if name == "empty":
                 self._states[name] = self.folder / "states" / "empty"
@@ -169,7 +169,7 @@ class Arena:
         shutil.copytree(source, self.ground)
 
     def expected(self, command: Command, start: Path | str | None = None) -> Expected:
-        """Of an undisturbed run, from the command's own state or another. Changes the ground."""
+        """Return the result of an undisturbed run, from the command's usual state or another; changes the ground."""
         key = f"{command.name} {start or command.start}"
         if key not in self._expected:
             self.reset(start or command.start)
@@ -183,7 +183,7 @@ class Arena:
         return self._expected[key]
 
     def differences(self, expected: Expected) -> list[str]:
-        """Between the ground and what should be there."""
+        """Return the differences between the ground and the expected files."""
         return differences(expected.files, snapshot(self.ground))
 
     # commands
@@ -197,7 +197,7 @@ class Arena:
         injection: dict[str, Any] | None = None,
         forked: bool = True,
     ) -> Run:
-        """Start a command; ``forked=False``: in a process of its own, as a person does."""
+        """Start a command; with ``forked=False`` in a separate process, as a user does."""
         self._number += 1
         folder = self.folder / "runs" / str(self._number)
         folder.mkdir(parents=True)
@@ -228,7 +228,7 @@ class Arena:
         return Run(self.server.ask("start", job=job), folder)
 
     def wait(self, run: Run, seconds: float = LIMIT) -> Run:
-        """Until a command ends, or has taken too long and is killed."""
+        """Wait until a command ends, or kill it after ``seconds``."""
         hung = False
         if not self._ended(run, seconds):
             hung = True
@@ -250,7 +250,7 @@ class Arena:
         return True
 
     def run(self, command: Command, **faults: Any) -> Run:
-        """Start and wait."""
+        """Start a command and wait for its end."""
         return self.wait(self.start(command, **faults))
 
     def hit(self, command: Command, number: int, seconds: float, *, events: int = 0, forked: bool = True) -> Run:
@@ -270,7 +270,7 @@ class Arena:
         return self.wait(run)
 
     def keep(self, name: str) -> Path:
-        """Keep the ground of a failed round; where."""
+        """Keep the ground of a failed round; return the copy's folder."""
         target = self.folder / "failed" / name
         target.parent.mkdir(exist_ok=True)
         if not target.exists():

@@ -1,4 +1,4 @@
-"""The commands under attack, and the states of a workspace that they start from.
+"""Define the commands under attack, and the workspace states that they start from.
 
 Every command runs in one folder, the ground, with the project in ``project`` and the workspace in ``w``, all as
 relative paths, so that no result names the place where it was made.
@@ -26,7 +26,7 @@ TEXT = ("--data", "project/text", "--block-size", "32", "--max-tokens", "2000")
 
 @dataclass(frozen=True)
 class Command:
-    """One command of the program.
+    """A command of the program, and how the attack treats it.
 
     Attributes:
         words: its arguments; ``{dense}`` and ``{reference}`` stand for the checkpoints of the recipe's runs.
@@ -46,7 +46,7 @@ class Command:
     once: bool = False
 
     def arguments(self, ground: Path) -> list[str]:
-        """As the program takes them."""
+        """Return the command-line arguments, with checkpoints inserted."""
         runs = ground / "w" / "runs" / "tiny"
         places = {
             "{dense}": lambda: next(runs.glob("dense-*/final")),
@@ -120,7 +120,7 @@ COMMANDS = {
 
 
 def write_ground(ground: Path) -> None:
-    """The project, in a new folder; no workspace yet."""
+    """Write the project to a new folder, without a workspace."""
     ground.mkdir(parents=True)
     write_project(ground / "project", ATTACK_RECIPE)
     (ground / "project" / "local.yaml").write_text(LOCAL)

@@ -1,4 +1,4 @@
-"""Whether two workspaces hold the same results: every file byte for byte, but for what a clock decides.
+"""Compare the results in two workspaces byte for byte, except for values that depend on a clock.
 
 ``normalised`` is the only place that lets anything differ, and says why.
 """
@@ -25,7 +25,7 @@ CLOCKED = {*CLOCK_COLUMNS, "run.json", "trainer_state.json"}  # files whose hash
 
 
 def normalised(path: Path) -> bytes | None:
-    """The content that must not change; None for a file that does not count."""
+    """Return the content that must not change, and None for a file that does not count."""
     name, content = path.name, path.read_bytes()
     if name.startswith("study.db"):
         return None  # the queue of a search: trials with times and worker names; the table made of it counts
@@ -66,7 +66,7 @@ def _json(content: bytes, is_clock: Any) -> bytes:
 
 
 def _without_clocked_hashes(content: bytes, name: str) -> bytes:
-    """Records: hashes of tables with times, and of the record itself where it names such a hash."""
+    """Remove from records the hashes of tables with times, and the record's hash where it covers such a hash."""
     names = "|".join(re.escape(one) for one in sorted(CLOCK_COLUMNS))
     text = re.sub(rf"(?m)^ +(?:{names}): [0-9a-f]{{64}}\n".encode(), b"", content)
     if name == "calibration.yaml":
@@ -75,7 +75,7 @@ def _without_clocked_hashes(content: bytes, name: str) -> bytes:
 
 
 def snapshot(ground: Path, *parts: str) -> Snapshot:
-    """All files of ``parts`` of the ground (default: of the workspace and the export)."""
+    """Read all files of ``parts`` of the ground (default: the workspace and the export)."""
     result = {}
     for part in parts or ("w", "out"):
         for path in sorted((ground / part).rglob("*")):
@@ -89,7 +89,7 @@ def snapshot(ground: Path, *parts: str) -> Snapshot:
 
 
 def differences(expected: Snapshot, actual: Snapshot) -> list[str]:
-    """What is missing, differs, or should not be there; first of all what is wrong."""
+    """Return which files differ, are missing, or are unexpected, in this order."""
     missing = [f"missing {path}" for path in expected if path not in actual]
     wrong = [f"differs {path}" for path in expected if path in actual and actual[path] != expected[path]]
     return wrong + missing + [f"extra {path}" for path in actual if path not in expected]

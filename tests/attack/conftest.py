@@ -1,4 +1,4 @@
-"""Options and summary of the attack, which is left out unless asked for: ``pytest tests/attack -m attack``.
+"""Add options and a summary for the attack, which only runs on request: ``pytest tests/attack -m attack``.
 
 ``--rounds P`` plays P percent of the full number (default 1, at least one round of each; 100: all), ``--attack-seed S``
 chooses other moments, ``--round N`` plays one round again.
@@ -53,7 +53,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def arena(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    """One for the session."""
+    """Arena of the session."""
     folder = tmp_path_factory.mktemp("arena")
     library = compile_library(folder)
     if library is None:
@@ -68,7 +68,7 @@ def arena(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def attack(request: pytest.FixtureRequest) -> Callable[[str], AbstractContextManager[Tally]]:
-    """``with attack("kills train") as tally``: its counts are printed, and its failures fail the test at the end."""
+    """Context manager ``with attack("kills train") as tally``: it prints the counts, and fails the test on failures."""
 
     @contextmanager
     def begin(name: str) -> Iterator[Tally]:

@@ -1,4 +1,4 @@
-"""``faults.c`` compiled, and how a process is told what its disk shall do."""
+"""Compile ``faults.c``, and tell a process which of its file operations fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOURCE = Path(__file__).with_name("faults.c")
 
 
 def compile_library(folder: Path) -> Path | None:
-    """The shared library, in ``folder``; None where there is no gcc."""
+    """Compile the shared library to ``folder``; return None without gcc."""
     compiler = shutil.which("gcc")
     if compiler is None:
         return None
@@ -25,7 +25,7 @@ def compile_library(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Faults:
-    """What happens to file operations below ``root``.
+    """Faults of file operations below ``root``.
 
     Attributes:
         kill_at: number of the operation (from 1) before which the process is killed; 0: none.
@@ -40,11 +40,11 @@ class Faults:
 
     @property
     def request(self) -> list[str | int]:
-        """For the fork server."""
+        """Fields of a request to the fork server."""
         return [str(self.root), self.kill_at, self.full_after, self.log]
 
     def environment(self, library: Path) -> dict[str, str]:
-        """For a process of its own."""
+        """Return the environment variables for a separate process."""
         return {
             "LD_PRELOAD": str(library),
             "FAULTS_ROOT": str(self.root),
@@ -56,7 +56,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Operation:
-    """One line of a log: an operation's number, what it does, and the path below the root."""
+    """One line of a log: an operation's number, its kind, and the path below the root."""
 
     number: int
     what: str
@@ -67,13 +67,13 @@ class Operation:
 
 
 def read_operations(log: Path) -> list[Operation]:
-    """The log of a run."""
+    """Read the log of a run."""
     rows = [line.split(" ", 1) for line in log.read_text().splitlines()] if log.exists() else []
     return [Operation(int(number), *rest.rsplit(" /", 1)) for number, rest in rows if " /" in rest]
 
 
 def environment() -> dict[str, str]:
-    """Of every process of the attack: one thread, no network, no commit that changes while the attack goes on.
+    """Return the environment of every process: one thread, no network, no commit that may change during the attack.
 
     The package is the one beside these tests, whichever is installed.
     """

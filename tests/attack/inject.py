@@ -1,4 +1,4 @@
-"""What is done to a training inside the forked child: numbers that are not finite, and a trace of its steps.
+"""Inject non-finite numbers into a training in the forked child, and trace its steps.
 
 Everything hooks into ``transformers.Trainer``, which the product's trainer calls, so that the product itself stays as
 it is.
@@ -15,7 +15,7 @@ KINDS = ("loss", "gradient", "weight", "moment", "update", "learning-rate", "pre
 
 
 def shrink_palindrome() -> None:
-    """Fewer held-out sequences, which take most of a short comparison's time, and checkpoints within its few steps."""
+    """Reduce held-out sequences, which dominate a short comparison's time, and write checkpoints in its few steps."""
     from spkv_nas.training.palindrome import run
 
     names, initialise = list(run.PalindromeSettings.__dataclass_fields__), run.PalindromeSettings.__init__
@@ -26,7 +26,7 @@ def shrink_palindrome() -> None:
 
 
 def _callback(make: Any) -> None:
-    """Give every trainer that is made from now on one more callback, ``make()``."""
+    """Add a callback, ``make()``, to every trainer created from now on."""
     import transformers
 
     original = transformers.Trainer.__init__
@@ -39,7 +39,7 @@ def _callback(make: Any) -> None:
 
 
 def trace(file: Path) -> None:
-    """Append a line to ``file`` at both ends of a training and of its steps: what, step, of how many, folder."""
+    """Append a line to ``file`` at both ends of a training and of its steps: event, step, number of steps, folder."""
     from transformers import TrainerCallback
 
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -55,7 +55,7 @@ def trace(file: Path) -> None:
 
 
 def inject(kind: str, run: str, step: int, value: str) -> None:
-    """Make a number of a training wrong, once.
+    """Make one number of a training non-finite, once.
 
     Args:
         kind: of ``KINDS``; "update": a gradient that the check of its norm cannot see any more.

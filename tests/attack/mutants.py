@@ -1,4 +1,4 @@
-"""Mutants of files, and how a reader of them is attacked.
+"""Create mutants of files, and attack a reader of such files with them.
 
 Each mutant must be accepted, or refused with a ``UserError`` of at most 1,000 characters; a numerical warning counts as
 a crash.
@@ -27,7 +27,7 @@ MOST_CHARACTERS = 1000  # of an error's message
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader.
+    """A reader of one kind of file.
 
     Attributes:
         name: of the kind of file.
@@ -42,7 +42,7 @@ class Reader:
 
 @dataclass
 class Outcome:
-    """How a reader took its mutants."""
+    """How a reader responded to its mutants."""
 
     accepted: int = 0
     refused: int = 0
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def attack(reader: Reader, number: int, seed: int = 0) -> Outcome:
-    """Read ``number`` mutants of the sound file. Every crash is told with the mutant's beginning."""
+    """Read ``number`` mutants of the sound file; every crash is reported with the mutant's beginning."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory() as folder:
         file = reader.make(Path(folder))
@@ -89,7 +89,7 @@ HOSTILE = (
 
 
 def mutants(sound: bytes, number: int, seed: int = 0) -> Iterator[bytes]:
-    """``number`` files like ``sound``: flipped bits, cuts, lines gone or there twice, hostile values, other arrays."""
+    """Yield mutants of ``sound``: flipped bits, cuts, removed or repeated lines, hostile values, other arrays."""
     draw = random.Random(seed)
     kinds: list[Callable[[bytes, random.Random], bytes]] = [_flip, _cut, _lines, _value, _value, _value, _insert]
     if sound[:2] == b"PK":
@@ -138,7 +138,7 @@ def _insert(sound: bytes, draw: random.Random) -> bytes:
 
 
 def _array(sound: bytes, draw: random.Random) -> bytes:
-    """A sound archive with one array that is another: of another kind or shape, or with a value out of range."""
+    """Replace one array of a sound archive by one of another kind or shape, or with a value out of range."""
     with np.load(io.BytesIO(sound)) as result:
         arrays: dict[str, Any] = {name: result[name] for name in result.files}
     name = draw.choice(sorted(arrays))

@@ -1,4 +1,4 @@
-"""Every reader of files that commands take from people or find in a workspace: what ``attack.mutants`` attacks."""
+"""List all readers of files that users provide or that lie in a workspace, for ``attack.mutants``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from spkv_nas.training.recipe import Recipe
 
 
 def make_probe() -> HeadScores:
-    """4 layers x 2 heads, 2 domains, with everything that a probe writes beside the table."""
+    """Make a table of 4 layers x 2 heads and 2 domains, with everything that a probe writes beside it."""
     draw = np.random.default_rng(0)
     edges, domains = np.linspace(-6, 6, 13), ("code", "prose")
     bins = draw.integers(0, 20, (6, 4, 2, 14))
@@ -78,7 +78,7 @@ def make_probe() -> HeadScores:
 
 
 def _write_probe(name: str) -> Callable[[Path], Path]:
-    """A probe whose record has no hashes, so that damage reaches the readers behind them."""
+    """Return a writer of probes whose record has no hashes, so that damage reaches the other readers."""
 
     def make(folder: Path) -> Path:
         make_probe().write(folder)

@@ -1,4 +1,4 @@
-"""What every attack asks in the end: does the same command, undisturbed now, arrive at the undisturbed result?"""
+"""Check that the same command, now undisturbed, arrives at the undisturbed result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ERROR = "error:"
 
 
 def resume(round_: Round, command: Command, expected: Expected, story: str, but: str = "") -> None:
-    """Run the command on what is there; note whether it ends well and with the same files, those of ``but`` aside."""
+    """Run the command on the ground; check that it ends well and with the same files, except for ``but``."""
     run = round_.arena.run(command)
     round_.note("resumed")
     if command.once and is_clear_error(run) and not round_.arena.differences(expected):
@@ -28,5 +28,5 @@ def resume(round_: Round, command: Command, expected: Expected, story: str, but:
 
 
 def is_clear_error(run: Run) -> bool:
-    """Whether a command ended as at a user's mistake: exit 2, a message, no traceback."""
+    """Return whether a command ended with a user error: exit code 2, a message, no traceback."""
     return run.status == 2 and ERROR in run.err and not run.has_traceback

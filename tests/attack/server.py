@@ -1,4 +1,4 @@
-"""The process that commands are forked from, because to import torch and transformers takes longer than to run one.
+"""Fork commands from one process, since importing torch and transformers takes longer than running a command.
 
 Started by ``arena.Server`` with ``faults.c`` preloaded; reads one request per line on standard input and answers on
 standard output, both JSON. Every command runs in a child with files as its output, its faults armed, and, if asked for,
@@ -49,7 +49,7 @@ HEAVY = (
 
 
 def child(job: dict[str, Any]) -> None:
-    """Run one command, as the console script does, and leave without what Python does at exit."""
+    """Run one command as the console script does, and exit without Python's cleanup."""
     code: int | str | None = 1
     before = set(sys.modules)
     faults = ctypes.CDLL(None)
@@ -90,7 +90,7 @@ def child(job: dict[str, Any]) -> None:
 
 
 def start(job: dict[str, Any]) -> int:
-    """Fork a child; its number."""
+    """Fork a child; return its process number."""
     number = os.fork()
     if not number:
         child(job)
@@ -98,7 +98,7 @@ def start(job: dict[str, Any]) -> int:
 
 
 def wait(number: int, seconds: float) -> int | None:
-    """The exit status of a child as shells and subprocess say it, None if it still runs after so many seconds."""
+    """Return a child's exit code, negative for a signal, or None if it still runs after ``seconds``."""
     end = time.monotonic() + seconds
     while True:
         result, status = os.waitpid(number, os.WNOHANG)
@@ -110,7 +110,7 @@ def wait(number: int, seconds: float) -> int | None:
 
 
 def load(modules: list[str]) -> int:
-    """Import what commands have imported, so that the next child need not; the number of threads, which must be 1."""
+    """Import what commands import, so that the next child starts faster; return the number of threads, always 1."""
     for name in modules:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""What an attack tried and what came of it: counts for the summary, and of every failure what repeats it."""
+"""Count what an attack tried and how it ended, and describe every failure with how to repeat it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TAIL = 600  # characters of a command's standard error
 
 @dataclass
 class Tally:
-    """Of one attack on one command."""
+    """Counts and failures of one attack on one command."""
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -37,7 +37,7 @@ class Tally:
 
 @dataclass
 class Round:
-    """One round of an attack: its own random numbers, and where its failures go."""
+    """One round of an attack: its random numbers, and the tally of its failures."""
 
     tally: Tally
     number: int
@@ -47,16 +47,16 @@ class Round:
     _failed: bool = False
 
     def note(self, *what: str) -> None:
-        """Count."""
+        """Count events by name."""
         self.tally.counts.update(what)
 
     def spread(self, size: int, parts: int = 1) -> int:
-        """An index below ``size``; the rounds, or one of every ``parts``, together cover all of it, evenly."""
+        """Draw an index below ``size``; all rounds, or every ``parts``-th, together cover the range evenly."""
         among, index = max(1, self.count // parts), self.number // parts
         return min(size - 1, int(size * (index + self.random.random()) / among)) if size else 0
 
     def fail(self, what: str, story: str, run: Run | None = None, wrong: list[str] | None = None) -> None:
-        """Note a failure, once per kind of it, with all that is needed to look at it."""
+        """Record a failure, and how to look at it and repeat it."""
         self.note(what)
         if not self._failed:
             self.note("failed")

@@ -1,4 +1,4 @@
-"""Bits that flip and files that end early, in every kind of file of a workspace, and the command that reads it.
+"""Flip bits and cut files in every kind of file of a workspace, and run the command that reads it.
 
 Allowed are the undisturbed result, a clear error, and another result with a warning that names the file: tables and
 layouts may be edited, so what has changed is read. Another result without a word is a failure.
@@ -26,7 +26,7 @@ FLIPS, CUTS = 40, 12  # of each kind of file
 
 @dataclass(frozen=True)
 class Case:
-    """Files, and what reads them.
+    """Files to damage, and the command that reads them.
 
     Attributes:
         state: the command after which the workspace is as wanted.
@@ -117,7 +117,7 @@ def test_damage(name: str, arena: Arena, attack: Callable[[str], AbstractContext
 
 
 def prepare(arena: Arena, name: str, case: Case) -> tuple[Path, Expected]:
-    """The ground before the damage, and what the reader makes of it undamaged."""
+    """Return the ground before the damage, and the reader's undamaged result."""
     state = arena.folder / "states" / f"damage {name}".replace(" ", "-")
     if case.killed:
         command = COMMANDS[case.state]
@@ -135,7 +135,7 @@ def prepare(arena: Arena, name: str, case: Case) -> tuple[Path, Expected]:
 
 
 def one_of_each_kind(state: Path, case: Case) -> list[Path]:
-    """Of files whose paths differ in hashes and names of variants alone, the first; relative to the ground."""
+    """Return the first file of each kind, by path without hashes and names of variants, relative to the ground."""
     kinds: dict[str, Path] = {}
     for path in _matching(state, case.files):
         kind = re.sub(r"[0-9a-f]{12,}|(?<=branches/)[^/]*|(?<=palindrome/)[^/]*|(density|random)-\d-\d", "*", str(path))
@@ -151,7 +151,7 @@ def _matching(state: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
 
 
 def hurt(file: Path, cut: bool, random: Random) -> str:
-    """Flip a bit or cut the end off; what was done."""
+    """Flip a bit or cut off the end; return a description."""
     content = bytearray(file.read_bytes())
     if cut:
         length = random.randrange(len(content))
@@ -164,7 +164,7 @@ def hurt(file: Path, cut: bool, random: Random) -> str:
 
 
 def judge(round_: Round, case: Case, file: Path, expected: Expected, run: Run, story: str) -> None:
-    """Whether what the reader did is allowed."""
+    """Check that the reader's response is allowed."""
     round_.note("rounds")
     wrong = [line for line in round_.arena.differences(expected) if line.split(" ", 1)[1] != str(file)]
     if case.printed and run.out != expected.run.out:

@@ -1,4 +1,4 @@
-"""A disk that is full after any number of bytes: a clear error, and with room again the undisturbed result."""
+"""Fill the disk after any number of bytes: a clear error, and with free space again the undisturbed result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in two processes of which one is killed: the rest ends soon and says so, and the same command goes on."""
+"""Kill one of two training processes: the other soon ends with a message, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def torchrun(arena: Arena, command: Command) -> Run:
 
 
 def lose_one(round_: Round, command: Command) -> str:
-    """Start, kill one process in the midst of a training, and see how the other and torchrun end; how, in words."""
+    """Kill one process in the middle of a training, and check how the other and torchrun end; return a description."""
     arena, rank = round_.arena, round_.random.randrange(2)
     delay = round_.random.uniform(0.0, 0.5)
     run = torchrun(arena, command)
@@ -118,7 +118,7 @@ def lose_one(round_: Round, command: Command) -> str:
 
 
 def end(run: Run, *others: psutil.Process) -> None:
-    """End torchrun, which ends what it started, and what it has left."""
+    """End torchrun with the processes that it started, and any that it left."""
     assert run.process is not None
     if run.process.poll() is None:
         run.process.terminate()
@@ -128,6 +128,6 @@ def end(run: Run, *others: psutil.Process) -> None:
 
 
 def heldout_nll(ground: Path) -> float:
-    """Of the reference that was trained."""
+    """Return the held-out NLL of the trained reference."""
     (record,) = ground.glob("w/runs/tiny/branches/sp-kv-*/final/run.json")
     return float(json.loads(record.read_text())["heldout_nll"])

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment and before any file operation: the same command finishes, readers see the old or the new."""
+"""Send SIGKILL at any moment and before any file operation: the command resumes, and readers see the old or the new."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_kills(name: str, arena: Arena, attack: Attack) -> None:
 
 
 def kill(round_: Round, command: Command, expected: Expected, *, forked: bool = True, anywhere: bool = False) -> str:
-    """Kill the command once; how, in words.
+    """Kill the command once; return a description.
 
     Rounds with an even number kill before a file operation, spread evenly over all of them, for a training over those
     of its checkpoints and final folder; the others at a random moment. ``anywhere``: before any operation.
@@ -69,7 +69,7 @@ def _counts(command: Command, operation: Operation) -> bool:
 
 
 class Readers:
-    """The command that reads the result: of a killed command it must see all of the old one or all of the new."""
+    """Runs the command that reads the result: after a kill it must see all of the old result or all of the new."""
 
     def __init__(self, arena: Arena, command: Command, expected: Expected) -> None:
         self._arena, self._command, self._expected = arena, command, expected
@@ -77,7 +77,7 @@ class Readers:
         self._allowed: list[tuple[int | None, Snapshot]] = []
 
     def look(self, round_: Round, story: str) -> None:
-        """Run the reader on the ground, which is as it was afterwards."""
+        """Run the reader on the ground, and leave the ground unchanged."""
         if self._reader is None:
             return
         arena = self._arena

@@ -1,4 +1,4 @@
-"""Numbers that are not finite, wherever they come from: the run stops and says where; nothing of them is saved."""
+"""Inject non-finite numbers anywhere: the run stops with their source, and none of them is saved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLACES = {  # command, run, steps
 
 
 def cases(seed: int) -> list[tuple[str, str, int, str]]:
-    """(place, kind, step, value), shuffled, so that the first ones have something of everything."""
+    """Return tuples of source, kind, step and value, shuffled so that any first few cover everything."""
     every = [
         (source, kind, step, value)
         for (source, (_, _, steps)), kind, value in product(PLACES.items(), KINDS, ("nan", "inf", "-inf"))
@@ -70,7 +70,7 @@ def test_numbers(arena: Arena, attack: Callable[[str], AbstractContextManager[Ta
 
 
 def test_a_rate_that_overflows(arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]) -> None:
-    """In a process of its own, without any injection: finite losses and gradients, and an update beyond float32."""
+    """Train in a separate process without injection: finite losses and gradients, and an update beyond float32."""
     command = COMMANDS["train"]
     with attack("numbers python -m spkv_nas train") as tally:
         expected = arena.expected(command)
@@ -93,7 +93,7 @@ def test_a_rate_that_overflows(arena: Arena, attack: Callable[[str], AbstractCon
 
 
 def not_finite(runs: Path) -> Iterator[Path]:
-    """Files of checkpoints and final folders with a tensor that is not finite."""
+    """Yield files of checkpoints and final folders that hold a non-finite tensor."""
     for path in sorted([*runs.rglob("*.safetensors"), *runs.rglob("optimizer.pt")]):
         if not any(part.startswith(".") for part in path.relative_to(runs).parts) and not all(
             map(_finite, tensors(path))
@@ -106,7 +106,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 def tensors(path: Path) -> Iterator[torch.Tensor]:
-    """All of a file's."""
+    """Yield all tensors of a file."""
     if path.suffix == ".safetensors":
         yield from load_file(path).values()
         return
@@ -115,7 +115,7 @@ def tensors(path: Path) -> Iterator[torch.Tensor]:
 
 
 def newest_unreadable(runs: Path) -> Iterator[str]:
-    """Of every run's newest checkpoint, why it cannot be read."""
+    """Yield, for every run, why its newest checkpoint cannot be read."""
     newest: dict[Path, Path] = {}
     for path in runs.rglob("checkpoint-*"):
         other = newest.setdefault(path.parent, path)

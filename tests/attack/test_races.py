@@ -1,4 +1,4 @@
-"""The same command twice at once: both end well, and the result is that of one."""
+"""Run the same command twice at once: both end well, and the result is that of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of every kind of file, read in this process: accepted or refused in a few lines, never a crash."""
+"""Read mutants of every kind of file in this process: accepted or refused in a few lines, never a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT at any moment: one line, the exit code of the signal, a checkpoint of the step, and on it goes."""
+"""Send SIGTERM and SIGINT at any moment: one line, the signal's exit code, a checkpoint of the step, and resumption."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_signals(
 
 
 def test_signal_to_a_process_of_its_own(arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]) -> None:
-    """SIGTERM while ``python -m spkv_nas`` imports, which takes most of its time, or trains."""
+    """Send SIGTERM while ``python -m spkv_nas`` imports, which takes most of its time, or trains."""
     command = COMMANDS["train"]
     with attack("signals SIGTERM python -m spkv_nas train") as tally:
         expected = arena.expected(command)
@@ -54,7 +54,7 @@ def test_signal_to_a_process_of_its_own(arena: Arena, attack: Callable[[str], Ab
 
 
 def look(round_: Round, run: Run, number: signal.Signals, expected: Expected, story: str) -> None:
-    """How the command ended: its exit code, what it said, what it saved."""
+    """Check how the command ended: its exit code, its messages, its files."""
     if run.status == 0 or (run.status == -number and run.out == expected.run.out):
         round_.note("too late")  # in the second case, too, all was done: the interpreter was about to end
         return
@@ -81,5 +81,5 @@ def look(round_: Round, run: Run, number: signal.Signals, expected: Expected, st
 
 
 def has_checkpoint(ground: Path, step: int, folder: str) -> bool:
-    """Whether the run in ``folder`` saved that step."""
+    """Return whether the run in ``folder`` saved that step."""
     return (ground / folder / f"checkpoint-{step}" / "trainer_state.json").is_file()

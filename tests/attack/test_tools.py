@@ -1,4 +1,4 @@
-"""Whether the attack's own tools see what they must: a tool that sees nothing finds nothing."""
+"""Test the attack's tools: they must detect planted faults."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write_all(arena: Arena, folder: Path, **faults: int) -> tuple[subprocess.Com
 
 
 def test_every_writer_is_seen(arena: Arena, tmp_path: Path) -> None:
-    """Python, Rust (safetensors, tokenizers), C++ (torch) and SQLite; renames and removals below folders."""
+    """Trace Python, Rust (safetensors, tokenizers), C++ (torch) and SQLite; renames and removals below folders."""
     done, log = write_all(arena, tmp_path / "place")
     assert done.stdout.split() == [], done.stderr
     seen = {(operation.what, operation.path) for operation in read_operations(log)}
@@ -97,7 +97,7 @@ def test_a_kill_comes_before_the_operation(arena: Arena, tmp_path: Path) -> None
 def test_undisturbed_runs_agree(
     name: str, arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]
 ) -> None:
-    """Before anything is hurt: a second run, and one over the finished result, must give the same files."""
+    """Check that a second undisturbed run, and one over the finished result, give the same files."""
     command = COMMANDS[name]
     with attack(f"undisturbed {name}") as tally:
         expected = arena.expected(command)

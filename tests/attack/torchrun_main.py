@@ -1,4 +1,4 @@
-"""``spkv-nas`` in the processes of torchrun; with ``sharding: fsdp`` they are told that they shard, on a CPU too."""
+"""Run ``spkv-nas`` in the processes of torchrun, with ``sharding: fsdp`` on a CPU too."""
 
 from __future__ import annotations
 

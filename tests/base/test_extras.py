@@ -83,7 +83,7 @@ NEED = {
 
 
 def run(folder: Path, without: list[str], commands: list[str]) -> dict[str, tuple[int, str]]:
-    """Exit code and standard error of commands in one process that lacks packages, with ``folder`` as workspace."""
+    """Return exit code and standard error of commands, in one process without the extras and workspace ``folder``."""
     arguments = [sys.executable, "-c", RUN, json.dumps([without, commands])]
     done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=True)
     return {command: (code, errors) for command, (code, errors) in json.loads(done.stdout).items()}
@@ -91,7 +91,7 @@ def run(folder: Path, without: list[str], commands: list[str]) -> dict[str, tupl
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """What every command says with the base alone, in a workspace with the committed probe."""
+    """Output of every command with only the base dependencies, in a workspace with the committed probe."""
     folder = tmp_path_factory.mktemp("base")
     shutil.copytree(ROOT / "probes" / "stdlib-21x3", folder / "probes" / "stdlib-21x3")
     shutil.copy(ROOT / "spkv_nas/assets/stdlib-21x3/demo.yaml", folder / "recipe.yaml")

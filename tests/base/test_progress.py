@@ -1,4 +1,4 @@
-"""Tests of messages as log records: their levels, which Python users choose, and how the command line prints them."""
+"""Test messages as log records: their levels, which Python users choose, and how the command line prints them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the group of evaluations: the default one, those of installed packages, and torchrun."""
+"""Test the group of evaluations: the default one, those of installed packages, and torchrun."""
 
 from __future__ import annotations
 

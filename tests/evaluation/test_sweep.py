@@ -38,7 +38,7 @@ from spkv_nas.stages.evaluate.nll.command import NLL
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A model with gates, window 6, tau 0.4."""
+    """Checkpoint with gates, window 6, tau 0.4."""
     save(gated(), tiny_tokenizer, tmp_path / "mine")
     return tmp_path / "mine"
 

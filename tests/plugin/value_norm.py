@@ -1,4 +1,4 @@
-"""A signal: the mean norm of each KV head's values."""
+"""Define a signal: the mean norm of each KV head's values."""
 
 from spkv_nas.artifacts.kinds import SCORE
 from spkv_nas.base.flag import Flag

@@ -1,4 +1,4 @@
-"""Signals of installed packages: a real package is built, and the command line finds what it declares."""
+"""Test signals of installed packages: a real package is built, and the command line finds its signals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLUGIN = TESTS / "plugin"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that holds the package, as ``pip install --target`` leaves it."""
+    """Folder that holds the package, as ``pip install --target`` leaves it."""
     folder = tmp_path_factory.mktemp("plugin")
     arguments = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder / "wheel")]
     subprocess.run(arguments, cwd=PLUGIN, check=True, capture_output=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Run every shell, Python and YAML block of README.md and of the pages in docs/, on tiny models by the names there."""
+"""Run every shell, Python and YAML block of README.md and docs/, on tiny models under the names used there."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_every_block_of_a_page_runs(
 
 
 def targets(page: Path) -> Iterator[str]:
-    """The files that a page links to, of this repository."""
+    """Return the files of this repository that a page links to."""
     for target in LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
         if not re.match(r"https?:|#", target):
             yield target.partition("#")[0]

@@ -26,7 +26,7 @@ MOST_COMMANDS = 20
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a text of one's own, and small steps."""
+    """Folder with a user's text, and small steps."""
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path / "my project")
     monkeypatch.setattr("spkv_nas.training.first_recipe._STEP_TOKENS", {"cpu": 256})
@@ -44,7 +44,7 @@ def run(capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
 
 
 def walk(capsys: pytest.CaptureFixture[str], start: str) -> list[str]:
-    """All command lines in the order in which they were suggested and run, each once."""
+    """Return all command lines in the order in which they were suggested and run, each once."""
     waiting, done = [start], []
     while waiting:
         line = waiting.pop(0)
@@ -55,7 +55,7 @@ def walk(capsys: pytest.CaptureFixture[str], start: str) -> list[str]:
 
 
 def models(lines: list[str]) -> set[str]:
-    """The models that commands name or measure."""
+    """Return the models that commands name or measure."""
     result = set()
     for options in map(parsed, lines):
         if isinstance(options, ProbeOptions | ScoreOptions | InitOptions):

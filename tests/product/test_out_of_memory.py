@@ -40,7 +40,7 @@ WINDOW = 6
 
 
 def short_of_memory(model: PreTrainedModel, most: int, *, layer: int = 2, fitting: int = 0) -> list[int]:
-    """Have a layer of the model fail in passes of more than ``most`` blocks, the first ``fitting`` aside.
+    """Make a layer of the model fail in passes of more than ``most`` blocks, except for the first ``fitting``.
 
     The blocks of all passes that come so far.
     """

@@ -1,4 +1,4 @@
-"""The rooms of the package and the imports between them: down only, so that a reader finds the way."""
+"""Test the structure: packages only import from lower layers, and files, functions and signatures stay short."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 400, 60, 15
 
 
 def sources() -> list[Path]:
-    """Every module of the package and of the kernels, benchmarks among them."""
+    """Return every module of the package and of the kernels, including benchmarks."""
     return sorted([*(ROOT / "spkv_nas").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
 
 
 def room(module: str) -> str:
-    """The room of a module's dotted name; "" for the package's face."""
+    """Return the top-level package of a module's dotted name; "" for ``spkv_nas`` itself."""
     package, _, rest = module.partition(".")
     return "kernels" if package == "spkv_kernels" else rest.partition(".")[0]
 
 
 def home(file: Path) -> str:
-    """The room of a file."""
+    """Return the top-level package of a file."""
     path = file.relative_to(ROOT)
     return "kernels" if path.parts[0] == "kernels" else path.parts[1].removesuffix(".py").replace("__init__", "")
 
 
 def imports(file: Path, *, deferred: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import of the project's own, those inside functions and for types alone too.
+    """Yield (line, module) of every import of this project, including those in functions and for types only.
 
     Without ``deferred`` those inside functions are left out.
     """
@@ -64,14 +64,14 @@ def imports(file: Path, *, deferred: bool = True) -> Iterator[tuple[int, str]]:
 
 
 def imports_by_name(file: Path) -> Iterator[str]:
-    """Every module of the project's own that is imported by its name as text."""
+    """Yield every module of this project that is imported by a string."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
 
 
 def is_upward(origin: str, target: str) -> bool:
-    """Whether an import from one room may not be: to the same floor, to a higher one, or to the package's face.
+    """Return whether an import is forbidden: from the same layer, a higher one, or ``spkv_nas`` itself.
 
     The face itself, "", stands on top.
     """
@@ -120,7 +120,7 @@ def test_what_is_upward(origin: str, target: str, expected: bool) -> None:
 
 
 def test_no_circle_between_files() -> None:
-    """Packages' faces aside, which only hand names on, and what a command imports once it runs: its own stage."""
+    """Exempt are packages' ``__init__.py``, and what a command imports inside its function: its stage."""
     files = {module(file): file for file in sources() if file.name != "__init__.py"}
     left = {
         name: {
@@ -138,7 +138,7 @@ def test_no_circle_between_files() -> None:
 
 
 def module(file: Path) -> str:
-    """Dotted name of a file."""
+    """Return the dotted name of a file."""
     path = file.relative_to(ROOT).with_suffix("")
     return ".".join(path.parts).removeprefix("kernels.")
 
@@ -150,7 +150,7 @@ def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def test_files_and_functions_are_short() -> None:
-    """But for kernels; of tests the files alone."""
+    """Kernels are exempt; of tests only the files are checked."""
     files = [file for file in sources() if home(file) != "kernels"]
     tests = list((ROOT / "tests").rglob("*.py"))
     long = [

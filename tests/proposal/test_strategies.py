@@ -1,4 +1,4 @@
-"""Tests of the registered strategies: their names and masks, and those of an installed package."""
+"""Test the registered strategies: their names and masks, and those of an installed package."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ BLOCK = 32
 
 @pytest.fixture
 def workspace(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A workspace with a dense model, and a retrained hybrid of it where ``train-hybrid`` leaves one."""
+    """Workspace with a dense model, and a retrained hybrid of it where ``train-hybrid`` writes one."""
     runs = tmp_path / "w" / "runs" / "mine"
     save(tiny_model(vocab_size=300), tiny_tokenizer, runs / "dense-0123456789abcdef" / "final")
     hybrid = tiny_model(vocab_size=300)

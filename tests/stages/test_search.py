@@ -33,7 +33,7 @@ SEARCH_RECIPE = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5")
 
 @pytest.fixture
 def project(tmp_path: Path) -> tuple[Path, Path]:
-    """(recipe, workspace) with a hand-made density table of a 5 x 2 grid, called tiny."""
+    """Recipe and workspace with a hand-made density table of a 5 x 2 grid, called tiny."""
     recipe, workspace = write_project(tmp_path / "project", SEARCH_RECIPE), tmp_path / "workspace"
     folder = workspace / "probes" / "tiny"
     folder.mkdir(parents=True)

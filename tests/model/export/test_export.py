@@ -33,7 +33,7 @@ LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
 
 
 def write(layout: Layout | None, folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama") -> Path:
-    """A dense checkpoint, or a hybrid with ``layout``."""
+    """Write a dense checkpoint, or a hybrid with ``layout``."""
     model = tiny_model(family, vocab_size=300)
     if layout is not None:
         apply_layout(model, layout)

@@ -62,7 +62,7 @@ SPLITS, TYPES = ("layers", "heads"), ("native", "other")
 
 
 def lively(case: str) -> PreTrainedModel:
-    """A random model whose attention is far from uniform, so that a wrong window or position shows."""
+    """Make a random model whose attention is far from uniform, so that a wrong window or position shows."""
     model = tiny_model(case.partition("-")[0], vocab_size=300, **CASES[case])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -74,7 +74,7 @@ def lively(case: str) -> PreTrainedModel:
 
 
 def layout(model: PreTrainedModel, split: str, types: str) -> Layout:
-    """Layers as the model has them or two of them changed; by whole layers, or with heads that differ in one."""
+    """Return a layout with the model's layers or two of them changed; by whole layers, or with mixed heads in one."""
     kinds = getattr(model.config, "layer_types", None) or [FULL] * 4
     rows = ["GG" if kind == FULL else "LL" for kind in kinds]
     if types == "other":
@@ -99,7 +99,7 @@ Key = tuple[str, str, str]
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase) -> dict[Key, Exported]:
-    """Every export, its own check left for later."""
+    """All exports; each is checked later."""
     folder, result = tmp_path_factory.mktemp("exports"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify_export, "check", lambda *_: 0.0)
@@ -123,7 +123,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrained
 
 @pytest.fixture(scope="module")
 def answers(exports: dict[Key, Exported]) -> dict[Key, verify_export.SubprocessResult]:
-    """What plain transformers makes of each, in one fresh process."""
+    """Results of plain transformers for each export, in one fresh process."""
     hybrids = {one.folder: one.hybrid for one in exports.values()}
     return dict(zip(exports, verify_export.plain_answers(hybrids), strict=True))
 

@@ -1,4 +1,4 @@
-"""Exports' configs of real models, by their published configs alone: what inference engines read of them."""
+"""Test exported configs of real models, from their published configs alone: what inference engines read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def layerwise(model: PreTrainedModel) -> Layout:
-    """A global layer after every three local ones."""
+    """Return a layout with a global layer after every three local ones."""
     num_layers, num_heads = config_shape(model.config).grid
     return Layout(tuple(("G" if layer % 4 == 3 else "L") * num_heads for layer in range(num_layers)), window=128)
 

@@ -1,4 +1,4 @@
-"""Tests of choosing an export target: built-in ones by name and by what they can express, and those of packages."""
+"""Test the choice of an export target: built-in ones by name and by what they express, and those of packages."""
 
 from __future__ import annotations
 
