@@ -29,7 +29,7 @@ from spkv_nas.report.page import write_report
 
 SIZES = ((32, 8, 4, 0), (32, 8, 4, 250), (80, 8, 9, 250))  # layers, KV heads, domains, layouts scored
 STEPS = """async ([name, values, rest]) => {
-  const slider = document.getElementById("instrument-" + name);
+  const slider = document.getElementById("explorer-" + name);
   for (const value of values) {
     await new Promise(done => setTimeout(done, rest));
     const { port1, port2 } = new MessageChannel();
@@ -134,11 +134,11 @@ def main() -> None:
             data = re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0]
             page = browser.new_page(viewport={"width": 1280, "height": 1000})
             page.goto(file.as_uri())
-            page.wait_for_selector("[data-instrument][hidden]", state="detached")
+            page.wait_for_selector("[data-explorer][hidden]", state="detached")
             measurements: dict[str, Any] = {"size": size, "page": len(text.encode()), "data": len(data.encode())}
             # Drag and jump both sliders
             for slider in ("budget", "tau"):
-                maximum = int(page.get_attribute(f"#instrument-{slider}", "max") or 0)
+                maximum = int(page.get_attribute(f"#explorer-{slider}", "max") or 0)
                 drag = [1 + (3 * step) % maximum for step in range(60)]
                 jump = [1 + (259 * step) % maximum for step in range(30)]
                 measurements[f"{slider}, dragged"] = time_steps(browser, page, slider, drag, 0)

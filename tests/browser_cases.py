@@ -49,7 +49,7 @@ def open_file(browser: Any) -> Iterator[Any]:
             ),
         )
         page.goto(file.as_uri() + state)
-        page.wait_for_selector("[data-instrument][hidden]", state="detached")  # until the explorer has its tables
+        page.wait_for_selector("[data-explorer][hidden]", state="detached")  # until the explorer has its tables
         return page
 
     yield opened

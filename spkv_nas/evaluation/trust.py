@@ -96,16 +96,16 @@ class Trust:
         )
 
     def sentence(self) -> str:
-        """Return one sentence on how well the table orders the heads, and what its choice leaves out."""
+        """Return one sentence on how well the table ranks the heads, and which gains its selection excludes."""
         if math.isnan(self.left_out):
-            return "no head's gain, opened alone, stands out of the noise: how far the order can be trusted is open"
-        order = "the table orders what opening single heads saves"
+            return "no single-head gain exceeds the noise, so the ranking cannot be validated"
+        order = "the table was compared with single-head gains"
         if self.rho is not None:
-            order += f" with Spearman {self.rho:+.2f}"
+            order = f"the table's ranking of single-head gains has Spearman {self.rho:+.2f}"
         if self.interval is not None:
             low, high = self.interval
             order += f" (95 % interval {low:+.2f} to {high:+.2f})"
-        share = f"{order}; its {self.budget} heads leave out {self.share()} of the gains"
+        share = f"{order}; its {self.budget} heads exclude {self.share()} of the gains"
         if _are_few(self.num_documents):
             return f"{share}; measured on {self.num_documents} documents, too few to rely on"
         return f"{share}, most in {self.missed[0]}" if self.missed else share

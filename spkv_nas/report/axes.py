@@ -96,17 +96,17 @@ def _plain(ticks: Iterable[float]) -> tuple[tuple[float, str], ...]:
     return tuple((float(tick), f"{round(tick, 10):g}".replace("-", "\N{MINUS SIGN}")) for tick in ticks)
 
 
-def _round_values(low: float, high: float, most: int) -> list[float]:
+def _round_values(low: float, high: float, max_intervals: int) -> list[float]:
     """Return multiples of a round step that cover the range from ``low`` to ``high``.
 
-    The step is the smallest of 1, 2, 2.5, 5 times a power of ten that needs at most ``most`` intervals; it is an
-    integer for a range above 3.
+    The step is the smallest of 1, 2, 2.5, 5 times a power of ten that needs at most ``max_intervals`` intervals; it is
+    an integer for a range above 3.
     """
-    decade = 10.0 ** math.floor(math.log10((high - low) / most))
+    decade = 10.0 ** math.floor(math.log10((high - low) / max_intervals))
     for step in (decade * factor for factor in (*_STEPS, *(10 * step for step in _STEPS))):
         if high - low > 3 and step != round(step):
             continue
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-        if last - first <= most:
+        if last - first <= max_intervals:
             return [number * step for number in range(first, last + 1)]
     raise AssertionError(f"no step for {low} to {high}")

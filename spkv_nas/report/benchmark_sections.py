@@ -1,7 +1,7 @@
 """Build the page's sections on benchmarks of a checkpoint: training-free pruning, RULER, downstream tasks, LongPPL.
 
-``SECTIONS`` lists them: a further section is one function and one line there. "Level" means a difference of at most two
-standard errors.
+``SECTIONS`` lists them: a further section is one function and one line there. A difference is significant if
+it exceeds two standard errors.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from spkv_nas.report.formatting import change, listed, measured, number, signed
 from spkv_nas.report.result_charts import baselines_chart
 from spkv_nas.report.section import Row, Section
 
-_LEVEL, _AT_FLOOR = "level", "at the floor"
+_TIED, _AT_FLOOR = "not significantly different", "not above the floor"
 _AVERAGE = "average of "
 _MOST_NAMED = 6
-_PAIR = ("Against", "Its density, %", "Difference")
+_PAIR = ("Baseline", "Baseline density, %", "Difference")
 _LONG = ("Domain", "Documents", "Tokens", "Key tokens", "LongPPL", "PPL", "Density, %")
-_LONG_PAIR = ("Against", "Its PPL", "Its density, %", "Difference, %")
+_LONG_PAIR = ("Baseline", "Baseline PPL", "Baseline density, %", "Difference, %")
 Record = Mapping[str, Any]
 
 
-def read_judged(folder: Path) -> tuple[Section, ...]:
+def read_benchmarks(folder: Path) -> tuple[Section, ...]:
     """Return the sections of the result tables in a folder.
 
     Raises:
@@ -51,17 +51,17 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
     groups = [
         tuple(_baseline(row) for _, row in group.iterrows()) for _, group in rows.groupby(kinds.fillna(1.5), sort=False)
     ]
-    protocol = "" if record.get("protocol") != "kvpress" else ", as kvpress reads it"
+    protocol = "" if record.get("protocol") != "kvpress" else ", following the kvpress protocol"
     return Section(
         name,
         "Post-hoc KV-cache compression",
         "The dense model with keys evicted by training-free rules, on "
-        f"{_text(record)}, read in chunks of {record.get('chunk', '?')} tokens{protocol}; the window of "
+        f"{_text_size(record)}, read in chunks of {record.get('chunk', '?')} tokens{protocol}; the window of "
         f"{record.get('window', '?')} is always kept. "
-        "Density is the share of the keys outside the window that is kept, sinks among them. ΔNLL is against the model "
-        "with all keys, ± one standard error, paired by document; “level” is within two of them. SP-KV is a "
-        "separate model.",
-        tuple(_of_densities(rows)),
+        "Density is the share of keys outside the window that are kept, sinks included. ΔNLL is against the model with "
+        "all keys, ± one standard error, paired by document; “not significantly different” is within two of them. "
+        "SP-KV is a separate model.",
+        tuple(_density_findings(rows)),
         ("Method", "Δ NLL, %", "NLL", "Sinks", "Target density, %", "Density, %"),
         (),
         tuple(groups),
@@ -80,18 +80,18 @@ def _baseline(row: pd.Series[Any]) -> Row:
         number(100 * row["target_density"], 1),
         number(100 * row["density"], 1),
     )
-    return Row(_called(row), cells, "" if is_dense else _level(delta, error))
+    return Row(_method_label(row), cells, "" if is_dense else _significance_tag(delta, error))
 
 
-def _called(row: pd.Series[Any]) -> str:
+def _method_label(row: pd.Series[Any]) -> str:
     """Return the name of a row's method, with the threshold of SP-KV."""
     if row["method"] == SP_KV:
         return f"SP-KV, τ = {row['tau']:g}" if row["tau"] else "SP-KV, gates open"
     return str(row["method"])
 
 
-def _of_densities(rows: pd.DataFrame) -> Iterable[str]:
-    """Yield, for each target density, the rule that loses least, the rules level with it, and SP-KV."""
+def _density_findings(rows: pd.DataFrame) -> Iterable[str]:
+    """Yield, for each target density, the rule of the lowest ΔNLL, those not significantly worse, and SP-KV."""
     spkv_rows = rows[rows["method"] == SP_KV]
     unmatched = True
     for target in rows["target_density"].dropna().unique():
@@ -100,26 +100,25 @@ def _of_densities(rows: pd.DataFrame) -> Iterable[str]:
         unmatched = unmatched and spkv_near.empty
         ordered = pd.concat([rows[rows["target_density"] == target], spkv_near]).sort_values("delta_nll_percent")
         (_, best), *others = ordered.iterrows()
-        level = [_with_sinks(row) for _, row in others if row["above_lowest"] <= 2 * row["above_lowest_standard_error"]]
-        # Say which rules are level with the best
+        tied = [_with_sinks(row) for _, row in others if row["above_lowest"] <= 2 * row["above_lowest_standard_error"]]
+        # Name the rules that do not differ significantly from the best
         if all(math.isnan(row["above_lowest_standard_error"]) for _, row in others):
-            level_note = "; no standard error of the differences is known"
-        elif level:
-            level_note = f"; level with it, within two standard errors of the difference: {listed(level, _MOST_NAMED)}"
+            tied_note = "; no standard error of the differences is known"
+        elif tied:
+            tied_note = f"; within two standard errors of the difference: {listed(tied, _MOST_NAMED)}"
         else:
-            level_note = "; no other rule is level with it"
+            tied_note = "; no other rule is within two standard errors of it"
         loss = change(best["delta_nll_percent"], best["delta_nll_standard_error"])
-        yield f"At {100 * target:g} %, {_with_sinks(best)} loses least, {loss} %{level_note if others else ''}."
+        comparison = tied_note if others else ""
+        yield f"At {100 * target:g} % density, {_with_sinks(best)} has the lowest ΔNLL, {loss} %{comparison}."
     if len(spkv_rows) and unmatched:
-        yield (
-            "No row of SP-KV is within a point of these densities, so it is compared in the figure only, between rows."
-        )
+        yield "No row of SP-KV is within one percentage point of these densities: only the figure compares them."
 
 
 def _with_sinks(row: pd.Series[Any]) -> str:
     """Return the name of a row's method with its number of sinks."""
     if row["method"] == SP_KV:
-        return _called(row)
+        return _method_label(row)
     return f"{row['method']} {f'with {row.sinks:g} sinks' if row.sinks else 'without sinks'}"
 
 
@@ -134,21 +133,22 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
         tuple(row for task_length, row in tasks if task_length == length)
         for length in dict.fromkeys(task_length for task_length, _ in tasks)
     )
-    # Name what is no better than the floor
+    # Name the tasks that are not above the floor
     at_floor = [f"{task} at {length:,}" for length, task, row in lines if _AT_FLOOR in row.tag]
     findings = (
-        [f"No better than the floor, within two standard errors: {listed(at_floor, _MOST_NAMED)}."] if at_floor else []
+        [f"Not above the floor by more than two standard errors: {listed(at_floor, _MOST_NAMED)}."] if at_floor else []
     )
     haystack = record.get("haystack", "RULER's noise")
     return Section(
         name,
         "RULER",
-        f"{_whose(record)}Share of correct answers, ± one standard error over samples; needles hide in "
-        f"{haystack if isinstance(haystack, str) else 'the essays provided'}. The floor is the same checkpoint with "
-        f"every head local to {record.get('floor_window', '?')} tokens: this score needs no long-range attention, "
-        "or is reached by chance; its standard error is not known. “Level” is a difference of at most two "
-        "standard errors, paired by sample. In brackets: an exact 95 % interval, where all samples agree.",
-        (*findings, *_of_pairs(rows, rows["task"] + " at " + rows["length"].map("{:,}".format), paired=paired)),
+        f"{_checkpoints(record)}Share of correct answers, ± one standard error over samples; needles are hidden in "
+        f"{haystack if isinstance(haystack, str) else 'the essays provided'}. The floor is the score of the same "
+        f"checkpoint with every head local to {record.get('floor_window', '?')} tokens, which it reaches without "
+        "long-range attention or by chance; its standard error is not known. “Not significantly different”: "
+        "within two standard errors of the baseline, paired by sample. In brackets: an exact 95 % interval, where all "
+        "samples agree.",
+        (*findings, *_pair_findings(rows, rows["task"] + " at " + rows["length"].map("{:,}".format), paired=paired)),
         ("Task", "Tokens", "Samples", "Score", "Floor", "Density, %", *(_PAIR if paired else ())),
         (averages,),
         by_length,
@@ -156,7 +156,7 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
 
 
 def _ruler_row(row: pd.Series[Any], *, paired: bool) -> Row:
-    """Return the row of one task at one length, tagged where it is level with the floor or the other checkpoint."""
+    """Return the row of one task at one length, tagged where it does not differ from the floor or the baseline."""
     cells = (
         number(row["length"], 0),
         number(row["num_samples"], 0),
@@ -166,7 +166,7 @@ def _ruler_row(row: pd.Series[Any], *, paired: bool) -> Row:
         *(_pair(row) if paired else ()),
     )
     at_floor = _AT_FLOOR if row["score"] - row["floor"] <= 2 * row["standard_error"] else ""
-    tags = at_floor, _level(row["difference"], row["difference_standard_error"])
+    tags = at_floor, _significance_tag(row["difference"], row["difference_standard_error"])
     return Row(str(row["task"]), cells, ", ".join(filter(None, tags)))
 
 
@@ -179,10 +179,10 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> Section:
     return Section(
         name,
         "Downstream tasks",
-        f"{_whose(record)}By lm-eval{limit}, ± one standard error over samples. The score of guessing is not in "
-        "this table. “Level” is a difference of at most two standard errors, paired by sample. In brackets: an "
-        "exact 95 % interval, where all samples have the same result.",
-        tuple(_of_pairs(rows, rows["task"] + ", " + rows["metric"], paired=paired)),
+        f"{_checkpoints(record)}By lm-eval{limit}, ± one standard error over samples. Chance-level scores are "
+        "not shown. “Not significantly different”: within two standard errors of the baseline, paired by sample. In "
+        "brackets: an exact 95 % interval, where all samples have the same result.",
+        tuple(_pair_findings(rows, rows["task"] + ", " + rows["metric"], paired=paired)),
         ("Task", "Metric", "Shots", "Samples", "Value", "Density, %", *(_PAIR if paired else ())),
         tuple(filter(None, (tuple(row for row in lines if row not in averages), averages))),
     )
@@ -198,7 +198,7 @@ def _task(row: pd.Series[Any], *, paired: bool) -> Row:
         number(100 * row["density"], 1),
         *(_pair(row) if paired else ()),
     )
-    return Row(str(row["task"]), cells, _level(row["difference"], row["difference_standard_error"]))
+    return Row(str(row["task"]), cells, _significance_tag(row["difference"], row["difference_standard_error"]))
 
 
 def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
@@ -206,14 +206,14 @@ def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
     paired = bool(rows["against_ppl"].notna().any())
     evaluator, withheld = record.get("evaluator"), record.get("withheld")
     evaluator_note = f" by {evaluator['model']}" if isinstance(evaluator, Mapping) and "model" in evaluator else ""
-    reasons = [f"{domain}: {why}." for domain, why in withheld.items()] if isinstance(withheld, Mapping) else []
+    reasons = [f"{domain}: {reason}." for domain, reason in withheld.items()] if isinstance(withheld, Mapping) else []
     return Section(
         name,
         "LongPPL",
-        f"{_whose(record)}Perplexity of the key tokens only, those that a long context makes much likelier, as judged"
+        f"{_checkpoints(record)}Perplexity of the key tokens only, which a long context makes much likelier, chosen"
         f"{evaluator_note}; ± one standard error by document, beside the perplexity of all tokens. "
-        "The SP-KV paper uses the name for its validation text, which is a different measure. “Level” is a difference "
-        "of at most two standard errors, on the same key tokens.",
+        "The SP-KV paper uses the name for its validation text, which is a different measure. “Not significantly "
+        "different”: within two standard errors of the baseline, on the same key tokens.",
         tuple(reasons),
         (*_LONG, *(_LONG_PAIR if paired else ())),
         (tuple(_longppl_row(row, paired=paired) for _, row in rows.iterrows()),),
@@ -231,14 +231,14 @@ def _longppl_row(row: pd.Series[Any], *, paired: bool) -> Row:
         number(100 * row["density"], 1),
         *((*pair, change(difference, error)) if paired else ()),
     )
-    return Row(str(row["domain"]), cells, _level(difference, error))
+    return Row(str(row["domain"]), cells, _significance_tag(difference, error))
 
 
-def _whose(record: Record) -> str:
+def _checkpoints(record: Record) -> str:
     """Return the checkpoints' names as the start of a paragraph, as far as they are recorded."""
     against = record.get("against")
-    against_note = f", against {against['model']}" if isinstance(against, Mapping) and "model" in against else ""
-    return f"{record['model']}{against_note}. " if "model" in record else ""
+    baseline = f"; baseline {against['model']}" if isinstance(against, Mapping) and "model" in against else ""
+    return f"{record['model']}{baseline}. " if "model" in record else ""
 
 
 def _pair(row: pd.Series[Any]) -> tuple[str, str, str]:
@@ -247,8 +247,8 @@ def _pair(row: pd.Series[Any]) -> tuple[str, str, str]:
     return number(row["against"], 3), number(100 * row["against_density"], 1), difference
 
 
-def _of_pairs(rows: pd.DataFrame, names: Sequence[str], *, paired: bool) -> Iterable[str]:
-    """Yield which rows differ from the other checkpoint's by more than two standard errors."""
+def _pair_findings(rows: pd.DataFrame, names: Sequence[str], *, paired: bool) -> Iterable[str]:
+    """Yield which rows differ from the baseline's by more than two standard errors."""
     if not paired:
         return
     clear = [
@@ -262,17 +262,17 @@ def _of_pairs(rows: pd.DataFrame, names: Sequence[str], *, paired: bool) -> Iter
     ):
         if differing:
             listing = listed([f"{name} ({signed(difference)})" for name, difference in differing], _MOST_NAMED)
-            yield f"More than two standard errors {direction} the other checkpoint: {listing}."
+            yield f"More than two standard errors {direction} the baseline: {listing}."
     if not clear:
-        yield "No difference from the other checkpoint exceeds two standard errors."
+        yield "No difference from the baseline exceeds two standard errors."
 
 
-def _level(difference: float, error: float) -> str:
-    """Return "level" for a difference of at most two standard errors, else "", also if either is NaN."""
-    return _LEVEL if abs(difference) <= 2 * error else ""
+def _significance_tag(difference: float, error: float) -> str:
+    """Return a tag for a difference of at most two standard errors, else "", also if either is NaN."""
+    return _TIED if abs(difference) <= 2 * error else ""
 
 
-def _text(record: Record) -> str:
+def _text_size(record: Record) -> str:
     """Return the recorded size of the text in words."""
     tokens, documents = record.get("num_tokens"), record.get("num_documents")
     if not isinstance(tokens, int) or not isinstance(documents, int):

@@ -130,12 +130,12 @@ class Rule:
     """A straight line across the whole chart.
 
     Attributes:
-        at: its value, on the horizontal axis if ``vertical``, else on the vertical one.
+        value: its position, on the horizontal axis if ``vertical``, else on the vertical one.
         label: text beside it, "" for none.
         vertical: direction of the line.
     """
 
-    at: float
+    value: float
     label: str = ""
     vertical: bool = True
     tone: Tone = "ink"

@@ -63,10 +63,11 @@ def levels(values: NDArray[np.float64], measure: Measure) -> list[int]:
     for number, value in enumerate(values.ravel().tolist()):
         if abs(value * units - round(value * units)) < 1e-6:  # on a boundary, where halves round to even
             below, above = round(value * units) - 1, round(value * units)
-            quantised[number] = above if _written(measure, (above + 0.5) / units) == _written(measure, value) else below
+            is_above = _formatted(measure, (above + 0.5) / units) == _formatted(measure, value)
+            quantised[number] = above if is_above else below
     return quantised
 
 
-def _written(measure: Measure, value: float) -> tuple[str, str]:
+def _formatted(measure: Measure, value: float) -> tuple[str, str]:
     """Return a value as the page writes it: exactly, and on the map."""
     return measure.exact(value), measure.scale.text(value)

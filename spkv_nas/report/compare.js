@@ -1,12 +1,12 @@
 /* Compare two layouts side by side, list all measured layouts, and link points of charts to the map. */
 function smallMap(figure, layers, heads) { /* draw a layout's global heads: grey if global in both layouts, coloured if only in this one */
-  const svg = figure.querySelector("svg"), parts = ["pair-none", "pair-both", "pair-own"].map(name => make(svg, "path", { class: name, d: "" }));
+  const svg = figure.querySelector("svg"), parts = ["pair-none", "pair-both", "pair-only"].map(name => make(svg, "path", { class: name, d: "" }));
   svg.setAttribute("viewBox", "-0.6 -0.6 " + (layers + 0.2) + " " + (heads + 0.2));
   svg.setAttribute("width", 20 * layers);
   return (name, mask, other) => {
     const paths = ["", "", ""];
-    mask.forEach((one, head) => {
-      paths[one ? 2 - other[head] : 0] += "M" + (Math.floor(head / heads) - FILLED / 2) + " " + head % heads + "h" + FILLED;
+    mask.forEach((isGlobal, head) => {
+      paths[isGlobal ? 2 - other[head] : 0] += "M" + (Math.floor(head / heads) - FILLED / 2) + " " + head % heads + "h" + FILLED;
     });
     parts.forEach((part, number) => part.setAttribute("d", paths[number]));
     figure.querySelector("h3").textContent = name;
@@ -18,22 +18,22 @@ function delta(change, error) {
 }
 /* Select a layout among the dots of one element: the nearest to the pointer, or by arrow keys; open it by click or Enter. */
 function linkClouds(explorer, layouts, goTo) {
-  const describe = at => [layouts[at].name, count(layouts[at].mask) + " global heads", ...explorer.measured.flatMap(([how, , results]) =>
-    results.filter(([one]) => one === at).map(([, change, error]) => delta(change, error) + " %, " + how)),
-    ...at < explorer.known ? [] : ["stopped before all text was read"]].join("\n");
+  const describe = index => [layouts[index].name, count(layouts[index].mask) + " global heads", ...explorer.measured.flatMap(([mode, , results]) =>
+    results.filter(([layout]) => layout === index).map(([, change, error]) => delta(change, error) + " %, " + mode)),
+    ...index < explorer.known ? [] : ["stopped before all text was read"]].join("\n");
   for (const chart of document.querySelectorAll("svg.chart:has([data-cloud])")) {
     const dots = [...chart.querySelectorAll("[data-cloud]")].flatMap(path => {
       let x = 0, y = 0;
       const { layouts: indices } = data.charts[chart.dataset.chart].marks[path.dataset.cloud];
       return [...path.getAttribute("d").matchAll(/m(-?\d+) ?(-?\d+)z/g)].map(([, right, down], dot) => [x += Number(right), y += Number(down), indices[dot]]);
-    }).filter(([, , at]) => at >= 0).sort((one, other) => one[0] - other[0] || other[1] - one[1]);
+    }).filter(([, , index]) => index >= 0).sort((first, second) => first[0] - second[0] || second[1] - first[1]);
     if (!dots.length) continue;
     chart.setAttribute("role", "group");
-    const cursor = make(chart, "circle", { class: "cursor", r: REACH, role: "button", tabindex: "0", "data-at": "" });
+    const cursor = make(chart, "circle", { class: "cursor", r: REACH, role: "button", tabindex: "0", "data-mark": "" });
     let current;
     const move = dot => {
-      const [cx, cy, at] = dots[current = dot];
-      for (const [name, value] of Object.entries({ cx, cy, "aria-label": describe(at) })) cursor.setAttribute(name, value);
+      const [cx, cy, index] = dots[current = dot];
+      for (const [name, value] of Object.entries({ cx, cy, "aria-label": describe(index) })) cursor.setAttribute(name, value);
     };
     const dotUnder = event => {
       const { x, y } = new DOMPoint(event.clientX, event.clientY).matrixTransform(chart.getScreenCTM().inverse());
@@ -67,57 +67,57 @@ function linkClouds(explorer, layouts, goTo) {
 function measuredTable(explorer, layouts, coverage, goTo) {
   const element = name => document.getElementById("measured-" + name);
   if (!element("all")) return;
-  const headsColumn = 4, entries = layouts.slice(0, explorer.known).map(({ name, mask }, at) => ({ at, errors: [], cells:
-    [name, null, null, null, count(mask), coverage(mask), ...explorer.costs ? [Number(explorer.costs[at])] : []] }));
-  for (const [, column, results] of explorer.measured) for (const [at, change, error] of results) if (column > 0) {
-    entries[at].cells[column] = change;
-    entries[at].errors[column] = error;
+  const headsColumn = 4, entries = layouts.slice(0, explorer.known).map(({ name, mask }, index) => ({ index, errors: [], cells:
+    [name, null, null, null, count(mask), coverage(mask), ...explorer.costs ? [Number(explorer.costs[index])] : []] }));
+  for (const [, column, results] of explorer.measured) for (const [index, change, error] of results) if (column > 0) {
+    entries[index].cells[column] = change;
+    entries[index].errors[column] = error;
   }
   const rows = entries.filter(({ cells }) => cells.slice(1, headsColumn).some(cell => cell !== null));
-  const heads = element("all").tHead.rows[0].cells, body = element("all").tBodies[0], most = 20;
+  const heads = element("all").tHead.rows[0].cells, body = element("all").tBodies[0], maxRows = 20;
   const tags = new Map([...body.rows].map(row => [row.cells[0].firstChild.textContent, row.querySelector(".tag")]).filter(([, tag]) => tag));
-  const sizes = [...new Set(rows.map(row => row.cells[headsColumn]))].sort((one, other) => one - other);
+  const sizes = [...new Set(rows.map(row => row.cells[headsColumn]))].sort((first, second) => first - second);
   element("heads").replaceChildren(new Option("any number", ""), ...sizes.map(number => new Option(number, number)));
-  let column = [1, 2, 3].find(at => rows.some(({ cells }) => cells[at] !== null)), up = true, showAll = false;
+  let column = [1, 2, 3].find(position => rows.some(({ cells }) => cells[position] !== null)), isAscending = true, showAll = false;
   function draw() {
     const words = element("filter").value.toLowerCase().split(/\s+/), number = element("heads").value;
     const matches = rows.filter(({ cells }) => words.every(word => cells[0].toLowerCase().includes(word)) && (!number || cells[headsColumn] === Number(number)));
     const value = row => row.cells[column];
-    matches.sort((one, other) => {
-      if (value(one) === null || value(other) === null) return (value(one) === null) - (value(other) === null) || one.at - other.at;
-      const order = column ? value(one) - value(other) : value(one).localeCompare(value(other), "en", { numeric: true });
-      return (up ? order : -order) || one.at - other.at;
+    matches.sort((first, second) => {
+      if (value(first) === null || value(second) === null) return (value(first) === null) - (value(second) === null) || first.index - second.index;
+      const order = column ? value(first) - value(second) : value(first).localeCompare(value(second), "en", { numeric: true });
+      return (isAscending ? order : -order) || first.index - second.index;
     });
-    [...heads].forEach((head, at) => { at === column ? head.setAttribute("aria-sort", up ? "ascending" : "descending") : head.removeAttribute("aria-sort"); });
-    body.replaceChildren(...matches.slice(0, showAll ? matches.length : most).map(row => {
+    [...heads].forEach((head, position) => { position === column ? head.setAttribute("aria-sort", isAscending ? "ascending" : "descending") : head.removeAttribute("aria-sort"); });
+    body.replaceChildren(...matches.slice(0, showAll ? matches.length : maxRows).map(row => {
       const line = document.createElement("tr"), head = document.createElement("th"), button = document.createElement("button");
       head.scope = "row";
       button.type = "button";
       button.className = "plain";
       button.textContent = row.cells[0];
-      button.addEventListener("click", () => goTo(row.at));
+      button.addEventListener("click", () => goTo(row.index));
       head.append(button);
       if (tags.has(row.cells[0])) head.append(tags.get(row.cells[0]).cloneNode(true));
-      line.append(head, ...row.cells.slice(1).map((cell, at) => {
-        const td = document.createElement("td"), position = at + 1;
+      line.append(head, ...row.cells.slice(1).map((cell, previous) => {
+        const td = document.createElement("td"), position = previous + 1;
         td.textContent = position < headsColumn ? cell === null ? "\u2014" : delta(cell, row.errors[position]) :
-          position === headsColumn + 1 ? (100 * cell).toFixed(1) : position === headsColumn + 2 ? explorer.costs[row.at] : cell;
+          position === headsColumn + 1 ? (100 * cell).toFixed(1) : position === headsColumn + 2 ? explorer.costs[row.index] : cell;
         return td;
       }));
       return line;
     }));
-    element("count").textContent = matches.length + " of " + rows.length + " layouts" + (body.rows.length < matches.length ? ", the first " + most + " shown" : "");
+    element("count").textContent = matches.length + " of " + rows.length + " layouts" + (body.rows.length < matches.length ? ", the first " + maxRows + " shown" : "");
     element("more").hidden = body.rows.length === matches.length;
   }
-  [...heads].forEach((head, at) => {
+  [...heads].forEach((head, position) => {
     const button = document.createElement("button");
     button.type = "button";
     button.className = "plain";
     button.textContent = head.textContent;
     head.replaceChildren(button);
     button.addEventListener("click", () => {
-      up = at === column ? !up : true;
-      column = at;
+      isAscending = position === column ? !isAscending : true;
+      column = position;
       draw();
     });
   });
@@ -129,22 +129,22 @@ function measuredTable(explorer, layouts, coverage, goTo) {
 /* Link points whose tooltip starts with the name of a layout: open it by click or Enter; arrow keys move between points. */
 function linkPoints(explorer, goTo) {
   const indexByName = new Map();
-  for (const [name, at] of [...explorer.layouts.map(([name], at) => [name, at]), ...explorer.aliases])
-    indexByName.set(name, indexByName.has(name) && indexByName.get(name) !== at ? -1 : at);
+  for (const [name, index] of [...explorer.layouts.map(([name], index) => [name, index]), ...explorer.aliases])
+    indexByName.set(name, indexByName.has(name) && indexByName.get(name) !== index ? -1 : index);
   for (const chart of document.querySelectorAll("svg.chart")) {
-    const linked = [...chart.querySelectorAll("[data-at]")].map(point => [point, indexByName.get(tipOf(point).split("\n")[0])]).filter(([, at]) => at >= 0);
+    const linked = [...chart.querySelectorAll("[data-mark]")].map(point => [point, indexByName.get(tipOf(point).split("\n")[0])]).filter(([, index]) => index >= 0);
     if (!linked.length) continue;
     const centre = point => point.getBBox().x + point.getBBox().width / 2;
-    const points = linked.map(([point]) => point).sort((one, other) => centre(one) - centre(other));
+    const points = linked.map(([point]) => point).sort((first, second) => centre(first) - centre(second));
     chart.setAttribute("role", "group");
-    linked.forEach(([point, at]) => {
+    linked.forEach(([point, index]) => {
       point.setAttribute("aria-label", tipOf(point));
       point.setAttribute("role", "button");
       point.setAttribute("tabindex", point === points[0] ? "0" : "-1");
-      point.addEventListener("click", () => goTo(at));
+      point.addEventListener("click", () => goTo(index));
       point.addEventListener("keydown", event => {
         const next = points[points.indexOf(point) + (steps[event.key] || [0, 0]).reduce((sum, step) => sum + step)];
-        if (event.key === "Enter" || event.key === " ") goTo(at);
+        if (event.key === "Enter" || event.key === " ") goTo(index);
         else if (!steps[event.key] || !next) return;
         else {
           point.setAttribute("tabindex", "-1");

@@ -2,17 +2,17 @@
 function percent(number) { return (number < 0 ? "\u2212" : "+") + Math.abs(number).toFixed(2) + " %"; }
 function size(number) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let at = 0;
-  while (number >= 1024 && at < 4) { number /= 1024; at++; }
-  return number.toFixed(at ? 2 : 0) + " " + units[at];
+  let unit = 0;
+  while (number >= 1024 && unit < 4) { number /= 1024; unit++; }
+  return number.toFixed(unit ? 2 : 0) + " " + units[unit];
 }
 function duration(number) {
   const units = ["s", "ms", "\u00b5s", "ns"];
-  let at = 0;
-  while (number < 1 && at < 3) { number *= 1000; at++; }
-  return number.toPrecision(3) + " " + units[at];
+  let unit = 0;
+  while (number < 1 && unit < 3) { number *= 1000; unit++; }
+  return number.toPrecision(3) + " " + units[unit];
 }
-function count(mask) { return mask.reduce((number, one) => number + one, 0); }
+function count(mask) { return mask.reduce((number, isGlobal) => number + isGlobal, 0); }
 function bytes(cache, budget, total, context) {
   return cache.token * (budget * context + (total - budget) * Math.min(cache.window, context));
 }
@@ -25,12 +25,12 @@ function seconds(times, cache, heads, mask, context) {
   };
   if (!measured || cache.window !== window || context < contexts[0] || context > contexts[contexts.length - 1])
     return [bytes(cache, count(mask), mask.length, context) / bandwidth, "at least, when decoding (" + times.bound + ")"];
-  const [row, down] = contexts.length > 1 ? between(context, contexts) : [0, 0];
+  const [row, rowFraction] = contexts.length > 1 ? between(context, contexts) : [0, 0];
   let sum = 0;
   for (let head = 0; head < mask.length; head += heads) {
-    const [column, right] = between(count(mask.subarray(head, head + heads)), counts);
-    const at = row => measured[row][column] + right * (measured[row][column + 1] - measured[row][column]);
-    sum += down ? at(row) + down * (at(row + 1) - at(row)) : at(row);
+    const [column, columnFraction] = between(count(mask.subarray(head, head + heads)), counts);
+    const interpolated = row => measured[row][column] + columnFraction * (measured[row][column + 1] - measured[row][column]);
+    sum += rowFraction ? interpolated(row) + rowFraction * (interpolated(row + 1) - interpolated(row)) : interpolated(row);
   }
   return [sum, "when decoding (" + times.measured + ")"];
 }

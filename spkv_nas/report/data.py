@@ -15,10 +15,10 @@ _NOT_DATA = {"name", "description", "note", "heading", "width", "height"}  # fie
 
 def page_data(
     charts: Iterable[Chart],
-    instrument: Mapping[str, Any] | None = None,
-    places: Mapping[str, int] | None = None,
+    explorer: Mapping[str, Any] | None = None,
+    indices: Mapping[str, int] | None = None,
 ) -> str:
-    """Return the page's data as JSON: ``{"charts": {name: {title, x, y, marks}}, "instrument": ...}``.
+    """Return the page's data as JSON: ``{"charts": {name: {title, x, y, marks}}, "explorer": ...}``.
 
     Charts are in data coordinates. Fields with their default value are omitted, and so are the coordinates of points
     without tips or names, and of points whose tips share a ``form``. Numbers are integers or have five significant
@@ -26,8 +26,8 @@ def page_data(
 
     Args:
         charts: charts to embed.
-        instrument: data of the layout explorer, if the page has one.
-        places: index of each layout among the explorer's, by name; points that stand for layouts refer to it, with -1
+        explorer: data of the layout explorer, if the page has one.
+        indices: index of each layout among the explorer's, by name; points that stand for layouts refer to it, with -1
             for a name that it lacks.
     """
 
@@ -35,10 +35,10 @@ def page_data(
         content = {key: value for key, value in _plain(chart).items() if key not in _NOT_DATA}
         for mark in content["marks"]:
             if "layouts" in mark:
-                mark["layouts"] = [(places or {}).get(name, -1) for name in mark["layouts"]]
+                mark["layouts"] = [(indices or {}).get(name, -1) for name in mark["layouts"]]
         return content
 
-    content = {"charts": {chart.name: chart_content(chart) for chart in charts}, "instrument": instrument}
+    content = {"charts": {chart.name: chart_content(chart) for chart in charts}, "explorer": explorer}
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 

@@ -12,7 +12,7 @@ from spkv_nas.base.statistics import critical_errors
 from spkv_nas.report.formatting import change, number, standard_errors
 from spkv_nas.report.section import Row, Section
 
-_HEADER = ("Checkpoint", "Documents", "Effective", "Tokens", "NLL", "Density, %", "Against", "Δ NLL, %")
+_HEADER = ("Checkpoint", "Documents", "Effective", "Tokens", "NLL", "Density, %", "Baseline", "Δ NLL, %")
 
 
 def evaluated_section(name: str, rows: pd.DataFrame, record: Mapping[str, Any]) -> Section:
@@ -23,9 +23,9 @@ def evaluated_section(name: str, rows: pd.DataFrame, record: Mapping[str, Any]) 
     return Section(
         name,
         "Checkpoints side by side",
-        f"NLL in nats per token on the same held-out documents{blocks}. ΔNLL counts from the checkpoint under "
-        "“Against”, ± one standard error, paired by document. “Effective” is the number of equally long documents that "
-        "would say as much.",
+        f"NLL in nats per token on the same held-out documents{blocks}. ΔNLL is against the checkpoint under "
+        "“Baseline”, ± one standard error, paired by document. “Effective” is the number of equally long documents "
+        "that would give the same standard error.",
         tuple(_sentences(rows, labels)),
         _HEADER,
         (tuple(_row(row, labels) for _, row in rows.iterrows()),),

@@ -79,7 +79,7 @@ class Evidence:
 
 def all_evidence(inputs: ReportInputs) -> list[Evidence]:
     """Return the evidence of every mode that has results, most retraining first; each has a unique description."""
-    collected = [*_of_search(inputs), *_of_comparison(inputs)]
+    collected = [*_search_evidence(inputs), *_comparison_evidence(inputs)]
     occurrences = Counter(evidence.description for evidence in collected)
     collected = [
         replace(evidence, description=f"{evidence.description}, in the {evidence.source}")
@@ -102,7 +102,7 @@ def stopped_trials(inputs: ReportInputs) -> list[Result]:
     return list(_search_results(inputs, rows, "zero_shot_delta_percent", None))
 
 
-def _of_search(inputs: ReportInputs) -> Iterator[Evidence]:
+def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield the evidence of each fidelity of a search, full retraining first."""
     if inputs.search is None:
         return
@@ -113,7 +113,7 @@ def _of_search(inputs: ReportInputs) -> Iterator[Evidence]:
         results = tuple(_search_results(inputs, rows.dropna(subset=columns[0]), *columns))
         is_zero_shot = fidelity == "zero_shot"
         steps = 0.0 if is_zero_shot else _steps(recorded.get(fidelity) if isinstance(recorded, dict) else None)
-        description = _how(steps) + (_HELD_OUT if fidelity == "full" else "")
+        description = _mode(steps) + (_HELD_OUT if fidelity == "full" else "")
         # Zero-shot scores count from the dense model, retrained layouts from the control, trained alike
         baseline = DENSE if is_zero_shot else FULL_ATTENTION
         if results:
@@ -129,7 +129,7 @@ def _search_results(inputs: ReportInputs, rows: pd.DataFrame, delta: str, error:
             yield Result(str(row["name"]), float(row[delta]), standard_error, float(mask.sum()), mask)
 
 
-def _of_comparison(inputs: ReportInputs) -> Iterator[Evidence]:
+def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield the evidence of each number of steps in the comparison."""
     if inputs.comparison is None:
         return
@@ -137,7 +137,7 @@ def _of_comparison(inputs: ReportInputs) -> Iterator[Evidence]:
     rows = inputs.comparison[is_layout(inputs.comparison) & inputs.comparison["nll"].notna()]
     for steps, group in rows.groupby("steps", dropna=False):
         results = tuple(_comparison_result(inputs, row) for row in group.to_dict("records"))
-        yield Evidence(_how(float(steps)), float(steps), COMPARISON, baseline, _distinct(results))
+        yield Evidence(_mode(float(steps)), float(steps), COMPARISON, baseline, _distinct(results))
 
 
 def _comparison_result(inputs: ReportInputs, row: dict[Any, Any]) -> Result:
@@ -170,7 +170,7 @@ def _steps(recorded: Any) -> float:
     return float(recorded) if isinstance(recorded, int | float) else math.nan
 
 
-def _how(steps: float) -> str:
+def _mode(steps: float) -> str:
     """Return the evaluation mode in words."""
     if steps == 0:
         return _UNTRAINED

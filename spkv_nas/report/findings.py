@@ -32,12 +32,12 @@ def findings(inputs: ReportInputs) -> list[str]:
 
 
 def _baseline(comparison: pd.DataFrame) -> list[str]:
-    """Return what changes of NLL count from, and the effect of retraining alone."""
+    """Return what changes of NLL are against, and the effect of retraining alone."""
     if counted_from(comparison) != DENSE:
         if not (comparison["strategy"] == FULL_ATTENTION).any():
             return []
         return [
-            "Changes of NLL count from the control, full attention retrained like the layouts; this comparison has no "
+            "Changes of NLL are against the control, full attention retrained like the layouts; this comparison has no "
             "row for the dense model as it is."
         ]
     control = comparison[(comparison["strategy"] == FULL_ATTENTION) & comparison["delta_nll_percent"].notna()]
@@ -60,7 +60,7 @@ def _ranking(inputs: ReportInputs) -> list[str]:
     return [
         f"{widest['strategy']} has the highest {inputs.table.measure.noun} coverage, "
         f"{widest['coverage_percent']:.1f} %; coverage puts {sum(_agrees(*pair) for pair in pairs)} of {len(pairs)} "
-        f"pairs of layouts in the order of their NLL, {_of_clear(pairs, inputs)}."
+        f"pairs of layouts in the order of their NLL, {_significant_pairs(pairs, inputs)}."
     ]
 
 
@@ -73,7 +73,7 @@ def _contenders(inputs: ReportInputs) -> pd.DataFrame:
     return inputs.comparison[inputs.comparison["strategy"].isin(names)].dropna(subset=["coverage_percent"])
 
 
-def _of_clear(pairs: list[_Pair], inputs: ReportInputs) -> str:
+def _significant_pairs(pairs: list[_Pair], inputs: ReportInputs) -> str:
     """Return how many of the significantly different pairs coverage ranks like NLL."""
     errors = [inputs.pair_error(first["strategy"], second["strategy"]) for first, second in pairs]
     if all(math.isnan(error) for error in errors):
@@ -136,7 +136,7 @@ def _reference(comparison: pd.DataFrame) -> list[str]:
         return []
     row = rows.iloc[0]
     density = f" keeps {row['density_percent']:.1f} % of the tokens and" if row["density_percent"] >= 0 else ""
-    subject = f"SP-KV itself, which decides for every token of every head,{density}"
+    subject = f"SP-KV itself, which decides for every token and head,{density}"
     return [f"{subject} is {versus(row, counted_from(comparison))}."]
 
 
@@ -147,8 +147,8 @@ def search_findings(rows: pd.DataFrame) -> list[str]:
         if (best := reached.retrained) is not None:
             value = change(best.delta_nll_percent, best.standard_error)
             sentences.append(
-                f"{sampler}: {best.layout}, the best of its layouts after the short retraining, is at {value} % "
-                f"against {BASELINES[FULL_ATTENTION]} after the full one."
+                f"{sampler}: {best.layout}, its best layout after short retraining, has a ΔNLL of {value} % against "
+                f"{BASELINES[FULL_ATTENTION]} after full retraining."
             )
     for pair, correlation in correlations(rows).items():
         if correlation is not None:

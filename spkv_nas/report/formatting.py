@@ -53,10 +53,10 @@ def standard_errors(number: float) -> str:
     return "two standard errors" if number == 2.0 else f"{number:.1f} standard errors (few documents)"
 
 
-def listed(names: Sequence[str], most: int) -> str:
-    """Join names with commas; beyond ``most`` of them, give only the number of the others."""
-    num_more = len(names) - most
-    return ", ".join([*names[:most], *([f"and {num_more} more"] if num_more > 0 else [])])
+def listed(names: Sequence[str], max_names: int) -> str:
+    """Join names with commas; beyond ``max_names`` of them, give only the number of the others."""
+    num_more = len(names) - max_names
+    return ", ".join([*names[:max_names], *([f"and {num_more} more"] if num_more > 0 else [])])
 
 
 def short(text: str, length: int) -> str:

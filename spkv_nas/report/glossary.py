@@ -39,21 +39,21 @@ def glossary(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
             ),
         )
     if inputs.comparison is not None or inputs.search is not None:
-        terms |= _of_results(inputs)
+        terms |= _result_terms(inputs)
     return terms
 
 
-def _of_results(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
+def _result_terms(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
     """Return the terms of a comparison and of a search."""
     terms = {
         "control": (
             "Control",
-            "Full attention, retrained like the layouts: what differs from it is due to the layout, not to the "
+            "Full attention, retrained like the layouts: a difference from it is due to the layout, not to the "
             "retraining.",
         ),
         "dense": ("Dense model as it is", "The checkpoint before any retraining."),
     }
-    # What changes of NLL count from
+    # Baseline of changes of NLL
     comparison = inputs.comparison
     if comparison is None:
         baseline = "the dense model as it is where nothing was retrained, else the control"
@@ -67,5 +67,8 @@ def _of_results(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
         "better. ± is one standard error over documents.",
     )
     if comparison is not None and (comparison["strategy"] == SP_KV).any():
-        terms["spkv"] = ("SP-KV", "The model with gates: it decides for every token of every head what stays.")
+        terms["spkv"] = (
+            "SP-KV",
+            "The model with gates, which decide for every token and head what to keep.",
+        )
     return terms

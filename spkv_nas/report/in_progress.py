@@ -27,12 +27,12 @@ class Part:
     """The sentences, charts and rows of one command.
 
     Attributes:
-        said: sentences.
+        sentences: sentences.
         charts: charts of its progress.
         rows: rows of the table of layouts.
     """
 
-    said: tuple[str, ...]
+    sentences: tuple[str, ...]
     charts: tuple[Chart, ...] = ()
     rows: tuple[Row, ...] = ()
 
@@ -42,12 +42,12 @@ def section(parts: Sequence[Part]) -> Section | None:
     if not parts:
         return None
     return Section(
-        "under-way",
+        "in-progress",
         "In progress",
         "Unfinished work of other commands: of a search, every layout scored so far; of a training run, its log up "
         "to the last checkpoint.",
-        tuple(sentence for part in parts for sentence in part.said),
-        ("Layout, so far", "Global KV heads", "Zero-shot ΔNLL, %"),
+        tuple(sentence for part in parts for sentence in part.sentences),
+        ("Best layouts so far", "Global KV heads", "Zero-shot ΔNLL, %"),
         tuple(part.rows for part in parts if part.rows),
         charts=tuple(chart for part in parts for chart in part.charts),
     )
@@ -83,7 +83,7 @@ def searching(scored: pd.DataFrame, retrained: Mapping[Retraining, tuple[int, in
     cost = "cost" if complete["cost"].notna().all() else None
     chart = replace(
         progress_chart(complete, cost),
-        name="under-way-search",
+        name="in-progress-search",
         title="Best layouts so far",
         note="Layouts scored on the whole text only. Thick: mean over seeds; thin: single seeds.",
     )
@@ -101,7 +101,7 @@ def training(name: str, step: int, num_steps: int, log: pd.DataFrame, *, is_held
         is_held: True if a process is working on it.
         count: number of the training on this page, which makes its chart's name unique.
     """
-    worker = "one process is running" if is_held else "no process is running: the same command resumes it"
+    worker = "one process is running" if is_held else "no process is running; run the same command again to resume"
     # Sentence: step and latest values
     sentence = f"Training {name}: step {step:,} of {num_steps:,} at its last checkpoint"
     lines = [(label, tone, *_curve(log, column)) for column, label, tone in _CURVES]
@@ -116,7 +116,7 @@ def training(name: str, step: int, num_steps: int, log: pd.DataFrame, *, is_held
     # Chart of the curves
     values = [value for _, _, _, curve in lines for value in curve] + list(losses[1])
     chart = Chart(
-        f"under-way-{count}",
+        f"in-progress-{count}",
         f"Training {name}",
         sentence,
         round_axis("Step", 0, num_steps, exact=True),
@@ -139,5 +139,5 @@ def _curve(log: pd.DataFrame, column: str) -> tuple[Numbers, Numbers]:
 def _workers(number: int) -> str:
     """Return how many processes work on a search, in words."""
     if not number:
-        return "no process is running: the same command resumes it"
+        return "no process is running; run the same command again to resume"
     return "one process is running" if number == 1 else f"{number} processes are running"

@@ -23,14 +23,14 @@ class Card:
     Attributes:
         name: its title.
         chart: its map, with a name that is unique on the page.
-        said: sentences.
+        sentences: sentences.
         page: URL of its page, "" without one.
         links: (text, URL) of further links.
     """
 
     name: str
     chart: Chart
-    said: tuple[str, ...]
+    sentences: tuple[str, ...]
     page: str = ""
     links: tuple[tuple[str, str], ...] = ()
 

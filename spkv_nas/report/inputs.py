@@ -50,8 +50,8 @@ class ReportInputs:
         probes: tables by which the page can choose heads, each at its own threshold; by default only ``table``.
         calibration: measured times of the model's attention; None if there are none.
         predict: predicts zero-shot ΔNLL, in percent, from the search's scores; None if they do not allow it.
-        judged: sections of further result tables (``report.benchmark_sections``).
-        under_way: section of unfinished work of other commands; None if there is none.
+        benchmarks: sections of further result tables (``report.benchmark_sections``).
+        in_progress: section of unfinished work of other commands; None if there is none.
         pair_error: returns the standard error of the difference of two rows of the comparison, which share documents.
         commands: the command that proposes layouts, by the probe's name; by default for the current folder.
         covered: each layout's coverage, in [0, 1]; computed.
@@ -71,8 +71,8 @@ class ReportInputs:
     probes: Sequence[HeadScores] = ()
     calibration: Calibration | None = None
     predict: Predict | None = None
-    judged: Sequence[Section] = ()
-    under_way: Section | None = None
+    benchmarks: Sequence[Section] = ()
+    in_progress: Section | None = None
     pair_error: PairError = no_pair_error
     commands: Mapping[str, str] = field(default_factory=dict)
     covered: Mapping[str, float] = field(init=False)

@@ -1,4 +1,4 @@
-"""Place a chart's labels, both for the page and for picture files.
+"""Point a chart's labels, both for the page and for picture files.
 
 Lengths are in the unit of the renderer, y downward. Labels avoid marks, lines and other labels.
 """
@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from spkv_nas.report.chart import Bars, Chart, Line, Points, Rule
 
-Place = tuple[float, float]
+Point = tuple[float, float]
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 _FAINT = 0.6  # labels may cover marks of lower opacity
 _MARGIN = 14  # from the end of a line across the chart to its label
@@ -34,7 +34,7 @@ class Label:
     y: float
     text: str
     anchor: str = "start"
-    leader: Place | None = None
+    leader: Point | None = None
 
 
 def margin(chart: Chart, letter: float) -> float:
@@ -44,29 +44,29 @@ def margin(chart: Chart, letter: float) -> float:
 
 
 def chart_labels(
-    chart: Chart, at: Callable[[float, float], Place], box: Box, *, letter: float, line: float
+    chart: Chart, project: Callable[[float, float], Point], box: Box, *, letter: float, line: float
 ) -> list[Label]:
     """Return every label inside and beside a chart's axes.
 
     Args:
         chart: the chart.
-        at: maps data coordinates to the renderer's.
+        project: maps data coordinates to the renderer's.
         box: extent of the axes.
         letter: average width of a letter.
         line: height of a line of text.
     """
     # Labels of horizontal rules, to the right of the axes
-    occupied = list(_obstacles(chart, at, box))
-    labels = _beside_axes([(at(chart.x.high, mark.at)[1], mark.label) for mark in _across(chart)], box, line)
+    occupied = list(_obstacles(chart, project, box))
+    labels = _beside_axes([(project(chart.x.high, mark.value)[1], mark.label) for mark in _across(chart)], box, line)
     # Labels of vertical rules
     for mark in chart.marks:
         if isinstance(mark, Rule) and mark.vertical and mark.label:
-            labels.append(_along_rule(at(mark.at, chart.y.low)[0], mark.label, box, occupied, letter, line))
+            labels.append(_along_rule(project(mark.value, chart.y.low)[0], mark.label, box, occupied, letter, line))
     # Names of points
     for mark in chart.marks:
         if not isinstance(mark, Points) or not any(mark.names):
             continue
-        positions = [at(x, y) for x, y in zip(mark.x, mark.y, strict=True)]
+        positions = [project(x, y) for x, y in zip(mark.x, mark.y, strict=True)]
         if mark.shape == "stroke":
             labels += [
                 Label(x, y - mark.size - line / 2, name, "middle")
@@ -77,7 +77,7 @@ def chart_labels(
                 positions,
                 mark.names,
                 box,
-                taken=occupied,
+                occupied=occupied,
                 letter=letter,
                 line=line,
                 farthest=mark.farthest,
@@ -87,23 +87,23 @@ def chart_labels(
 
 
 def place_labels(
-    marks: Sequence[Place],
+    marks: Sequence[Point],
     names: Sequence[str],
     within: Box,
     *,
-    taken: list[Box],
+    occupied: list[Box],
     letter: float,
     line: float,
     farthest: int = 8,
     optional: bool = False,
 ) -> list[Label]:
-    """Place names beside their marks, each at the nearest free position (greedy).
+    """Point names beside their marks, each at the nearest free position (greedy).
 
     Args:
         marks: position of each mark.
         names: text of each, "" for none.
         within: box that the labels should stay in.
-        taken: occupied boxes; those of the new labels are appended.
+        occupied: occupied boxes; those of the new labels are appended.
         letter: average width of a letter.
         line: height of a line of text.
         farthest: lines by which a label may move up or down.
@@ -120,11 +120,11 @@ def place_labels(
             for left in (x + 10, x - 10 - letter * len(name))
         ]
         inside = [box for box in boxes if _holds(within, box)] or boxes[:1]
-        box = _first_free(inside, taken) or (None if optional else inside[0])
+        box = _first_free(inside, occupied) or (None if optional else inside[0])
         if box is None:
             continue
         # Add a leader line if the label has moved
-        taken.append(box)
+        occupied.append(box)
         middle = (box[1] + box[3]) / 2
         leader = (x, y) if abs(middle - y) > line * 0.6 else None
         right = box[0] > x
@@ -133,7 +133,7 @@ def place_labels(
 
 
 def _beside_axes(rules: list[tuple[float, str]], box: Box, line: float) -> list[Label]:
-    """Place the labels of horizontal rules to the right of the axes, as near their heights as they fit."""
+    """Point the labels of horizontal rules to the right of the axes, as near their heights as they fit."""
     ordered = sorted(rules)
     heights = spread([height for height, _ in ordered], line)
     return [
@@ -142,10 +142,10 @@ def _beside_axes(rules: list[tuple[float, str]], box: Box, line: float) -> list[
     ]
 
 
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Return positions at least ``gap`` apart, nearest in squares to the ``wanted`` ones; both ascend (isotonic)."""
+def spread(targets: Sequence[float], gap: float) -> list[float]:
+    """Return positions at least ``gap`` apart, nearest in squares to the ``targets`` ones; both ascend (isotonic)."""
     blocks: list[tuple[float, int]] = []
-    for index, position in enumerate(wanted):
+    for index, position in enumerate(targets):
         total, count = position - index * gap, 1
         while blocks and blocks[-1][0] / blocks[-1][1] > total / count:
             block_total, block_count = blocks.pop()
@@ -156,7 +156,7 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def _along_rule(x: float, name: str, box: Box, occupied: list[Box], letter: float, line: float) -> Label:
-    """Place the label of a vertical line at the highest free position beside it."""
+    """Point the label of a vertical line at the highest free position beside it."""
     width = letter * len(name)
     rows = [box[1] + row * line / 2 for row in range(int((box[3] - box[1]) / line * 2) - 1)]
     boxes = [(left, top, left + width, top + line) for top in rows for left in (x + 6, x - 6 - width)]
@@ -166,30 +166,30 @@ def _along_rule(x: float, name: str, box: Box, occupied: list[Box], letter: floa
     return Label(chosen[0], chosen[1] + line / 2, name)
 
 
-def _obstacles(chart: Chart, at: Callable[[float, float], Place], box: Box) -> Iterator[Box]:
+def _obstacles(chart: Chart, project: Callable[[float, float], Point], box: Box) -> Iterator[Box]:
     """Yield the boxes of marks that labels should avoid."""
     for mark in chart.marks:
         match mark:
             case Line():
-                yield from _along([at(x, y) for x, y in zip(mark.x, mark.y, strict=True)])
+                yield from _along([project(x, y) for x, y in zip(mark.x, mark.y, strict=True)])
             case Points() if mark.opacity > _FAINT:
                 errors = mark.error or (math.nan,) * len(mark.x)
                 for x, y, error in zip(mark.x, mark.y, errors, strict=True):
-                    (left, middle), high = at(x, y), at(x, y if math.isnan(error) else y + error)[1]
+                    (left, middle), high = project(x, y), project(x, y if math.isnan(error) else y + error)[1]
                     reach = max(7.0, middle - high)
                     yield left - 7, middle - reach, left + 7, middle + reach
             case Bars():
                 for low, high, height in zip(mark.low, mark.high, mark.height, strict=True):
-                    (left, bottom), (right, top) = at(low, 0.0), at(high, height)
+                    (left, bottom), (right, top) = project(low, 0.0), project(high, height)
                     yield left, top, right, bottom
             case Rule():
-                x, y = at(mark.at, chart.y.low)[0], at(chart.x.low, mark.at)[1]
+                x, y = project(mark.value, chart.y.low)[0], project(chart.x.low, mark.value)[1]
                 yield (x - 2, box[1], x + 2, box[3]) if mark.vertical else (box[0], y - 2, box[2], y + 2)
             case _:
                 pass
 
 
-def _along(positions: list[Place]) -> Iterator[Box]:
+def _along(positions: list[Point]) -> Iterator[Box]:
     """Yield small boxes along the line through ``positions``."""
     for (x0, y0), (x1, y1) in pairwise(positions):
         steps = 1 + int(math.hypot(x1 - x0, y1 - y0) / 4)
@@ -204,7 +204,7 @@ def _across(chart: Chart) -> list[Rule]:
 
 
 def _first_free(boxes: Sequence[Box], occupied: Sequence[Box]) -> Box | None:
-    """Return the first box that overlaps none of the taken ones; None if there is none."""
+    """Return the first box that overlaps none of the occupied ones; None if there is none."""
     return next((box for box in boxes if not any(_overlap(box, other) for other in occupied)), None)
 
 

@@ -1,15 +1,15 @@
 /* The layout explorer: choose heads on the first map. All settings are in `state`; `draw` shows them. */
-function instrument(explorer) {
-  const element = name => document.getElementById("instrument-" + name);
+function startExplorer(explorer) {
+  const element = name => document.getElementById("explorer-" + name);
   const map = document.querySelector("svg[data-chart=density]"), [layers, heads] = explorer.grid, total = layers * heads;
   const headOf = Array.from({ length: total }, (_, cell) => cell % layers * heads + Math.floor(cell / layers));
   const pictures = [...element("pair").children].map(figure => smallMap(figure, layers, heads));
   const picture = live(map, explorer, heads), cells = activate(map, heads);
   const layouts = explorer.layouts.map(([name, text]) => ({ name, mask: unpackBits(text, total) }));
-  const state = { signal: 0, domain: 0, tau: explorer.signals[0].start, budget: explorer.budget, limit: "", context: explorer.context, shown: explorer.start, other: -1 };
-  const tables = new Map(), none = new Uint8Array(total), all = none.map(() => 1);
-  let paintedKey = "", shownMask = none, comparison = null;
-  if (state.shown >= 0) state.budget = count(layouts[state.shown].mask);
+  const state = { signal: 0, domain: 0, tau: explorer.signals[0].start, budget: explorer.budget, limit: "", context: explorer.context, selected: explorer.start, compared: -1 };
+  const tables = new Map(), allLocal = new Uint8Array(total), allGlobal = allLocal.map(() => 1);
+  let paintedKey = "", selectedHeads = allLocal, comparison = null;
+  if (state.selected >= 0) state.budget = count(layouts[state.selected].mask);
 
   function table(signal = state.signal, tau = state.tau) {
     const key = signal + "," + tau;
@@ -24,40 +24,40 @@ function instrument(explorer) {
     }
     return tables.get(key);
   }
-  function first(order) {
+  function topHeads(order) {
     const mask = new Uint8Array(total);
     for (let rank = 0; rank < state.budget; rank++) mask[order[rank]] = 1;
     return mask;
   }
-  function selectedMask() { return state.shown < 0 ? first(table().order) : layouts[state.shown].mask; }
+  function selectedMask() { return state.selected < 0 ? topHeads(table().order) : layouts[state.selected].mask; }
   function comparedLayout() { /* the layout to compare with; -2 and below: as many heads by another probe at its own threshold */
-    if (state.other >= 0) return layouts[state.other];
-    const probe = -2 - state.other;
-    return probe < 0 ? null : { name: "heads selected by " + explorer.signals[probe].name, mask: first(explorer.signals[probe].order[explorer.signals[probe].probe_tau]) };
+    if (state.compared >= 0) return layouts[state.compared];
+    const probe = -2 - state.compared;
+    return probe < 0 ? null : { name: "heads selected by " + explorer.signals[probe].name, mask: topHeads(explorer.signals[probe].order[explorer.signals[probe].probe_tau]) };
   }
   function memory(cache, budget) { return bytes(cache, budget, total, state.context); }
   function drawCosts(signal, mask) {
-    const { cache } = signal, prediction = state.shown < 0 ? predicted(signal, state.tau, state.budget) : null;
+    const { cache } = signal, prediction = state.selected < 0 ? predicted(signal, state.tau, state.budget) : null;
     element("memory-row").hidden = element("limit-row").hidden = element("time-row").hidden = !cache;
     if (cache) {
       element("memory").textContent = size(memory(cache, state.budget)) + " of " + size(memory(cache, total));
       const [time, source] = seconds(explorer.times, cache, heads, mask, state.context);
-      const [most] = seconds(explorer.times, cache, heads, all, state.context);
-      element("time").textContent = duration(time) + " of " + duration(most);
-      element("time-from").textContent = source;
+      const [fullTime] = seconds(explorer.times, cache, heads, allGlobal, state.context);
+      element("time").textContent = duration(time) + " of " + duration(fullTime);
+      element("time-source").textContent = source;
       if (element("limit").value !== state.limit) element("limit").value = state.limit;
     }
     element("predicted-row").hidden = !prediction;
     if (!prediction) return;
     const [mean, deviation] = prediction;
     element("predicted").textContent = percent(mean);
-    element("predicted-by").textContent = "before retraining, 95 % interval " + percent(mean - 1.96 * deviation) + " to " +
+    element("predicted-note").textContent = "before retraining, 95 % interval " + percent(mean - 1.96 * deviation) + " to " +
       percent(mean + 1.96 * deviation) + ", fitted to the search's scores";
   }
   function file(mask) {
-    const stored = explorer.files[state.shown], text = rowsOf(mask).map(row => "  - " + row).join("\n");
+    const stored = explorer.files[state.selected], text = rowsOf(mask).map(row => "  - " + row).join("\n");
     if (stored) return stored.length ? { name: stored[0], text: stored[3] + text + stored[4], hash: stored[2] } : null;
-    if (state.shown >= 0) return null;
+    if (state.selected >= 0) return null;
     const signal = explorer.signals[state.signal], { before, between, window, strategy, origin } = signal.file;
     const rows = rowsOf(mask);
     const varying = {
@@ -70,11 +70,11 @@ function instrument(explorer) {
   }
   function rowsOf(mask) {
     return Array.from({ length: layers }, (_, layer) =>
-      Array.from(mask.subarray(layer * heads, (layer + 1) * heads), one => one ? "G" : "L").join(""));
+      Array.from(mask.subarray(layer * heads, (layer + 1) * heads), isGlobal => isGlobal ? "G" : "L").join(""));
   }
-  function distance(one, other) {
+  function distance(mask, otherMask) {
     let number = 0;
-    for (let head = 0; head < total; head++) number += one[head] ^ other[head];
+    for (let head = 0; head < total; head++) number += mask[head] ^ otherMask[head];
     return number;
   }
   function drawMeasured(mask) {
@@ -82,11 +82,11 @@ function instrument(explorer) {
     explorer.measured.forEach(([, , results], row) => { /* the lowest NLL comes first */
       let best = results[0];
       for (const result of results) if (distances[result[0]] < distances[best[0]]) best = result;
-      const [at, change, error] = best, cells = element("measured").rows[row].cells;
+      const [index, change, error] = best, cells = element("measured").rows[row].cells;
       cells[1].textContent = delta(change, error);
-      cells[2].firstChild.textContent = layouts[at].name;
-      cells[2].firstChild.dataset.layout = at;
-      cells[3].textContent = distances[at];
+      cells[2].firstChild.textContent = layouts[index].name;
+      cells[2].firstChild.dataset.layout = index;
+      cells[3].textContent = distances[index];
     });
   }
   function coverageOf(values, mask, signal) {
@@ -100,69 +100,69 @@ function instrument(explorer) {
     return total ? sum / total : NaN;
   }
   function drawDomains(signal, values, mask) { /* rounded to a percent, because the levels are not exact */
-    const covered = values.slice(1).map(one => 100 * coverageOf(one, mask, signal));
-    const shares = covered.map((share, domain) => [share, domain]).filter(([share]) => !Number.isNaN(share)).sort((one, other) => one[0] - other[0]);
+    const covered = values.slice(1).map(domainValues => 100 * coverageOf(domainValues, mask, signal));
+    const shares = covered.map((share, domain) => [share, domain]).filter(([share]) => !Number.isNaN(share)).sort((first, second) => first[0] - second[0]);
     const phrase = ([share, domain]) => "about " + share.toFixed(0) + " % in " + signal.domains[domain];
     const selected = shares.find(([, domain]) => domain === state.domain - 1);
     element("by-domain").textContent = selected ? phrase(selected) : shares.length > 1 ? phrase(shares[0]) + ", " + phrase(shares[shares.length - 1]) : "";
   }
   function draw() {
-    const signal = explorer.signals[state.signal], { values, covered } = table(), shown = values[state.domain] || values[0];
+    const signal = explorer.signals[state.signal], { values, covered } = table(), shownValues = values[state.domain] || values[0];
     const key = [state.signal, state.tau, state.domain].join();
-    if (paintedKey !== key) picture.paint(signal.scale, headOf.map(head => shown[head]));
+    if (paintedKey !== key) picture.paint(signal.scale, headOf.map(head => shownValues[head]));
     paintedKey = key;
     const mask = selectedMask(), other = comparedLayout();
     picture.outline(headOf.map(head => mask[head]), headOf.map(head => other && !mask[head] ? other.mask[head] : 0));
-    shownMask = mask;
+    selectedHeads = mask;
     comparison = other;
     map.closest("section").querySelector("h2").textContent = signal.noun[0].toUpperCase() + signal.noun.slice(1) + " by layer and KV head";
     element("scale").hidden = element("about").hidden = state.signal > 0; /* both describe the first probe */
-    element("shades").textContent = state.signal ? "Numbers: " + signal.noun + ", " + signal.shown + "; the higher, the lighter." : "";
+    element("scale-note").textContent = state.signal ? "Numbers: " + signal.noun + ", " + signal.shown + "; lighter is higher." : "";
     element("budget").value = state.budget;
     element("heads").textContent = state.budget + " of " + total + " KV heads";
     element("tau-row").hidden = signal.taus.length < 2;
     element("tau").max = signal.taus.length - 1;
     element("tau").value = state.tau;
     element("tau").setAttribute("aria-valuetext", signal.taus[state.tau]);
-    element("tau-value").textContent = signal.taus[state.tau] + (state.tau === signal.probe_tau ? ", the probe's" : ", by histogram");
-    if (element("at")) element("at").textContent = signal.taus[state.tau];
-    element("shown").value = state.shown;
-    const stored = explorer.files[state.shown] || [], isStart = !state.signal && state.tau === signal.start;
-    element("coverage").textContent = state.shown < 0 ? (100 * covered[state.budget - 1]).toFixed(2) + " %" :
+    element("tau-value").textContent = signal.taus[state.tau] + (state.tau === signal.probe_tau ? " (the probe's)" : " (interpolated)");
+    if (element("table-tau")) element("table-tau").textContent = signal.taus[state.tau];
+    element("selected").value = state.selected;
+    const stored = explorer.files[state.selected] || [], isStart = !state.signal && state.tau === signal.start;
+    element("coverage").textContent = state.selected < 0 ? (100 * covered[state.budget - 1]).toFixed(2) + " %" :
       isStart && stored.length ? stored[1] + " %" : "about " + (100 * coverageOf(values[0], mask, signal)).toFixed(1) + " %";
     drawDomains(signal, values, mask);
     drawCosts(signal, mask);
     drawFile(signal, file(mask));
     drawPair(mask, other);
     drawMeasured(mask);
-    clearTimeout(waiting);
-    waiting = setTimeout(settle, 400);
+    clearTimeout(settleTimer);
+    settleTimer = setTimeout(settle, 400);
   }
-  function drawFile(signal, download) { /* the file of the layout shown, and the command that produces it */
-    const next = state.shown === explorer.start ? document.getElementById("next-1") : null;
+  function drawFile(signal, download) { /* the file of the selected layout, and the command that produces it */
+    const next = state.selected === explorer.start ? document.getElementById("next-1") : null;
     element("layout-row").hidden = !download;
-    element("command-row").hidden = state.shown >= 0 && !next;
+    element("command-row").hidden = state.selected >= 0 && !next;
     if (download) {
       element("hash").textContent = download.hash;
       element("download").href = "data:text/yaml;charset=utf-8," + encodeURIComponent(download.text);
       element("download").download = download.name + ".yaml";
     }
-    element("command").replaceChildren(...(state.shown < 0 ? command(signal) : next ? next.textContent : "").split(" ").flatMap((word, at) => {
+    element("command").replaceChildren(...(state.selected < 0 ? command(signal) : next ? next.textContent : "").split(" ").flatMap((word, position) => {
       const span = document.createElement("span");
       span.textContent = word;
-      return at ? [" ", span] : [span];
+      return position ? [" ", span] : [span];
     }));
   }
   function drawPair(mask, other) {
     element("pair").hidden = !other;
     element("difference").textContent = "";
     if (!other) return;
-    const both = mask.reduce((number, one, head) => number + (one & other.mask[head]), 0), name = selectedName();
+    const both = mask.reduce((number, isGlobal, head) => number + (isGlobal & other.mask[head]), 0), name = selectedName();
     element("difference").textContent = "both " + both + " \u00b7 only here " + (count(mask) - both) + " \u00b7 only in " + other.name + " " + (count(other.mask) - both);
     pictures[0](name, mask, other.mask);
     pictures[1](other.name, other.mask, mask);
   }
-  function selectedName() { return state.shown < 0 ? "From sliders" : layouts[state.shown].name; }
+  function selectedName() { return state.selected < 0 ? "From sliders" : layouts[state.selected].name; }
 
   function command(signal) {
     const tau = state.tau === signal.probe_tau ? "" : " --tau " + signal.taus[state.tau];
@@ -177,21 +177,21 @@ function instrument(explorer) {
     element("domain-row").hidden = domains.length < 2;
   }
   function fillLayouts() {
-    const offered = layouts.map(({ name }, at) => [at, name]).filter(([at]) => at < explorer.offered || at === state.other || at === state.shown);
+    const offered = layouts.map(({ name }, index) => [index, name]).filter(([index]) => index < explorer.offered || index === state.compared || index === state.selected);
     const probes = explorer.signals.map(({ name }, probe) => [-2 - probe, "as many heads selected by " + name]).filter((_, probe) => probe !== state.signal);
-    fill(element("shown"), [[-1, "from sliders"], ...offered], state.shown);
-    fill(element("other"), [[-1, "nothing"], ...probes, ...offered], state.other);
+    fill(element("selected"), [[-1, "from sliders"], ...offered], state.selected);
+    fill(element("compared"), [[-1, "nothing"], ...probes, ...offered], state.compared);
   }
 
   function label(index) {
     const signal = explorer.signals[state.signal], { values } = table(), head = headOf[index];
-    const exact = one => minus(one[head].toFixed(signal.decimals));
-    const kind = shownMask[head] ? "global" : "local";
+    const exact = numbers => minus(numbers[head].toFixed(signal.decimals));
+    const kind = selectedHeads[head] ? "global" : "local";
     const status = comparison ? kind + ", in " + comparison.name + " " + (comparison.mask[head] ? "global" : "local") : kind;
     return [headLabel(index, layers) + ": " + signal.noun + " " + exact(values[0]) + signal.unit + ", " + status,
-      ...values.slice(1).map((one, domain) => signal.domains[domain] + ": " + exact(one))].join("\n");
+      ...values.slice(1).map((domainValues, domain) => signal.domains[domain] + ": " + exact(domainValues))].join("\n");
   }
-  let waiting = 0, appliedHash = "", hasChanged = false;
+  let settleTimer = 0, appliedHash = "", hasChanged = false;
   /* Update, once the reader pauses, the labels and the address, which browsers let a page change only so often. */
   function settle() {
     cells.forEach((cell, index) => cell.setAttribute("aria-label", label(index)));
@@ -199,9 +199,9 @@ function instrument(explorer) {
     const signal = explorer.signals[state.signal];
     const parts = { signal: signal.name, tau: signal.taus[state.tau], budget: state.budget, context: state.context };
     if (state.domain) parts.domain = signal.domains[state.domain - 1];
-    if (state.shown >= 0) parts.layout = layouts[state.shown].name;
-    if (state.other >= 0) parts.with = layouts[state.other].name;
-    if (state.other < -1) parts.against = explorer.signals[-2 - state.other].name;
+    if (state.selected >= 0) parts.layout = layouts[state.selected].name;
+    if (state.compared >= 0) parts.with = layouts[state.compared].name;
+    if (state.compared < -1) parts.against = explorer.signals[-2 - state.compared].name;
     appliedHash = "#" + new URLSearchParams(parts);
     if (location.hash !== appliedHash) history.replaceState(null, "", appliedHash);
   }
@@ -219,12 +219,12 @@ function instrument(explorer) {
     state.context = parseWhole(parts.get("context"), 1, 2 ** 40, state.context);
     state.domain = signal.domains.length > 1 ? find(signal.domains, parts.get("domain"), -1) + 1 : 0;
     const names = layouts.map(({ name }) => name), probe = find(explorer.signals.map(({ name }) => name), parts.get("against"), -1);
-    state.other = probe < 0 ? find(names, parts.get("with"), -1) : -2 - probe;
-    state.shown = find(names, parts.get("layout"), -1);
-    if (state.shown >= 0) state.budget = count(layouts[state.shown].mask);
+    state.compared = probe < 0 ? find(names, parts.get("with"), -1) : -2 - probe;
+    state.selected = find(names, parts.get("layout"), -1);
+    if (state.selected >= 0) state.budget = count(layouts[state.selected].mask);
     return true;
   }
-  function begin() {
+  function refresh() {
     fill(element("signal"), explorer.signals.map(({ name, noun }, number) => [number, name + ": " + noun]), state.signal);
     element("signal-row").hidden = explorer.signals.length < 2;
     element("context").value = state.context;
@@ -232,51 +232,51 @@ function instrument(explorer) {
     fillLayouts();
     draw();
   }
-  function fit() { /* set the budget to as many global heads as fit into the memory limit, at least one */
+  function fitBudget() { /* set the budget to as many global heads as fit into the memory limit, at least one */
     const { cache } = explorer.signals[state.signal];
     if (!cache || !Number(state.limit)) return;
-    const local = memory(cache, 0), each = (memory(cache, total) - local) / total;
-    const most = each ? Math.floor((Number(state.limit) * 2 ** 20 - local) / each) : total;
-    state.budget = Math.min(total, Math.max(1, most));
-    state.shown = -1;
+    const local = memory(cache, 0), perHead = (memory(cache, total) - local) / total;
+    const fitting = perHead ? Math.floor((Number(state.limit) * 2 ** 20 - local) / perHead) : total;
+    state.budget = Math.min(total, Math.max(1, fitting));
+    state.selected = -1;
   }
-  function show(at) {
-    state.shown = at;
-    if (at >= 0) state.budget = count(layouts[at].mask);
+  function select(index) {
+    state.selected = index;
+    if (index >= 0) state.budget = count(layouts[index].mask);
     state.limit = "";
     fillLayouts();
   }
-  function goTo(at) { /* show a layout that was chosen elsewhere on the page */
+  function goTo(index) { /* show a layout that was chosen elsewhere on the page */
     hasChanged = true;
-    show(at);
+    select(index);
     draw();
     map.closest("section").scrollIntoView({ block: "start" });
-    element("shown").focus({ preventScroll: true });
+    element("selected").focus({ preventScroll: true });
   }
   function listen(name, change) {
     element(name).addEventListener("input", event => { hasChanged = true; change(event.target.value); draw(); });
   }
   element("budget").max = total;
-  listen("budget", value => { state.budget = Number(value); state.limit = ""; state.shown = -1; });
+  listen("budget", value => { state.budget = Number(value); state.limit = ""; state.selected = -1; });
   listen("tau", value => { state.tau = Number(value); });
   listen("domain", value => { state.domain = Number(value); });
-  listen("other", value => { state.other = Number(value); });
-  listen("shown", value => { show(Number(value)); });
-  listen("context", value => { state.context = parseWhole(value, 1, 2 ** 40, state.context); fit(); });
+  listen("compared", value => { state.compared = Number(value); });
+  listen("selected", value => { select(Number(value)); });
+  listen("context", value => { state.context = parseWhole(value, 1, 2 ** 40, state.context); fitBudget(); });
   listen("signal", value => {
     state.signal = Number(value);
     state.tau = explorer.signals[state.signal].start;
     state.domain = 0;
-    if (state.other === -2 - state.signal) state.other = -1;
+    if (state.compared === -2 - state.signal) state.compared = -1;
     fillDomains();
     fillLayouts();
-    fit();
+    fitBudget();
   });
-  listen("limit", value => { state.limit = value; fit(); });
+  listen("limit", value => { state.limit = value; fitBudget(); });
   if (explorer.measured.length) element("measured").addEventListener("click", event => {
     if (!event.target.dataset.layout) return;
     hasChanged = true;
-    state.other = Number(event.target.dataset.layout);
+    state.compared = Number(event.target.dataset.layout);
     fillLayouts();
     draw();
   });
@@ -285,14 +285,14 @@ function instrument(explorer) {
     goTo(Number(link.dataset.layout));
   });
   addEventListener("leave", settle);
-  addEventListener("hashchange", () => { if (restore()) begin(); });
+  addEventListener("hashchange", () => { if (restore()) refresh(); });
   restore();
-  begin();
+  refresh();
   cells.forEach((cell, index) => cell.setAttribute("aria-label", label(index)));
   measuredTable(explorer, layouts, mask => coverageOf(table(0, explorer.signals[0].start).values[0], mask, explorer.signals[0]), goTo);
   linkPoints(explorer, goTo);
   linkClouds(explorer, layouts, goTo);
-  for (const part of document.querySelectorAll("[data-instrument]")) part.hidden = false;
+  for (const part of document.querySelectorAll("[data-explorer]")) part.hidden = false;
 }
 /* Read bits from base64, the first bit of a byte first. */
 function unpackBits(base64, length) {
@@ -300,8 +300,8 @@ function unpackBits(base64, length) {
   return Uint8Array.from({ length }, (_, index) => bytes.charCodeAt(index >> 3) >> 7 - index % 8 & 1);
 }
 /* Start the explorer once its tables are decompressed. */
-async function start(explorer) {
+async function loadExplorer(explorer) {
   await Promise.all(explorer.signals.map(async signal => Object.assign(signal, JSON.parse(await gunzip(signal.tables)))));
-  instrument(explorer);
+  startExplorer(explorer);
 }
-if (data.instrument && globalThis.DecompressionStream) start(data.instrument);
+if (data.explorer && globalThis.DecompressionStream) loadExplorer(data.explorer);

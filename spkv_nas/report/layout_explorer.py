@@ -38,13 +38,13 @@ _GPU = "h200"  # its roofline stands in for missing measurements, as in ``plan a
 _VARY = ("budget", "coverage", "tau")  # entries of a layout's provenance that differ between layouts
 
 
-def instrument(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | None:
+def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | None:
     """Return the explorer's data as JSON types; None if no head keeps anything."""
     signals = [signal for table in inputs.probes if (signal := _signal(table, inputs)) is not None]
     if not signals:
         return None
     # Collect distinct layouts: proposed, then measured, then those whose scoring was stopped
-    evidence = [replace(mode, results=_of_known_heads(mode)) for mode in all_evidence(inputs)]
+    evidence = [replace(mode, results=_known_heads(mode)) for mode in all_evidence(inputs)]
     proposed = [Result(name, 0.0, mask=layout.global_mask) for name, layout in inputs.layouts.items()]
     retrained = [result for mode in evidence if mode.steps != 0 for result in mode.results]
     measured = [result for mode in evidence for result in mode.results]
@@ -86,7 +86,7 @@ def instrument(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | None:
     }
 
 
-def _of_known_heads(evidence: Evidence) -> tuple[Result, ...]:
+def _known_heads(evidence: Evidence) -> tuple[Result, ...]:
     """Return the results whose heads and change of NLL are known."""
     return tuple(result for result in evidence.results if result.mask is not None and not math.isnan(result.delta))
 
@@ -134,7 +134,7 @@ def _window(inputs: ReportInputs) -> int:
     return recorded if isinstance(recorded, int) else inputs.table.window or DEFAULT_WINDOW
 
 
-def layout_places(choices: Mapping[str, Any] | None) -> dict[str, int]:
+def layout_indices(choices: Mapping[str, Any] | None) -> dict[str, int]:
     """Return the index of each layout in the explorer's data, by name; ambiguous names are left out."""
     if choices is None:
         return {}

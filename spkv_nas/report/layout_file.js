@@ -11,8 +11,8 @@ function shortHash(text) {
   const turn = (word, by) => word >>> by | word << 32 - by, words = new Int32Array(64), state = Int32Array.from(START);
   for (let block = 0; block < bytes.length; block += 64) {
     for (let i = 0; i < 16; i++) {
-      const at = block + 4 * i;
-      words[i] = bytes[at] << 24 | bytes[at + 1] << 16 | bytes[at + 2] << 8 | bytes[at + 3];
+      const offset = block + 4 * i;
+      words[i] = bytes[offset] << 24 | bytes[offset + 1] << 16 | bytes[offset + 2] << 8 | bytes[offset + 3];
     }
     for (let i = 16; i < 64; i++) {
       const early = words[i - 15], late = words[i - 2];
@@ -20,9 +20,9 @@ function shortHash(text) {
     }
     let [a, b, c, d, e, f, g, h] = state;
     for (let i = 0; i < 64; i++) {
-      const one = h + (turn(e, 6) ^ turn(e, 11) ^ turn(e, 25)) + (e & f ^ ~e & g) + ROUNDS[i] + words[i] | 0;
-      const two = (turn(a, 2) ^ turn(a, 13) ^ turn(a, 22)) + (a & b ^ a & c ^ b & c) | 0;
-      h = g; g = f; f = e; e = d + one | 0; d = c; c = b; b = a; a = one + two | 0;
+      const first = h + (turn(e, 6) ^ turn(e, 11) ^ turn(e, 25)) + (e & f ^ ~e & g) + ROUNDS[i] + words[i] | 0;
+      const second = (turn(a, 2) ^ turn(a, 13) ^ turn(a, 22)) + (a & b ^ a & c ^ b & c) | 0;
+      h = g; g = f; f = e; e = d + first | 0; d = c; c = b; b = a; a = first + second | 0;
     }
     [a, b, c, d, e, f, g, h].forEach((word, i) => { state[i] += word; });
   }

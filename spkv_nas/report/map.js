@@ -6,8 +6,8 @@ function cellText(scale, value) { /* format a value as on the static map */
   return minus(number.toFixed(scale.even && Math.abs(number) < 9.95 ? 1 : 0));
 }
 function shade(scale, value, last) {
-  const at = number => scale.even ? Math.asinh(number / scale.even) : number;
-  const share = (at(value) - at(scale.low)) / (at(scale.high) - at(scale.low));
+  const stretch = number => scale.even ? Math.asinh(number / scale.even) : number;
+  const share = (stretch(value) - stretch(scale.low)) / (stretch(scale.high) - stretch(scale.low));
   return Math.round(Math.min(1, Math.max(0, share)) * last);
 }
 function live(map, explorer, rows) {
@@ -23,36 +23,36 @@ function live(map, explorer, rows) {
     x: left + (cell % columns + FILLED / 2) * step, y: top + (Math.floor(cell / columns) + FILLED / 2) * step + 4,
   }));
   const currentTexts = texts.map(() => ""), currentInks = texts.map(() => "");
-  const atOnce = 64; /* numbers written per frame, because text layout is slow */
+  const perFrame = 64; /* numbers written per frame, because text layout is slow */
   let cellTexts = [], next = 0, timer = 0;
   function paint(scale, numbers) {
-    const newPaths = paths.map(() => ""), isDelayed = cellTexts.length && total > atOnce;
+    const newPaths = paths.map(() => ""), isDelayed = cellTexts.length && total > perFrame;
     cellTexts = numbers.map((value, cell) => {
-      const level = shade(scale, value, paths.length - 1);
-      newPaths[level] += "M" + cell % columns + " " + Math.floor(cell / columns) + "h" + FILLED;
-      return [cellText(scale, value), level >= explorer.dark ? "on-light" : "on-dark"];
+      const shadeIndex = shade(scale, value, paths.length - 1);
+      newPaths[shadeIndex] += "M" + cell % columns + " " + Math.floor(cell / columns) + "h" + FILLED;
+      return [cellText(scale, value), shadeIndex >= explorer.dark ? "on-light" : "on-dark"];
     });
-    paths.forEach((path, level) => { if (newPaths[level] !== currentPaths[level]) path.setAttribute("d", newPaths[level]); });
+    paths.forEach((path, shadeIndex) => { if (newPaths[shadeIndex] !== currentPaths[shadeIndex]) path.setAttribute("d", newPaths[shadeIndex]); });
     currentPaths.splice(0, currentPaths.length, ...newPaths);
     next = 0;
     clearTimeout(timer);
     if (isDelayed) { /* hide numbers until their colours match the cells */
       values.setAttribute("opacity", "0");
-      timer = setTimeout(write, 150, atOnce);
+      timer = setTimeout(write, 150, perFrame);
     } else write(total);
   }
   function write(limit) {
-    for (let room = limit; next < total && room; next++) {
+    for (let remaining = limit; next < total && remaining; next++) {
       const [text, ink] = cellTexts[next];
       if (currentTexts[next] === text && currentInks[next] === ink) continue;
       if (currentTexts[next] !== text) texts[next].textContent = currentTexts[next] = text;
       if (currentInks[next] !== ink) texts[next].setAttribute("class", currentInks[next] = ink);
-      room--;
+      remaining--;
     }
-    if (next < total) timer = setTimeout(write, 0, atOnce); else values.removeAttribute("opacity");
+    if (next < total) timer = setTimeout(write, 0, perFrame); else values.removeAttribute("opacity");
   }
   function squares(mask) {
-    return mask.map((one, cell) => one ? "M" + cell % columns + " " + Math.floor(cell / columns) + "h" + FILLED + "v" + FILLED + "h-" + FILLED + "z" : "").join("");
+    return mask.map((isGlobal, cell) => isGlobal ? "M" + cell % columns + " " + Math.floor(cell / columns) + "h" + FILLED + "v" + FILLED + "h-" + FILLED + "z" : "").join("");
   }
   function outline(mask, otherMask) {
     global.setAttribute("d", squares(mask));

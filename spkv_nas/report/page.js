@@ -6,11 +6,11 @@ function hide() { tip.hidden = true; }
 function tipOf(mark) {
   if (mark.matches(".term")) return document.getElementById(mark.hash.slice(1)).textContent;
   if (mark.hasAttribute("aria-label")) return mark.getAttribute("aria-label");
-  const [number, index] = mark.dataset.at.split(",");
+  const [number, index] = mark.dataset.mark.split(",");
   const { tips, form } = data.charts[mark.closest("[data-chart]").dataset.chart].marks[number];
   if (!form) return tips[index];
   const words = tips[index].split(" ");
-  return form.map((part, at) => part + (words[at] || "")).join("");
+  return form.map((part, position) => part + (words[position] || "")).join("");
 }
 function show(mark) {
   tip.textContent = tipOf(mark);
@@ -22,7 +22,7 @@ function show(mark) {
   tip.style.top = (top > 4 ? top : target.bottom + 8) + "px";
 }
 function showTip(event) {
-  const mark = event.target.closest("[data-at], .term");
+  const mark = event.target.closest("[data-mark], .term");
   if (mark) show(mark); else hide();
 }
 document.addEventListener("pointerover", showTip);
@@ -47,7 +47,7 @@ const FILLED = 0.92; /* painted share of a cell's width and height */
 function activate(map, rows) {
   const [columns, step, left, top] = map.dataset.map.split(" ").map(Number), group = make(map, "g", {});
   const cells = Array.from({ length: rows * columns }, (_, index) => make(group, "rect", {
-    class: "cell", role: "img", "data-at": "", tabindex: index ? "-1" : "0", width: FILLED * step, height: FILLED * step,
+    class: "cell", role: "img", "data-mark": "", tabindex: index ? "-1" : "0", width: FILLED * step, height: FILLED * step,
     x: left + index % columns * step, y: top + Math.floor(index / columns) * step,
   }));
   map.setAttribute("role", "group");

@@ -36,7 +36,7 @@ from spkv_nas.report.findings import findings, search_findings
 from spkv_nas.report.glossary import glossary
 from spkv_nas.report.html import compact, render
 from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.layout_explorer import instrument, layout_places
+from spkv_nas.report.layout_explorer import explorer_data, layout_indices
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
@@ -88,7 +88,7 @@ def _figures(folder: Path, groups: Groups, inputs: ReportInputs, progress: Progr
             save_chart(folder, chart)
             progress(number, len(charts_to_draw))
     names = [chart.name for chart in charts_to_draw] + [*(SEARCH_FIGURES if groups["search"] else ())]
-    names += [chart.name for section in inputs.judged for chart in section.charts]
+    names += [chart.name for section in inputs.benchmarks for chart in section.charts]
     return [name for name in names if (folder / f"{name}.png").is_file()]
 
 
@@ -126,18 +126,18 @@ def _render(
 ) -> str:
     """Return the page's HTML."""
     table, search = inputs.table, inputs.search
-    under_way = [] if inputs.under_way is None else [inputs.under_way]
+    in_progress = [] if inputs.in_progress is None else [inputs.in_progress]
     charts = {name: _singles(group) for name, group in groups.items()}
     # Charts whose numbers are embedded; maps of heads take theirs from the explorer's data
     embedded = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
-    embedded += [chart for section in (*inputs.judged, *under_way) for chart in section.charts]
-    choices = instrument(inputs, verdict)
+    embedded += [chart for section in (*inputs.benchmarks, *in_progress) for chart in section.charts]
+    choices = explorer_data(inputs, verdict)
     return render(
         "page.html.j2",
         version=__version__,
-        data=Markup(page_data(embedded, choices, layout_places(choices))),
+        data=Markup(page_data(embedded, choices, layout_indices(choices))),
         script=Markup(_script()),
-        instrument=choices,
+        explorer=choices,
         charts=charts,
         table=table,
         measure=table.measure,
@@ -155,8 +155,8 @@ def _render(
         trust=inputs.trust,
         missed=tables.missed_rows(inputs),
         agreement=[] if inputs.agreement is None else tables.agreement_rows(inputs.agreement),
-        judged=inputs.judged,
-        under_way=under_way,
+        benchmarks=inputs.benchmarks,
+        in_progress=in_progress,
         search=None if search is None else tables.search_rows(search, verdict),
         search_header=tables.search_header(inputs),
         search_findings=[] if search is None else search_findings(search),

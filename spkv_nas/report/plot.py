@@ -210,7 +210,7 @@ def _draw_mark(ax: Axes, mark: Any) -> None:
             line.set_clip_box(TransformedBbox(_CLIP, ax.transAxes))
         case Rule():
             style = {"color": TONES[mark.tone], "linestyle": _DASHES[mark.dash], "linewidth": 1.0}
-            (ax.axvline if mark.vertical else ax.axhline)(mark.at, **style)
+            (ax.axvline if mark.vertical else ax.axhline)(mark.value, **style)
         case Points() if mark.x:
             for x, y, error in zip(mark.x, mark.y, mark.error, strict=False):
                 if not math.isnan(error):
@@ -308,13 +308,13 @@ def _draw_labels(figure: Figure, ax: Axes, chart: Chart) -> None:
     """Place and draw the labels of a chart, in points."""
     scale, height = 72 / figure.dpi, figure.bbox.height * 72 / figure.dpi
 
-    def at(x: float, y: float) -> tuple[float, float]:
+    def project(x: float, y: float) -> tuple[float, float]:
         across, up = ax.transData.transform((x, y))
         return float(across * scale), float(height - up * scale)
 
     box = ax.get_window_extent()
     inside = (box.x0 * scale, height - box.y1 * scale, box.x1 * scale, height - box.y0 * scale)
-    for label in chart_labels(chart, at, inside, letter=_LETTER, line=_LINE):
+    for label in chart_labels(chart, project, inside, letter=_LETTER, line=_LINE):
         _draw_label(ax, label, height)
 
 

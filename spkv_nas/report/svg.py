@@ -1,6 +1,6 @@
 """Draw charts as inline SVG for the report page. Lengths are in SVG user units; colours are CSS classes of the page.
 
-A mark with a tooltip refers to the page's data: ``data-at="mark,index"``. Many dots that stand for layouts are a single
+A mark with a tooltip refers to the page's data: ``data-mark="mark,index"``. Many dots that stand for layouts are one
 element, which refers to its mark: ``data-cloud="mark"``. The page's script adds the tooltips of heatmap cells.
 """
 
@@ -54,14 +54,14 @@ class Frame:
         """Return the position of a value on the vertical axis."""
         return self.bottom + self.chart.y.fraction(value) * (self.top - self.bottom)
 
-    def at(self, x: float, y: float) -> tuple[float, float]:
+    def point(self, x: float, y: float) -> tuple[float, float]:
         """Return the position of a point."""
         return self.x(x), self.y(y)
 
     def labels(self) -> list[Label]:
         """Return every label of the chart."""
         box = (self.left, self.top, self.right, self.bottom)
-        return chart_labels(self.chart, self.at, box, letter=LETTER, line=LINE)
+        return chart_labels(self.chart, self.point, box, letter=LETTER, line=LINE)
 
 
 def draw(chart: Chart) -> Markup:
@@ -90,7 +90,7 @@ def draw(chart: Chart) -> Markup:
             case Bars():
                 _draw_bars(inside, frame, mark, number)
             case Line():
-                _draw_line(inside, [frame.at(x, y) for x, y in zip(mark.x, mark.y, strict=True)], mark)
+                _draw_line(inside, [frame.point(x, y) for x, y in zip(mark.x, mark.y, strict=True)], mark)
             case Rule():
                 _draw_rule(inside, frame, mark)
             case _:
@@ -174,8 +174,8 @@ def _draw_ticks(root: Element, frame: Frame, axis: Axis, y: float, down: int) ->
 
 def _draw_band(parent: Element, frame: Frame, band: Band) -> None:
     """Draw a band."""
-    upper = [frame.at(x, y) for x, y in zip(band.x, band.high, strict=True)]
-    lower = [frame.at(x, y) for x, y in zip(band.x, band.low, strict=True)]
+    upper = [frame.point(x, y) for x, y in zip(band.x, band.high, strict=True)]
+    lower = [frame.point(x, y) for x, y in zip(band.x, band.low, strict=True)]
     path = "M" + "L".join(f"{px(x)} {px(y)}" for x, y in [*upper, *reversed(lower)]) + "Z"
     add(parent, "path", class_=f"band tone-{band.tone}", d=path, fill_opacity=band.opacity)
 
@@ -184,7 +184,7 @@ def _draw_bars(parent: Element, frame: Frame, bars: Bars, number: int) -> None:
     """Draw bars; ``number`` is the mark's index in the page's data."""
     group = add(parent, "g", class_="bar tone-accent")
     for index, (low, high, height) in enumerate(zip(bars.low, bars.high, bars.height, strict=True)):
-        left, top = frame.at(low, height)
+        left, top = frame.point(low, height)
         add(
             group,
             "rect",
@@ -192,7 +192,7 @@ def _draw_bars(parent: Element, frame: Frame, bars: Bars, number: int) -> None:
             y=top,
             width=frame.x(high) - left - 2,
             height=frame.y(0) - top,
-            **_at(number, index, bars.tips),
+            **_tip_reference(number, index, bars.tips),
         )
 
 
@@ -214,16 +214,16 @@ def _draw_rule(parent: Element, frame: Frame, rule: Rule) -> None:
     """Draw a line across the chart."""
     kind = f"rule tone-{rule.tone} {rule.dash}"
     if rule.vertical:
-        x = frame.x(rule.at)
+        x = frame.x(rule.value)
         add(parent, "line", class_=kind, x1=x, x2=x, y1=frame.top, y2=frame.bottom)
     else:
-        y = frame.y(rule.at)
+        y = frame.y(rule.value)
         add(parent, "line", class_=kind, x1=frame.left, x2=frame.right, y1=y, y2=y)
 
 
 def _draw_points(parent: Element, frame: Frame, points: Points, number: int) -> None:
     """Draw points and their error bars; ``number`` is the mark's index in the page's data."""
-    centres = [frame.at(x, y) for x, y in zip(points.x, points.y, strict=True)]
+    centres = [frame.point(x, y) for x, y in zip(points.x, points.y, strict=True)]
     bars = [
         f"M{px(x)} {px(frame.y(value + error))}V{px(frame.y(value - error))}"
         f"M{px(x - 4)} {px(frame.y(value + error))}h8M{px(x - 4)} {px(frame.y(value - error))}h8"
@@ -247,7 +247,7 @@ def _draw_points(parent: Element, frame: Frame, points: Points, number: int) -> 
         return
     group = _group(parent, points)
     for index, (x, y) in enumerate(centres):
-        _shape(group, points, x, y, points.size, **_at(number, index, points.tips))
+        _shape(group, points, x, y, points.size, **_tip_reference(number, index, points.tips))
 
 
 def _dust(dots: list[tuple[int, int]]) -> str:
@@ -298,6 +298,6 @@ def _shape(parent: Element, points: Points, x: float, y: float, size: float, **a
             add(parent, "path", d=f"M{px(x)} {px(y - size)}v{px(2 * size)}", **attributes)
 
 
-def _at(mark: int, index: int, tips: tuple[str, ...]) -> dict[str, str]:
+def _tip_reference(mark: int, index: int, tips: tuple[str, ...]) -> dict[str, str]:
     """Return the attribute that refers to a mark's tooltip in the page's data, if it has one."""
-    return {"data_at": f"{mark},{index}"} if tips else {}
+    return {"data_mark": f"{mark},{index}"} if tips else {}

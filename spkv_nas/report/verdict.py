@@ -22,10 +22,10 @@ from spkv_nas.report.formatting import above, listed, number, signed, standard_e
 from spkv_nas.report.inputs import ReportInputs, widest_layout
 
 _MOST_NAMED = 4
-_RUNS = "The spread between training runs is not part of any of these errors."
-LEVEL, UNKNOWN, BEHIND = "level", "unknown", "behind"  # standing of a layout relative to the best
+_RUNS = "None of these errors includes the variation between training runs."
+TIED, UNKNOWN, BEHIND = "tied", "unknown", "behind"  # standing of a layout relative to the best
 _WORDS = {
-    LEVEL: "Not significantly different from it, within {margin} of the difference",
+    TIED: "Not significantly different from it, within {margin} of the difference",
     UNKNOWN: "Measured higher, though no standard error of the difference is known, so that the order is not "
     "established",
     BEHIND: "Significantly higher, by more than {margin} of the difference",
@@ -54,7 +54,7 @@ class Verdict:
             coverage; None if there is none.
         evidence: the evidence that decided; None before training.
         others: the other layouts of the same budget, in order.
-        standings: ``LEVEL`` (within ``critical`` standard errors of the difference), ``BEHIND`` or ``UNKNOWN``, for
+        standings: ``TIED`` (within ``critical`` standard errors of the difference), ``BEHIND`` or ``UNKNOWN``, for
             each of the others.
         errors: standard error of each difference from the best, in percentage points; NaN: unknown.
         covered: coverage of the layout, in [0, 1]; None if its heads are unknown.
@@ -98,7 +98,7 @@ class Verdict:
             return ""
         if name == self.layout.name:
             return "lowest NLL" if self.is_clear else "lowest measured NLL"
-        return "not significantly different" if self.standing(name) == LEVEL else ""
+        return "not significantly different" if self.standing(name) == TIED else ""
 
     @cached_property
     def lead(self) -> tuple[str, str, str]:
@@ -113,15 +113,15 @@ class Verdict:
             return "", name, f" is the only layout measured{competition}: {self._value}."
         if self.is_clear:
             return "", name, f" has the lowest NLL of {count} layouts{competition}: {self._value}."
-        if LEVEL in self.standings:
-            level = 1 + self.standings.count(LEVEL)
-            opening = f"No single best of {count} layouts{competition}: {level} are not significantly different; "
+        if TIED in self.standings:
+            num_tied = 1 + self.standings.count(TIED)
+            opening = f"No single best of {count} layouts{competition}: {num_tied} are not significantly different; "
             return opening, name, f" is measured lowest, {self._value}."
         return "", name, f" has the lowest measured NLL of {count} layouts{competition}: {self._value}."
 
     @property
     def sentences(self) -> list[str]:
-        """Return the other sentences: which layouts are level, which unknown, which behind."""
+        """Return the other sentences: which layouts are not significantly different, unknown or behind."""
         if self.layout is not None and self.evidence is None:
             return ["No layout has been retrained yet, so it is not known which has the lowest NLL."]
         margin = standard_errors(self.critical)
@@ -239,7 +239,7 @@ def _standing(best: Result, other: Result, error: float, critical: float) -> str
     difference = other.delta - best.delta
     if math.isnan(error) or math.isnan(difference):
         return UNKNOWN
-    return LEVEL if difference <= critical * error else BEHIND
+    return TIED if difference <= critical * error else BEHIND
 
 
 def _covered(inputs: ReportInputs, result: Result) -> float | None:

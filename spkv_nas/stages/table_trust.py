@@ -41,7 +41,7 @@ def unknown_trust(table: HeadScores) -> str | None:
     """Return a remark if the ranking by probed densities was not validated by gains, else None."""
     if not table.is_density or "model" not in table.metadata:
         return None
-    return "how well the table orders the heads was not measured"
+    return "the table's ranking was not validated"
 
 
 def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
@@ -89,7 +89,7 @@ def neighbours(workspace: Workspace, table: HeadScores) -> Iterator[HeadScores]:
                 continue
             other = HeadScores.read(folder)
         except UserError as error:
-            warnings.warn(f"a probe that cannot be read plays no part: {first_line(error)}", stacklevel=2)
+            warnings.warn(f"ignoring a probe that cannot be read: {first_line(error)}", stacklevel=2)
             continue
         if other.grid == table.grid:
             yield other

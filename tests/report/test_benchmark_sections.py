@@ -17,7 +17,7 @@ from paths import ROOT
 from spkv_nas.artifacts.result_tables import BASELINES, LONGPPL, RULER, TASKS, ResultTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.report import page as report_page
-from spkv_nas.report.benchmark_sections import SECTIONS, read_judged
+from spkv_nas.report.benchmark_sections import SECTIONS, read_benchmarks
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.report.section import Row, Section
@@ -80,8 +80,8 @@ def test_numbers_are_those_of_the_file_and_of_the_command(
 ) -> None:
     """Of the page's numbers none is but the file's, rounded, and the command's tables say the same."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
-    sections = {section.name: section for section in read_judged(folder)}
-    file = write_report(folder, ReportInputs(make_domain_table(), {}, judged=tuple(sections.values())))
+    sections = {section.name: section for section in read_benchmarks(folder)}
+    file = write_report(folder, ReportInputs(make_domain_table(), {}, benchmarks=tuple(sections.values())))
     page = Page(file.read_text(encoding="utf-8"))
     results: Mapping[str, Any] = {
         "baselines": (baselines.show, lambda rows: BaselinesResult("mine", rows, folder, 300, 300.0)),
@@ -112,30 +112,30 @@ def test_numbers_are_those_of_the_file_and_of_the_command(
 def test_sections_are_there_for_tables_that_are_there(folder: Path) -> None:
     (folder / "ruler.csv").unlink()
     (folder / "tasks.yaml").unlink()  # a table alone will do
-    assert [section.name for section in read_judged(folder)] == ["baselines", "tasks", "longppl"]
-    assert read_judged(folder / "elsewhere") == ()
+    assert [section.name for section in read_benchmarks(folder)] == ["baselines", "tasks", "longppl"]
+    assert read_benchmarks(folder / "elsewhere") == ()
 
 
-def test_what_cannot_be_told_apart_is_called_level(folder: Path) -> None:
-    pruned, ruler, tasks, longppl = read_judged(folder)
+def test_what_cannot_be_told_apart_is_tagged(folder: Path) -> None:
+    pruned, ruler, tasks, longppl = read_benchmarks(folder)
     assert pruned.findings[0] == (
-        "At 20 %, kvzap with 4 sinks loses least, +0.730 ± 0.106 %; level with it, within two standard errors of the "
+        "At 20 % density, kvzap with 4 sinks has the lowest ΔNLL, +0.730 ± 0.106 %; within two standard errors of the "
         "difference: kvzap without sinks."
     )
-    assert "No row of SP-KV is within a point" in pruned.findings[-1]
-    tagged = {row.head for rows in pruned.folded for row in rows if row.tag == "level"}
+    assert "No row of SP-KV is within one percentage point" in pruned.findings[-1]
+    tagged = {row.head for rows in pruned.folded for row in rows if row.tag == "not significantly different"}
     assert tagged == {"SP-KV, gates open", "SP-KV, τ = 0.3"}  # -0.363 ± 0.299 and -0.275 ± 0.300
-    assert ruler.about.startswith("m/own, against m/other. ")
-    assert [row.tag for rows in ruler.folded for row in rows] == ["level", "at the floor"]
+    assert ruler.about.startswith("m/own; baseline m/other. ")
+    assert [row.tag for rows in ruler.folded for row in rows] == ["not significantly different", "not above the floor"]
     assert ruler.findings == (
-        "No better than the floor, within two standard errors: cwe at 512.",
-        "More than two standard errors below the other checkpoint: cwe at 512 (−0.077), average of 2 at 512 "  # noqa: RUF001
+        "Not above the floor by more than two standard errors: cwe at 512.",
+        "More than two standard errors below the baseline: cwe at 512 (−0.077), average of 2 at 512 "  # noqa: RUF001
         "(−0.043).",  # noqa: RUF001
     )
-    assert [row.tag for rows in tasks.groups for row in rows] == ["level", ""]
+    assert [row.tag for rows in tasks.groups for row in rows] == ["not significantly different", ""]
     assert [row.tag for rows in longppl.groups for row in rows] == ["", ""]  # one is worse, the other is not known
     assert longppl.findings == ("docs: 20 key tokens.",)
-    assert "as judged by m/other" in longppl.about
+    assert "likelier, chosen by m/other" in longppl.about
 
 
 def test_sp_kv_competes_at_its_density(folder: Path) -> None:
@@ -145,20 +145,20 @@ def test_sp_kv_competes_at_its_density(folder: Path) -> None:
     rows, origin = result
     rows.loc[rows["tau"] == 0.5, ["density", "above_lowest", "above_lowest_standard_error"]] = 0.205, 0.233, 0.12
     BASELINES.write(folder, rows, origin)
-    (pruned, *_) = read_judged(folder)
+    (pruned, *_) = read_benchmarks(folder)
     assert pruned.findings[0].endswith("of the difference: kvzap without sinks, SP-KV, τ = 0.5.")
     assert len(pruned.findings) == 2
 
 
 def test_one_checkpoint_alone_is_compared_with_none(tmp_path: Path) -> None:
     write(RULER, tmp_path, [(*row[:7], *(NAN,) * 4) for row in RULER_ROWS], floor_window=32)
-    (ruler,) = read_judged(tmp_path)
+    (ruler,) = read_benchmarks(tmp_path)
     assert "Difference" not in ruler.header
-    assert ruler.findings == ("No better than the floor, within two standard errors: cwe at 512.",)
+    assert ruler.findings == ("Not above the floor by more than two standard errors: cwe at 512.",)
 
 
 def test_an_unreadable_table_is_named(folder: Path) -> None:
     text = (folder / "ruler.csv").read_text()
     (folder / "ruler.csv").write_text(text.replace("0.98", "much"))
     with pytest.raises(UserError, match=r"ruler\.csv, line 2: column 'score' must be a number in \[0, 1\]; found 'mu"):
-        read_judged(folder)
+        read_benchmarks(folder)

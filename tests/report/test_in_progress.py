@@ -52,7 +52,7 @@ def watched(workspace: Path, steps: Iterator[Callable[[], None]]) -> list[str]:
 
     def wait(_: float) -> None:
         text = page.read_text(encoding="utf-8") if page.exists() else ""
-        part = text.partition('<section aria-labelledby="under-way">')[2].partition("</section>")[0]
+        part = text.partition('<section aria-labelledby="in-progress">')[2].partition("</section>")[0]
         seen.append(" ".join(" ".join(chain(*Page(part).texts.values())).split()) or ("nothing" if text else ""))
         page.unlink(missing_ok=True)
         act = next(steps, None)
@@ -101,7 +101,7 @@ def test_scores_of_a_search_are_shown_as_they_come(
     assert "2 layouts scored (surrogate 2), 1 of them stopped" in second
     assert "surrogate-0-1" not in second  # an estimate is not among the best
     assert "Retraining, short: 1 of 3 finished." in retrained
-    assert "no process is running: the same command resumes it" in killed
+    assert "no process is running; run the same command again to resume" in killed
     assert (same, other, finished) == ("", "", "")  # nothing new, another search, and a table that is half written
 
 

@@ -71,9 +71,12 @@ def test_every_card_leads_somewhere(workspace: Path) -> None:
             assert "first & duo" in text
         elif parts.fragment:
             assert f'id="{parts.fragment}"' in text
-    assert "A choice on the page of first." in paragraphs
-    assert "There are no layouts of it yet" in paragraphs
-    assert "its best, density-0-1: 3 heads global, +0.400 ± 0.100 % retrained in full." in paragraphs
+    assert "It can be selected on the page of first." in paragraphs
+    assert "No layouts have been proposed from it yet" in paragraphs
+    assert (
+        "The map shows the best one, density-0-1: 3 global heads, ΔNLL +0.400 ± 0.100 % retrained in full."
+        in paragraphs
+    )
     lead = Page((workspace / "reports/first/index.html").read_text(encoding="utf-8"))
     assert "".join(lead.texts["p"][:1]).replace("\N{NO-BREAK SPACE}", " ") in paragraphs
 

@@ -18,7 +18,7 @@ from spkv_nas.proposal.propose import propose
 from spkv_nas.report.choices import levels
 from spkv_nas.report.evidence import all_evidence
 from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.layout_explorer import instrument
+from spkv_nas.report.layout_explorer import explorer_data
 from spkv_nas.report.verdict import conclude
 
 
@@ -48,10 +48,10 @@ def test_coverage_of_every_budget_is_that_of_its_layout() -> None:
         densest_coverage(make_table(np.zeros((2, 2))))
 
 
-def test_an_instrument_has_the_heads_of_propose() -> None:
+def test_the_explorer_has_the_heads_of_propose() -> None:
     table = make_domain_table(("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16"})
     inputs = ReportInputs(table, make_layouts("densest", "last"))
-    data = instrument(inputs, conclude(inputs))
+    data = explorer_data(inputs, conclude(inputs))
     assert data is not None
     (signal,) = data["signals"]
     assert (data["budget"], signal["taus"], signal["cache"]) == (2, ["0.5"], {"token": 64.0, "window": 8})
@@ -71,7 +71,7 @@ def test_an_instrument_has_the_heads_of_propose() -> None:
 
 def test_nothing_can_be_chosen_of_heads_that_keep_nothing() -> None:
     inputs = ReportInputs(make_domain_table(density=np.zeros((4, 2))), {})
-    assert instrument(inputs, conclude(inputs)) is None
+    assert explorer_data(inputs, conclude(inputs)) is None
 
 
 def make_evidence(**search: list[float]) -> ReportInputs:

@@ -31,11 +31,11 @@ __all__ = ["browser", "open_file", "open_page", "workspace"]  # fixtures
 pytestmark = NEEDED
 
 ALL_FILES = """() => {
-  const slider = document.getElementById("instrument-budget"), texts = [];
+  const slider = document.getElementById("explorer-budget"), texts = [];
   for (let budget = 1; budget <= Number(slider.max); budget++) {
     slider.value = budget;
     slider.dispatchEvent(new Event("input"));
-    texts.push(decodeURIComponent(document.getElementById("instrument-download").href).split(",").slice(1).join(","));
+    texts.push(decodeURIComponent(document.getElementById("explorer-download").href).split(",").slice(1).join(","));
   }
   return texts;
 }"""
@@ -60,7 +60,7 @@ def test_download_is_the_file_that_propose_writes(
     main(["propose", "-w", str(tmp_path), "--probe", probe, "--budget", str(budget), *chosen])
     page = open_page(f"#signal={probe}&budget={budget}" + (f"&tau={tau}" if tau else ""))
     with page.expect_download() as download:
-        page.click("#instrument-download")
+        page.click("#explorer-download")
     assert Path(download.value.path()).read_bytes() == (tmp_path / "layouts" / probe / "densest.yaml").read_bytes()
     assert download.value.suggested_filename == f"densest-{budget}.yaml"
 
@@ -73,7 +73,7 @@ def test_page_file_and_command_have_one_coverage(
     main(["propose", "-w", str(tmp_path), "--probe", "stdlib-21x3", "--budget", "20", "--tau", "0.4", "--json", "-q"])
     printed = {row["strategy"]: row["coverage"] for row in json.loads(capsys.readouterr().out)["layouts"]}
     table = pd.read_csv(tmp_path / "layouts/stdlib-21x3/coverage.csv").set_index("strategy")["coverage"]
-    shown = open_page("#budget=20&tau=0.4").inner_text("#instrument-coverage")
+    shown = open_page("#budget=20&tau=0.4").inner_text("#explorer-coverage")
     assert (shown, printed["densest"]) == (f"{100 * table['densest']:.2f} %", table["densest"])
 
 
@@ -143,10 +143,10 @@ def test_costs_beside_the_map_are_those_of_the_commands(open_page: Any, workspac
     table = HeadScores.read(workspace / "probes/stdlib-21x3")
     layout = propose(table, 18, num_random=0)["densest"]
     bound = Roofline(HARDWARE["h200"], Shape(21, 9, 3, 16, 0)).layout_seconds(layout, 1000)
-    assert page.inner_text("#instrument-time").startswith(f"{1e9 * bound:.0f} ns of")
-    assert "at least" in page.inner_text("#instrument-time-from")
-    assert page.inner_text("#instrument-predicted")[0] == "+"
-    assert not open_page("#budget=19").is_visible("#instrument-predicted-row")  # the search scored 18 heads alone
+    assert page.inner_text("#explorer-time").startswith(f"{1e9 * bound:.0f} ns of")
+    assert "at least" in page.inner_text("#explorer-time-source")
+    assert page.inner_text("#explorer-predicted")[0] == "+"
+    assert not open_page("#budget=19").is_visible("#explorer-predicted-row")  # the search scored 18 heads alone
     for part in ("probes", "layouts", "reports"):
         shutil.copytree(workspace / part, tmp_path / part)
     case = LayerCase(9, 3, 16, "bfloat16", 32, 1, "cpu")
@@ -157,49 +157,49 @@ def test_costs_beside_the_map_are_those_of_the_commands(open_page: Any, workspac
     main(["report", "-w", str(tmp_path), "--probe", "stdlib-21x3"])
     timed = tmp_path / "reports/stdlib-21x3/index.html"
     page = open_page("#budget=18&context=1000", timed)
-    assert page.inner_text("#instrument-time").startswith(f"{1e6 * times.layout_seconds(layout, 1000):.0f} \u00b5s of")
-    assert "measured on abacus, 1 thread" in page.inner_text("#instrument-time-from")
-    assert "at least" in open_page("#context=2000&budget=18", timed).inner_text("#instrument-time-from")
+    assert page.inner_text("#explorer-time").startswith(f"{1e6 * times.layout_seconds(layout, 1000):.0f} \u00b5s of")
+    assert "measured on abacus, 1 thread" in page.inner_text("#explorer-time-source")
+    assert "at least" in open_page("#context=2000&budget=18", timed).inner_text("#explorer-time-source")
 
 
 def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:
     page = open_page()
-    slider = page.locator("#instrument-budget")
-    assert page.inner_text("#instrument-heads") == "18 of 63 KV heads"
+    slider = page.locator("#explorer-budget")
+    assert page.inner_text("#explorer-heads") == "18 of 63 KV heads"
     slider.focus()
     for key in ("ArrowRight", "ArrowUp", "ArrowLeft", "ArrowRight"):
         page.keyboard.press(key)
-    assert page.inner_text("#instrument-heads") == "20 of 63 KV heads"
+    assert page.inner_text("#explorer-heads") == "20 of 63 KV heads"
     assert num_outlined(page) == 20
     box = slider.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] - 1, box["y"] + box["height"] / 2, steps=5)
     page.mouse.up()
-    assert page.inner_text("#instrument-heads") == "63 of 63 KV heads"
-    assert page.inner_text("#instrument-coverage") == "100.00 %"
+    assert page.inner_text("#explorer-heads") == "63 of 63 KV heads"
+    assert page.inner_text("#explorer-coverage") == "100.00 %"
     assert num_outlined(page) == 63
-    page.locator("#instrument-limit").fill("100")
-    page.locator("#instrument-context").fill("65536")
-    assert page.inner_text("#instrument-heads") == "24 of 63 KV heads"  # 4 MiB each, and local ones 2 KiB
-    page.locator("#instrument-limit").fill("0.0001")
-    assert page.inner_text("#instrument-heads") == "1 of 63 KV heads"
+    page.locator("#explorer-limit").fill("100")
+    page.locator("#explorer-context").fill("65536")
+    assert page.inner_text("#explorer-heads") == "24 of 63 KV heads"  # 4 MiB each, and local ones 2 KiB
+    page.locator("#explorer-limit").fill("0.0001")
+    assert page.inner_text("#explorer-heads") == "1 of 63 KV heads"
 
 
 def test_a_link_shows_the_same(open_page: Any) -> None:
     page = open_page()
-    page.select_option("#instrument-signal", label=f"{OTHER}: duo score")
-    page.select_option("#instrument-domain", label="docs")
-    page.select_option("#instrument-other", label="densest")
-    page.locator("#instrument-budget").fill("25")
+    page.select_option("#explorer-signal", label=f"{OTHER}: duo score")
+    page.select_option("#explorer-domain", label="docs")
+    page.select_option("#explorer-compared", label="densest")
+    page.locator("#explorer-budget").fill("25")
     page.wait_for_url(lambda url: "budget=25" in url)
     again = open_page(page.evaluate("location.hash"))
     for part in ("form.controls", ".readout", "section[aria-labelledby=density]"):
         assert again.inner_text(part) == page.inner_text(part)
-    command = parsed(again.inner_text("#instrument-command"))
+    command = parsed(again.inner_text("#explorer-command"))
     assert (command.probe, command.budget) == ("it's duo", "25")
     assert num_outlined(again) == 25
-    assert open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#instrument-heads") == "18 of 63 KV heads"
+    assert open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#explorer-heads") == "18 of 63 KV heads"
 
 
 def test_a_watched_page_is_loaded_again_as_it_is_now(open_page: Any, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_watched_page_is_loaded_again_as_it_is_now(open_page: Any, tmp_path: P
     write_report(tmp_path, ReportInputs(table, layouts), written=datetime(2026, 1, 1, tzinfo=timezone.utc))
     page = open_page(file=tmp_path / "index.html")
     assert "Written 2026-01-01 00:00:00 UTC" in page.inner_text("header")
-    page.focus("#instrument-budget")
+    page.focus("#explorer-budget")
     page.keyboard.press("End")
     assert page.evaluate("location.hash") == ""
     write_report(tmp_path, ReportInputs(table, layouts), written=datetime(2026, 1, 2, tzinfo=timezone.utc))
@@ -220,7 +220,7 @@ def test_a_watched_page_is_loaded_again_as_it_is_now(open_page: Any, tmp_path: P
 
 def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
     page = open_page("#budget=18")
-    row = page.locator("#instrument-measured tr").first
+    row = page.locator("#explorer-measured tr").first
     assert row.inner_text().split("\t")[1:] == ["+0.797 ± 0.069", "densest", "0"]
     row.locator("button").click()
     assert "both 18 · only here 0 · only in densest 0" in page.inner_text("form.controls")
@@ -229,38 +229,41 @@ def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
 def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
     """On the map, beside each other, in numbers, and in what a cell says; by the keyboard."""
     page = open_page()
-    for control, keys in (("shown", "duo"), ("other", "sparsest")):
-        page.focus(f"#instrument-{control}")
-        page.keyboard.type(keys)
-    assert page.inner_text("#instrument-difference") == "both 0 \u00b7 only here 18 \u00b7 only in sparsest 18"
+    for control, name in (("selected", "duo"), ("compared", "sparsest")):
+        # Typed letters are one search only if they arrive within a second; arrow keys do not depend on time
+        select = page.locator(f"#explorer-{control}")
+        select.press("Home")
+        for _ in range(select.locator("option").all_inner_texts().index(name)):
+            select.press("ArrowDown")
+    assert page.inner_text("#explorer-difference") == "both 0 \u00b7 only here 18 \u00b7 only in sparsest 18"
     assert num_outlined(page) == 18
     assert page.get_attribute(MAP + " .other", "d").count("M") == 18
-    assert [page.inner_text(f"#instrument-pair figure:nth-child({at}) h3") for at in (1, 2)] == ["duo", "sparsest"]
-    assert page.inner_text("#instrument-coverage") == "66.71 %"
+    assert [page.inner_text(f"#explorer-pair figure:nth-child({at}) h3") for at in (1, 2)] == ["duo", "sparsest"]
+    assert page.inner_text("#explorer-coverage") == "66.71 %"
     with page.expect_download() as download:
-        page.click("#instrument-download")
+        page.click("#explorer-download")
     assert Layout.read(Path(download.value.path())).strategy == "duo"
     page.wait_for_url(lambda url: "layout=duo" in url)
     assert "in sparsest" in page.get_attribute(MAP + " .cell", "aria-label")
     again = open_page(page.evaluate("location.hash"))
     assert again.inner_text(".controls") == page.inner_text(".controls")
-    again.locator("#instrument-budget").press("ArrowRight")
-    assert again.inner_text("#instrument-heads") == "19 of 63 KV heads"
-    assert again.is_visible("#instrument-download")
+    again.locator("#explorer-budget").press("ArrowRight")
+    assert again.inner_text("#explorer-heads") == "19 of 63 KV heads"
+    assert again.is_visible("#explorer-download")
 
 
 def test_two_probes_are_compared_at_the_same_number_of_heads(open_page: Any, workspace: Path) -> None:
     page = open_page("#budget=10")
-    page.select_option("#instrument-other", label=f"as many heads selected by {OTHER}")
+    page.select_option("#explorer-compared", label=f"as many heads selected by {OTHER}")
     masks = [
         propose(HeadScores.read(workspace / "probes" / name), 10, num_random=0)["densest"].global_mask
         for name in ("stdlib-21x3", OTHER)
     ]
     both = int((masks[0] & masks[1]).sum())
     sentence = f"both {both} \u00b7 only here {10 - both} \u00b7 only in heads selected by {OTHER} {10 - both}"
-    assert page.inner_text("#instrument-difference") == sentence
+    assert page.inner_text("#explorer-difference") == sentence
     page.wait_for_url(lambda url: "against=" in url)
-    assert open_page(page.evaluate("location.hash")).inner_text("#instrument-difference") == sentence
+    assert open_page(page.evaluate("location.hash")).inner_text("#explorer-difference") == sentence
 
 
 def test_measured_layouts_are_sorted_and_filtered(open_page: Any, workspace: Path) -> None:
@@ -287,32 +290,32 @@ def test_measured_layouts_are_sorted_and_filtered(open_page: Any, workspace: Pat
     names = [row.split("\t")[0] for row in page.locator(rows).all_inner_texts()]
     assert names == sorted(names, key=lambda name: [int(part) for part in name.split("-")[1:]])
     page.locator(rows + " button").first.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "instrument-shown"
-    assert page.locator("#instrument-shown option:checked").inner_text() == names[0]
+    assert page.evaluate("document.activeElement.id") == "explorer-selected"
+    assert page.locator("#explorer-selected option:checked").inner_text() == names[0]
 
 
 def test_points_of_charts_show_their_layout(open_page: Any) -> None:
     page = open_page()
     for chart, name in (("search-retrained-coverage", "surrogate-0-46"), ("coverage-nll", "interleaved-last")):
         page.locator(f"svg[data-chart={chart}] [role=button][aria-label^='{name}']").click(force=True)
-        assert page.locator("#instrument-shown option:checked").inner_text() == name
+        assert page.locator("#explorer-selected option:checked").inner_text() == name
     first = page.locator("svg[data-chart=coverage-budget] [role=button][tabindex='0']")
     first.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
         page.keyboard.press(key)
     name = page.evaluate("document.activeElement.getAttribute('aria-label')").split("\n")[0]
     page.keyboard.press("Enter")
-    assert page.locator("#instrument-shown option:checked").inner_text() == name
+    assert page.locator("#explorer-selected option:checked").inner_text() == name
 
 
 def test_before_training_nothing_is_near(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of what was measured is then not there, which the script did not expect."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     page = open_page("#budget=3", write_report(tmp_path, ReportInputs(make_domain_table(), {})))
-    assert page.inner_text("#instrument-heads") == "3 of 8 KV heads"
-    assert page.locator("#instrument-measured").count() == 0
+    assert page.inner_text("#explorer-heads") == "3 of 8 KV heads"
+    assert page.locator("#explorer-measured").count() == 0
     assert num_outlined(page) == 3
-    assert not page.is_visible("#instrument-memory-row")  # nobody said the heads' dimension
+    assert not page.is_visible("#explorer-memory-row")  # the probe does not record the heads' dimension
 
 
 def test_nothing_is_cut_off_in_print(open_page: Any) -> None:
@@ -323,8 +326,8 @@ def test_nothing_is_cut_off_in_print(open_page: Any) -> None:
     wide = "boxes => boxes.filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.ariaLabel)"
     assert page.eval_on_selector_all(".scroll", wide) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 688
-    assert not page.is_visible("#instrument-budget")
-    assert page.inner_text("#instrument-measured tr:first-child button") == "duo"
+    assert not page.is_visible("#explorer-budget")
+    assert page.inner_text("#explorer-measured tr:first-child button") == "duo"
 
 
 def test_without_a_script_there_is_the_map_alone(browser: Any, workspace: Path) -> None:
@@ -369,7 +372,7 @@ def test_a_thousand_names_that_would_act_do_not(
         ),
     )
     page = open_page("#budget=3&" + "&".join(payloads[:5]), file)
-    for control in ("#instrument-domain", "#instrument-shown", "#instrument-other"):
+    for control in ("#explorer-domain", "#explorer-selected", "#explorer-compared"):
         for option in range(1, page.locator(f"{control} option").count()):
             page.select_option(control, index=option)
     page.locator("svg[data-chart=density] .cell").first.hover()

@@ -95,7 +95,7 @@ def test_page_loads_nothing_and_has_no_inline_handlers(page: Page) -> None:
     for _, attributes in page.elements:
         assert not [name for name in attributes if name.startswith("on") or name in ("src", "style")]
     for link in page.all("a"):
-        if link.get("id") == "instrument-download":  # the script gives it an address
+        if link.get("id") == "explorer-download":  # the script gives it an address
             continue
         assert re.match(r"data:application/gzip;|#[a-z-]+$|[a-z-]+\.(png|svg)$", link["href"] or "")
 
@@ -108,7 +108,7 @@ def test_names_appear_as_text(page: Page) -> None:
     assert any(HOSTILE in text for text in page.texts["th"])
     assert any(QUOTED in text for text in page.texts["h3"])
     assert any(HOSTILE in text for text in page.texts["dd"])
-    assert HOSTILE in json.loads(page.texts["script"][0])["instrument"]["signals"][0]["domains"]
+    assert HOSTILE in json.loads(page.texts["script"][0])["explorer"]["signals"][0]["domains"]
     assert any(HOSTILE in tip for mark in data(page)["domains"]["marks"] for tip in mark["tips"])
 
 
@@ -134,15 +134,15 @@ def test_the_data_of_a_page_cannot_end_it(page: Page) -> None:
 
 def test_every_chart_of_the_page_stands_in_its_data(page: Page) -> None:
     drawn = [svg["data-chart"] for svg in page.all("svg") if "data-chart" in svg]
-    maps = {"density", *(name for name in map(str, drawn) if name.startswith("layout-"))}  # of the instrument's data
+    maps = {"density", *(name for name in map(str, drawn) if name.startswith("layout-"))}  # of the explorer's data
     assert sorted({str(name) for name in drawn} - maps) == sorted(data(page))
     chart: Any = None
     places = dict.fromkeys(drawn, 0)
     for tag, attributes in page.elements:
         if tag == "svg":
             chart = attributes.get("data-chart")
-        if "data-at" in attributes:
-            number, index = map(int, (attributes["data-at"] or "").split(","))
+        if "data-mark" in attributes:
+            number, index = map(int, (attributes["data-mark"] or "").split(","))
             mark = data(page)[chart]["marks"][number]
             assert mark["tips"][index]
             places[chart] += 1
@@ -188,8 +188,8 @@ def test_a_search_is_shown_best_first(page: Page) -> None:
     assert [(mark.label, len(mark.x)) for mark in shown] == [("baseline", 1), ("density", 1), ("random", 1)]
     assert len(search_charts(make_search(cost=[4.0, 4.0, 5.0, 3.0, 6.0]), "cost")) == 3
     assert (
-        "density: density-0-1, the best of its layouts after the short retraining, is at +0.400 ± 0.100 % against the "
-        "control after the full one." in search_findings(search)
+        "density: density-0-1, its best layout after short retraining, has a ΔNLL of +0.400 ± 0.100 % against the "
+        "control after full retraining." in search_findings(search)
     )
     assert "Search" in page.texts["h2"]
 
@@ -284,7 +284,7 @@ def test_result_comes_first() -> None:
         "0.200 ± 0.010 % above the control. Significantly higher, by more than two standard errors of the difference, "
         "in percentage points: last +0.100 ± 0.010, spread +0.300 ± 0.010. "
     )
-    assert "Changes of NLL count from the control" in text
+    assert "Changes of NLL are against the control" in text
     assert "densest has the highest density coverage, 47.1 %; coverage puts 3 of 3 pairs" in text
     assert "and all 3 that are significantly different" in text
     assert "over 3 layouts is \N{MINUS SIGN}1.00" in text

@@ -20,17 +20,17 @@ def test_the_page_begins_with_the_layout_of_its_headline(open_page: Any, workspa
     search = pd.read_csv(workspace / "reports/stdlib-21x3/search.csv").set_index("name")
     heads = search.loc["duo", "heads"].iloc[0] if search.index.duplicated().any() else search.loc["duo", "heads"]
     link = page.locator("p.lead a")
-    assert (link.inner_text(), page.inner_text("#instrument-shown option:checked")) == ("duo", "duo")
+    assert (link.inner_text(), page.inner_text("#explorer-selected option:checked")) == ("duo", "duo")
     with page.expect_download() as download:
-        page.click("#instrument-download")
+        page.click("#explorer-download")
     layout = Layout.read(Path(download.value.path()))
     assert (layout.strategy, " ".join(layout.heads)) == ("duo", heads)
     assert download.value.suggested_filename == "duo.yaml"
-    page.focus("#instrument-budget")
+    page.focus("#explorer-budget")
     page.keyboard.press("ArrowRight")
-    assert page.inner_text("#instrument-shown option:checked") == "from sliders"
+    assert page.inner_text("#explorer-selected option:checked") == "from sliders"
     link.press("Enter")
-    assert page.inner_text("#instrument-shown option:checked") == "duo"
+    assert page.inner_text("#explorer-selected option:checked") == "duo"
     assert num_outlined(page) == 18
 
 

@@ -34,7 +34,7 @@ def cloud(open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
 def shown(page: Any) -> tuple[str, int]:
     """Return the layout on the map, and its number of outlined heads."""
     outline = page.get_attribute("svg[data-chart=density] .global", "d")
-    return page.locator("#instrument-shown option:checked").inner_text(), outline.count("M")
+    return page.locator("#explorer-selected option:checked").inner_text(), outline.count("M")
 
 
 def test_arrow_keys_go_along_the_cost_and_enter_shows(cloud: Any) -> None:
@@ -48,7 +48,7 @@ def test_arrow_keys_go_along_the_cost_and_enter_shows(cloud: Any) -> None:
     assert "stopped before all text was read" in cloud.inner_text("#tip")
     cloud.keyboard.press("Enter")
     assert shown(cloud) == ("random-0-1", 3)
-    assert cloud.evaluate("document.activeElement.id") == "instrument-shown"
+    assert cloud.evaluate("document.activeElement.id") == "explorer-selected"
 
 
 def test_the_dot_under_the_pointer_is_said_and_shown(cloud: Any) -> None:

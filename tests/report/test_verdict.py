@@ -33,11 +33,11 @@ VALUE = r"(?P<value>[\d.]+)(?: ± (?P<error>[\d.]+))? % (?P<side>above|below) (?
 FIELD = r"of (?P<count>\d+) layouts with (?P<budget>\d+) of 8 KV heads global, (?P<how>[^:]+)"
 LEADS = (
     rf"(?P<name>\S+) has the (?P<claim>lowest|lowest measured) NLL {FIELD}: {VALUE}\.",
-    rf"No single best {FIELD}: (?P<level>\d+) are not significantly different; (?P<name>\S+) is measured lowest, "
+    rf"No single best {FIELD}: (?P<tied>\d+) are not significantly different; (?P<name>\S+) is measured lowest, "
     rf"{VALUE}\.",
 )
 STANDINGS = {
-    "level": r"Not significantly different from it, within two standard errors of the difference",
+    "tied": r"Not significantly different from it, within two standard errors of the difference",
     "unknown": r"Measured higher, though no standard error of the difference is known, so that the order is not "
     r"established",
     "behind": r"Significantly higher, by more than two standard errors of the difference",
@@ -69,7 +69,7 @@ class Case:
     def standing(self, index: int) -> str:
         (best, lowest, _), (name, delta, _) = self.rivals[0], self.rivals[index]
         error = self.pair_error(best, name) if self.description == "retrained for 40 steps" else math.nan
-        return "unknown" if math.isnan(error) else "level" if delta - lowest <= 2 * error else "behind"
+        return "unknown" if math.isnan(error) else "tied" if delta - lowest <= 2 * error else "behind"
 
 
 def random_case(seed: int) -> Case:
@@ -200,10 +200,10 @@ def check_lead(case: Case, lead: str) -> None:
     assert (sentence["how"], sentence["baseline"]) == (case.description, BASELINES[case.baseline])
     assert (sentence["value"], sentence["error"]) == (f"{abs(delta):.3f}", f"{error:.3f}")
     assert sentence["side"] == ("below" if delta < 0 else "above")
-    if "level" in sentence.re.groupindex:
-        assert int(sentence["level"]) == 1 + standings.count("level") > 1
+    if "tied" in sentence.re.groupindex:
+        assert int(sentence["tied"]) == 1 + standings.count("tied") > 1
     else:
-        assert "level" not in standings
+        assert "tied" not in standings
         assert (sentence["claim"] == "lowest") == (set(standings) <= {"behind"})
 
 
@@ -213,7 +213,7 @@ def check_standings(case: Case, paragraphs: list[str]) -> None:
     for standing, words in STANDINGS.items():
         expected = [case.rivals[index] for index in range(1, len(case.rivals)) if case.standing(index) == standing]
         actual = [
-            match for text in paragraphs if (match := re.match(rf"{words}, in percentage points: (.*?)\.( T|$)", text))
+            match for text in paragraphs if (match := re.match(rf"{words}, in percentage points: (.*?)\.( N|$)", text))
         ]
         assert len(actual) == bool(expected), standing
         if not expected:
@@ -232,7 +232,7 @@ def check_layout(case: Case, html: str) -> None:
     name, delta, error = case.rivals[0]
     mask = case.masks[name]
     layout = Layout.from_mask(mask, window=8, strategy=name)
-    data: Any = json.loads(html.split('id="data">')[1].split("</script>")[0])["instrument"]
+    data: Any = json.loads(html.split('id="data">')[1].split("</script>")[0])["explorer"]
     (index, linked), *others = re.findall(r'<a href="#density" data-layout="(\d+)">(.*?)</a>', html)
     assert (int(index), linked, others) == (data["start"], name, [])
     assert data["layouts"][data["start"]][0] == name
@@ -251,10 +251,10 @@ def check_layout(case: Case, html: str) -> None:
 def check_tags(case: Case, body: str) -> None:
     """Check that in the deciding table only the best and the layouts not significantly different have a tag."""
     rows = re.findall(r'<th scope="row">([^<]*)<span class="tag">(.*?)</span>', body)
-    level = {case.names[index] for index in range(1, len(case.rivals)) if case.standing(index) == "level"}
+    tied = {case.names[index] for index in range(1, len(case.rivals)) if case.standing(index) == "tied"}
     assert {name for name, tag in rows if tag.startswith("lowest")} == {case.names[0]}
-    assert {name for name, tag in rows if tag == "not significantly different"} == level
-    assert len(rows) == 1 + len(level)
+    assert {name for name, tag in rows if tag == "not significantly different"} == tied
+    assert len(rows) == 1 + len(tied)
 
 
 def check_ranking(case: Case, paragraphs: list[str]) -> None:

@@ -18,7 +18,7 @@ from spkv_nas.stages.report.results import SEARCH
 from spkv_nas.training.training_progress import unfinished_trainings
 
 
-def under_way(workspace: Workspace, name: str, reporter: Reporter) -> Section | None:
+def in_progress_section(workspace: Workspace, name: str, reporter: Reporter) -> Section | None:
     """Return the report section on unfinished work of a name; None where all is finished."""
     unfinished = unfinished_trainings(workspace.run_dir(name))
     trainings = [

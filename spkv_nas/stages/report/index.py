@@ -82,8 +82,8 @@ def _other_page(workspace: Workspace, table: HeadScores, budget: int) -> tuple[s
     for other in neighbours(workspace, table):
         if _has_layouts(workspace, other.name):
             state = urlencode({"signal": table.name, "budget": budget})
-            return f"{quote(other.name)}/index.html#{state}", f"A choice on the page of {other.name}."
-    return "", "There are no layouts of it yet, and so no page."
+            return f"{quote(other.name)}/index.html#{state}", f"It can be selected on the page of {other.name}."
+    return "", "No layouts have been proposed from it yet, so it has no page."
 
 
 def _sections(inputs: ReportInputs) -> tuple[tuple[str, str], ...]:
@@ -91,7 +91,7 @@ def _sections(inputs: ReportInputs) -> tuple[tuple[str, str], ...]:
     sections = (
         ("Comparison", "comparison", inputs.comparison is not None),
         ("Search", "search", inputs.search is not None),
-        *((section.title, section.name, True) for section in inputs.judged),
+        *((section.title, section.name, True) for section in inputs.benchmarks),
         ("Layouts", "layouts", bool(inputs.layouts)),
     )
     return tuple((words, anchor) for words, anchor, has_results in sections if has_results)
@@ -107,8 +107,8 @@ def _search(workspace: Workspace, name: str, number: int) -> Card:
     fidelity = next(candidate for candidate in reversed(FIDELITIES) if not np.isnan(best[f"{candidate}_delta_percent"]))
     delta = change(best[f"{fidelity}_delta_percent"], best[f"{fidelity}_standard_error"])
     sentences = (
-        f"A search of {int((rows['sampler'] != BASELINE).sum())} layouts; the map is its best, {best['name']}: "
-        f"{best['num_global']} heads global, {delta} %{_AFTER[fidelity]}.",
+        f"A search of {int((rows['sampler'] != BASELINE).sum())} layouts. The map shows the best one, {best['name']}: "
+        f"{best['num_global']} global heads, ΔNLL {delta} %{_AFTER[fidelity]}.",
     )
     files = (("search.csv", SEARCH), ("figure", "search-progress.png"))
     links = tuple((words, f"{quote(name)}/{file}") for words, file in files if (folder / file).is_file())

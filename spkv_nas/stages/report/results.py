@@ -11,7 +11,7 @@ from spkv_nas.base.files import is_file
 from spkv_nas.base.records import read_record
 from spkv_nas.evaluation.comparison_documents import FILE, pair_error, read_documents
 from spkv_nas.proposal.agreement import read_agreement
-from spkv_nas.report.benchmark_sections import read_judged
+from spkv_nas.report.benchmark_sections import read_benchmarks
 
 SEARCH = "search.csv"
 
@@ -35,4 +35,4 @@ def read_results(folder: Path) -> dict[str, Any]:
     results |= {name: read_record(file, kind) for name, (file, kind) in records.items() if is_file(file)}
     if (folder / FILE).is_file():
         results["pair_error"] = pair_error(read_documents(folder / FILE))
-    return {**results, "judged": read_judged(folder)}
+    return {**results, "benchmarks": read_benchmarks(folder)}

@@ -26,7 +26,7 @@ from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.report.command import ReportOptions
-from spkv_nas.stages.report.in_progress import under_way
+from spkv_nas.stages.report.in_progress import in_progress_section
 from spkv_nas.stages.report.index import pages, write_workspace_index
 from spkv_nas.stages.report.page_steps import page_steps
 from spkv_nas.stages.report.results import read_results
@@ -101,7 +101,7 @@ def _page(
                 probes=probes,
                 calibration=_calibration(folder, table, reporter),
                 predict=None if search_rows is None else _prediction(search_rows, probes),
-                under_way=None if written is None else under_way(workspace, table.name, reporter),
+                in_progress=None if written is None else in_progress_section(workspace, table.name, reporter),
                 **results,
             ),
             advise=page_steps(workspace, table),

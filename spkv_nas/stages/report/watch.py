@@ -20,7 +20,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.report.section import Section
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.report.command import ReportOptions
-from spkv_nas.stages.report.in_progress import under_way
+from spkv_nas.stages.report.in_progress import in_progress_section
 from spkv_nas.stages.report.results import SEARCH
 from spkv_nas.stages.report.stage import page_names, report
 
@@ -55,11 +55,11 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
         changed = _select(scanned, names, options) != last_state
         # Rewrite what changed
         try:
-            current_progress = _under_way(options, names, reporter)
+            current_progress = _in_progress_sections(options, names, reporter)
             if changed or current_progress != shown_progress:
                 page = report(options, reporter, written=datetime.now(timezone.utc), pictures=changed)
                 names, last_message = page_names(options), ""
-                shown_progress = _under_way(options, names, reporter) if changed else current_progress
+                shown_progress = _in_progress_sections(options, names, reporter) if changed else current_progress
                 reporter.announce(f"written: {page}")
         except (UserError, OSError) as error:
             if last_message != (last_message := f"waiting: {first_line(error)}"):
@@ -70,9 +70,9 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
         wait(EVERY if changed else min(SELDOM, max(EVERY, _SHARE * (time.process_time() - began))))
 
 
-def _under_way(options: ReportOptions, names: list[str], reporter: Reporter) -> dict[str, Section | None]:
+def _in_progress_sections(options: ReportOptions, names: list[str], reporter: Reporter) -> dict[str, Section | None]:
     """Return the section on unfinished work of every page."""
-    return {name: under_way(options.folders, name, reporter) for name in names}
+    return {name: in_progress_section(options.folders, name, reporter) for name in names}
 
 
 def _scan(options: ReportOptions) -> Seen:
