@@ -27,10 +27,10 @@ LENGTHS = (512, 1024, 2048)
 STAGES = (
     "evaluate",
     "probe",
-    "priced gates, frozen model",
+    "train gates, frozen model",
     "signal head-gates",
     "signal opening",
-    "score, each layout",
+    "score each layout",
 )
 KEYS = {  # recipe keys by their words in a stage's name
     "lora": "lora: {}",
@@ -123,7 +123,7 @@ def command(stage: str, folder: Path, size: str, length: int) -> list[str]:
     if stage.startswith("priced"):
         return [
             *arguments,
-            "--gain-tokens",
+            "--ablation-tokens",
             "0",
             "--max-tokens",
             str(length),
@@ -136,7 +136,7 @@ def command(stage: str, folder: Path, size: str, length: int) -> list[str]:
         return [*arguments, "--signal", "head-gates", "--max-tokens", str(BATCH * length), "--steps", "2"]
     if stage == "signal opening":
         return [*arguments, "--signal", "opening"]  # with its default number of tokens
-    return [*arguments, "--max-tokens", str(BATCH * length), *(["--gain-tokens", "0"] if stage == "probe" else [])]
+    return [*arguments, "--max-tokens", str(BATCH * length), *(["--ablation-tokens", "0"] if stage == "probe" else [])]
 
 
 def status(key: str) -> int:

@@ -54,10 +54,10 @@ def measure_all(ground: Path, workspace: Path) -> Found:
         options: dict[str, Any] = {"model": gated, "max_tokens": tokens, "name": name, **subject}
         at_tau = nll(NLLOptions(**options)).evaluation
         result[name] = np.array([at_tau.density, *at_tau.nll.total, *at_tau.nll.num_tokens])
-        result[f"{name}, sweep"] = sweep(SweepOptions(**options, taus="0.2..0.8", points=3)).rows
+        result[f"{name}, sweep"] = sweep(SweepOptions(**options, taus="0.2..0.8", num_taus=3)).rows
     result["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).rows
-    take("density", model=gated, gain_tokens=200)
-    take("learned", signal="density", steps=6, gain_tokens=0)
+    take("density", model=gated, ablation_tokens=200)
+    take("learned", signal="density", steps=6, ablation_tokens=0)
     for signal in SIGNALS.names[1:]:
         some: dict[str, Any] = {"num_layouts": 20, "budget": "3"} if signal == "regression" else {}
         some |= {"steps": 4} if signal in ("duo", "head-gates") else {}

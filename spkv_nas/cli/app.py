@@ -66,10 +66,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Measure which KV heads need global attention, propose hybrid layouts, and prove them by retraining.\n\n"
-    "The path: spkv-nas init MODEL TEXT, then the command that each one names last (next: spkv-nas ...): head gates "
-    "choose the heads, train-hybrid proves them, report shows it. "
-    "A plain spkv-nas probe measures the embedded reference model (21 layers x 3 KV heads).",
+    help="Measure which KV heads need global attention, propose hybrid layouts, and validate them by retraining.\n\n"
+    "Start with spkv-nas init MODEL TEXT; each command then prints the next one (next: spkv-nas ...): head gates "
+    "choose the global heads, train-hybrid retrains the layouts, report shows the results. spkv-nas probe without "
+    "arguments measures the embedded reference model (21 layers x 3 KV heads).",
 )
 # In the order of --help
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
@@ -121,8 +121,10 @@ def _options(
 ) -> None:
     context.obj = Voice(quiet, verbose)
     if num_processes() > 1 and (name := context.invoked_subcommand) not in DISTRIBUTED:
-        several = "\nits workers need none: start the same command several times" if name == "search" else ""
-        raise UserError(f"torchrun is for {', '.join(DISTRIBUTED)}: run {name} without it{several}")
+        several = "\nto use several workers, start the same command several times" if name == "search" else ""
+        raise UserError(
+            f"{name} does not run under torchrun (only {', '.join(DISTRIBUTED)} do): run it without torchrun{several}"
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -154,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
             fail(message)
         sys.exit(code)
     except Interrupted as stop:
-        err.print(f"interrupted by {stop}; the same command goes on from what is finished")
+        err.print(f"interrupted by {stop}: run the same command again to resume")
         leave(stop.exit_code)
         sys.exit(stop.exit_code)
 
@@ -173,21 +175,21 @@ def explained(error: Exception) -> tuple[str, int]:
     if hasattr(error, "format_message"):  # a usage error raised by typer or click
         command_path, message = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"), error.format_message()
         # Empty where no command was named: typer has printed the help already
-        return message and f"{message}\n{command_path} --help says what there is", 2
+        return message and f"{message}\nsee '{command_path} --help'", 2
     if is_lost_process(error):
-        return "another process of this run is gone\nthe same command goes on from what is finished", 2
+        return "another process of this run has exited\nrun the same command again to resume", 2
     # Errors of the machine: memory, disk
     message = shortened(printable(shortened(first_line(error), 2000)), 300)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return f"out of memory: {message}\na smaller batch, block, text or model needs less", 2
+        return f"out of memory: {message}\nuse a smaller batch, block, text or model", 2
     if isinstance(error, OSError):
         path_note = f" ({error.filename})" if isinstance(error.filename, str) and error.filename not in message else ""
-        return str(UserError(f"{message}{path_note}\nfree space, permissions, or another path would help")), 2
+        return str(UserError(f"{message}{path_note}\ncheck free space and permissions, or use another path")), 2
     # Bugs
     message = "" if message == type(error).__name__ else f": {message}"
     return (
-        f"{type(error).__name__}{message}\nthis is a bug of spkv-nas, unless the machine ran out of disk or memory; "
-        "--debug before the command shows where it is",
+        f"{type(error).__name__}{message}\nthis is a bug in spkv-nas, unless the machine ran out of disk or memory; "
+        "put --debug before the command for a traceback",
         1,
     )
 

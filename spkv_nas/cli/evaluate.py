@@ -55,8 +55,8 @@ app = typer.Typer(name="evaluate", cls=EvaluationGroup)
 
 @app.callback()
 def _check_processes(context: typer.Context) -> None:
-    """Evaluate a checkpoint on text, tasks or questions. Without a subcommand: evaluate nll."""
+    """Evaluate a checkpoint on text, tasks or questions. Without a subcommand, runs evaluate nll."""
     name = context.invoked_subcommand
     if name is not None and num_processes() > 1 and not EVALUATIONS[name].distributed:
         distributed = ", ".join(entry.name for entry in EVALUATIONS if entry.distributed)
-        raise UserError(f"torchrun is for evaluate {distributed}: run evaluate {name} without it")
+        raise UserError(f"evaluate {name} does not run under torchrun (only {distributed} do): run it without torchrun")

@@ -26,14 +26,14 @@ from spkv_nas.stages.result import Results
 Options = TypeVar("Options")
 _LAST = ("workspace", "device", "dtype")  # shown last in the help
 _FEW = 3  # help panels with at most this many options are merged into the default one
-_OUTPUT_PANEL = "What is said"
+_OUTPUT_PANEL = "Output"
 
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors alone.", rich_help_panel=_OUTPUT_PANEL)
+    bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.", rich_help_panel=_OUTPUT_PANEL)
 ]
 Verbose = Annotated[
     bool,
-    typer.Option("--verbose", "-v", help="Say details too, and what libraries say.", rich_help_panel=_OUTPUT_PANEL),
+    typer.Option("--verbose", "-v", help="Also show details and library logs.", rich_help_panel=_OUTPUT_PANEL),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT_PANEL)]
 Json = Annotated[
@@ -91,7 +91,7 @@ def command(
             raise typer.Exit(code)
 
         # Give typer the signature that it reads the options from
-        run.__doc__, run.__name__ = function.__doc__, function.__name__
+        run.__doc__, run.__name__ = _unwrapped(function.__doc__ or ""), function.__name__
         common = _SHARED if returns is type(None) else {"json": Json, **_SHARED}
         parameters = [_context(), *_parameters(options_class), *(_common(*item) for item in common.items())]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -100,6 +100,11 @@ def command(
         return run
 
     return register
+
+
+def _unwrapped(docstring: str) -> str:
+    """Join the lines of each paragraph, since typer would keep the line breaks of the source in the help."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in docstring.split("\n\n"))
 
 
 def _title(context: Any) -> str:

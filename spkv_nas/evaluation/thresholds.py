@@ -21,29 +21,29 @@ def check_tau(tau: float | None) -> None:
         raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
 
 
-def check_sweep(tau: float | None, taus: str | None, points: int | None) -> list[float] | None:
-    """Parse the options ``--tau``, ``--taus`` and ``--points`` into thresholds; None without a sweep.
+def check_sweep(tau: float | None, taus: str | None, num_taus: int | None) -> list[float] | None:
+    """Parse the options ``--tau``, ``--taus`` and ``--num-taus`` into thresholds; None without a sweep.
 
     Raises:
         UserError: if a threshold is outside [0, 1], the range is malformed, or options exclude each other.
     """
     if tau is not None and taus is not None:
         raise UserError("give --tau for one threshold or --taus for several, not both")
-    if points is not None and taus is None:
-        raise UserError("--points needs a range --taus LOW..HIGH")
+    if num_taus is not None and taus is None:
+        raise UserError("--num-taus needs a range --taus LOW..HIGH")
     check_tau(tau)
-    return None if taus is None else parse_taus(taus, points)
+    return None if taus is None else parse_taus(taus, num_taus)
 
 
-def parse_taus(text: str, points: int | None = None) -> list[float]:
+def parse_taus(text: str, num_taus: int | None = None) -> list[float]:
     """Parse thresholds, ascending.
 
     Args:
         text: a list such as ``0.1,0.5,0.9``, or a range such as ``0.01..0.99``.
-        points: number of thresholds in a range, evenly spaced in logit, endpoints included.
+        num_taus: number of thresholds in a range, evenly spaced in logit, endpoints included.
 
     Raises:
-        UserError: naming what is wrong with ``text`` or ``points``.
+        UserError: naming what is wrong with ``text`` or ``num_taus``.
     """
     low, dots, high = text.partition("..")
     try:
@@ -58,16 +58,16 @@ def parse_taus(text: str, points: int | None = None) -> list[float]:
         raise UserError(f"thresholds must lie in [0, 1]; found {outside[0]:g} in '{text}'")
     # Space a range evenly in logit
     if dots:
-        return _logit_spaced(taus[0], taus[1], TAU_POINTS if points is None else points)
-    if points is not None:
-        raise UserError(f"--points needs a range --taus LOW..HIGH; '{text}' is a list")
+        return _logit_spaced(taus[0], taus[1], TAU_POINTS if num_taus is None else num_taus)
+    if num_taus is not None:
+        raise UserError(f"--num-taus needs a range --taus LOW..HIGH; '{text}' is a list")
     if len(set(taus)) < 2:
         raise UserError(f"a sweep needs at least two thresholds; found '{text}'")
     return sorted(set(taus))
 
 
-def _logit_spaced(low: float, high: float, points: int) -> list[float]:
-    """Return ``points`` thresholds from ``low`` to ``high``, evenly spaced in logit."""
+def _logit_spaced(low: float, high: float, num_taus: int) -> list[float]:
+    """Return ``num_taus`` thresholds from ``low`` to ``high``, evenly spaced in logit."""
     if low >= high:
         raise UserError(f"a range LOW..HIGH must rise; found {low:g}..{high:g}")
     if low == 0.0 or high == 1.0:
@@ -75,8 +75,8 @@ def _logit_spaced(low: float, high: float, points: int) -> list[float]:
             f"a range is evenly spaced in logit, so its ends lie inside (0, 1); found {low:g}..{high:g}\n"
             "the open model (tau 0) is always measured; a list such as 0.5,0.9,1 may hold 1"
         )
-    if not 2 <= points <= MOST_REPEATS:
-        raise UserError(f"a range needs at least 2 points, its ends, and at most {MOST_REPEATS}; found {points}")
-    logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), points)[1:-1]
+    if not 2 <= num_taus <= MOST_REPEATS:
+        raise UserError(f"--num-taus must be between 2 (the ends of the range) and {MOST_REPEATS}; found {num_taus}")
+    logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), num_taus)[1:-1]
     between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits, as in the CSV
     return [low, *between, high]

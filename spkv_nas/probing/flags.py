@@ -9,8 +9,8 @@ from spkv_nas.probing.signal import Option
 from spkv_nas.proposal.budget import PAPER_BUDGET
 
 STEPS = Flag("Training steps.", low=1, high=MOST_STEPS)
-SEED = Flag("Seed of what is drawn at random.", low=0, high=MOST_SEED)
-BUDGET = Flag("Global KV heads: a number, or a share such as 25%.", ("--budget", "-b"), "N|N%")
+SEED = Flag("Random seed.", low=0, high=MOST_SEED)
+BUDGET = Flag("Number of global KV heads, or a share such as 25%.", ("--budget", "-b"), "N|N%")
 GRANULARITIES = HEAD, LAYER = "head", "layer"
 
 SEED_OPTION = Option("seed", int, SEED, 0)
@@ -19,13 +19,13 @@ ABLATION_OPTIONS = (
     Option(
         "granularity",
         str,
-        Flag("head, or layer for whole layers only.", metavar="head|layer", values=GRANULARITIES),
+        Flag("Choose single heads, or only whole layers.", metavar="head|layer", values=GRANULARITIES),
         HEAD,
     ),
     Option(
         "max_heads",
         int,
-        Flag("Maximum number of heads to measure singly, in the layers that gain most.", low=1, high=MOST_SIZE),
+        Flag("Maximum number of heads to measure individually, in the layers that gain most.", low=1, high=MOST_SIZE),
         shown="all",
     ),
 )

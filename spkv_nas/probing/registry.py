@@ -51,7 +51,7 @@ class SharedOption:
     def takers(self) -> str:
         """Return the signals that take it, for the help."""
         *most, last = self.declared
-        return f"For {', '.join(most)} and {last}." if most else f"For {last}."
+        return f"Applies to {', '.join(most)} and {last}." if most else f"Applies to {last}."
 
     @property
     def default_text(self) -> str:

@@ -39,21 +39,21 @@ PARTS = ("domain", "half")
 
 
 def parse_probe(
-    text: str, find: Callable[[str], HeadScores], by: str | None = None
+    text: str, find: Callable[[str], HeadScores], split_by: str | None = None
 ) -> Iterator[tuple[str, HeadScores]]:
     """Yield (label, table) pairs for a probe given on the command line.
 
     Args:
         text: name or file of a probe, with an optional suffix ``@TAU`` for another threshold.
         find: loads the table of a name or file.
-        by: "domain" for a table per domain, "half" for one of the even and one of the odd documents.
+        split_by: "domain" for a table per domain, "half" for one of the even and one of the odd documents.
 
     Raises:
-        UserError: ``by`` is unknown, the table does not have the threshold, there is a single domain, or no
+        UserError: ``split_by`` is unknown, the table does not have the threshold, there is a single domain, or no
             per-document counts to halve.
     """
-    if by is not None and by not in PARTS:
-        raise UserError(f"--by must be {' or '.join(PARTS)}; found '{by}'")
+    if split_by is not None and split_by not in PARTS:
+        raise UserError(f"--split-by must be {' or '.join(PARTS)}; found '{split_by}'")
     # Load the table at its threshold
     source, separator, tau = ("", "", "") if text.endswith(".csv") else text.rpartition("@")
     table = find(source if separator else text)
@@ -68,7 +68,7 @@ def parse_probe(
         label = f"{label}@{tau}"
     # Split it by domain or into halves
     parts = {"domain": _domains, "half": _halves}
-    for part, values in parts[by](table) if by else [("", table)]:
+    for part, values in parts[split_by](table) if split_by else [("", table)]:
         yield f"{label}:{part}" if part else label, values
 
 

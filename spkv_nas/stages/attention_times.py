@@ -57,7 +57,7 @@ def find_times(
             command = _calibrate_command(calibrate, windows, context)
             if calibration is not None:
                 raise UserError("\n".join([str(error), *command])) from error
-            caution("\n".join([str(error), "so times are the roofline's", *command]))
+            caution("\n".join([str(error), "using roofline times instead", *command]))
     # Fall back to the roofline
     return Roofline(find_hardware(hardware or "h200"), shape, element_size)
 
@@ -80,7 +80,7 @@ def _find_calibration(
     """Read a calibration of the workspace. Raises ``UserError`` if it does not exist or does not fit."""
     folder = workspace.report_dir(name)
     if not (folder / "calibration.yaml").is_file():
-        raise UserError(f"no calibration '{name}' in {folder.parent}: measure it first")
+        raise UserError(f"no calibration '{name}' in {folder.parent}: measure one with calibrate")
     calibration = Calibration.read(folder)
     calibration.check_shape(shape)
     for window in windows:

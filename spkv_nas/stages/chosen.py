@@ -39,8 +39,8 @@ def chosen_table(
     records, folder = probe_records(options.folders), options.folders.root / "probes"
     if not records:
         raise UserError(
-            f"no density table in {folder}\nprobe a model first (--model with --data, or a recipe; the embedded "
-            "reference without either), or give --probe FILE.csv"
+            f"no probes in {folder}\nprobe a model first (with a recipe, with --model and --data, or without arguments "
+            "for the embedded reference), or give --probe FILE.csv"
         )
     if len(records) == 1:
         return find_table(options.folders, next(iter(records)))
@@ -49,14 +49,16 @@ def chosen_table(
     for signal in (RECOMMENDED, DENSITY) if len(models) == 1 and None not in models else ():
         names = [name for name, record in records.items() if record.get("signal", DENSITY) == signal]
         if len(names) == 1:
-            reporter.announce(f"probe '{names[0]}' ({signal}), of {len(records)} of one model; --probe takes another")
+            reporter.announce(
+                f"using probe '{names[0]}' ({signal}), one of {len(records)} of this model; --probe selects another"
+            )
             return find_table(options.folders, names[0])
         if names:
             break
     # List the commands to choose from
     commands = [next_line(command_line(replace(options, probe=name))) for name in list(records)[:_MOST_LISTED]]
     more = ["..."] if len(records) > _MOST_LISTED else []
-    raise UserError("\n".join([f"which probe? there are {len(records)} in {folder}; name one:", *commands, *more]))
+    raise UserError("\n".join([f"{folder} has {len(records)} probes: choose one with --probe NAME", *commands, *more]))
 
 
 def chosen_recipe(options: SearchOptions | TrainHybridOptions, table: HeadScores, embedded: str) -> Path:
@@ -71,10 +73,10 @@ def chosen_recipe(options: SearchOptions | TrainHybridOptions, table: HeadScores
     if str(table.metadata.get("model", "")).startswith(EMBEDDED_PREFIX):
         return EMBEDDED / embedded
     recorded = read_options(table.metadata, options.folders.root)
-    lines = [f"the probe '{table.name}' is not of the embedded models: give --recipe, the file to retrain its model by"]
+    lines = [f"probe '{table.name}' is not of an embedded model: give the recipe to retrain its model with --recipe"]
     if recorded is not None and recorded.recipe is not None:
         command = command_line(replace(options, recipe=recorded.recipe, probe=options.probe or table.name))
         lines.append(next_line(command))
     elif recorded is not None and recorded.model is not None:
-        lines += ["init writes one", next_line(command_line(first_recipe(recorded)))]
+        lines += ["init writes a recipe", next_line(command_line(first_recipe(recorded)))]
     raise UserError("\n".join(lines))

@@ -27,6 +27,6 @@ def beyond_positions(context: int, positions: int | None) -> str | None:
     if positions is None or context <= positions:
         return None
     return (
-        f"the model was made for {positions:,} tokens (max_position_embeddings): what is counted at {context:,} is of "
-        f"one whose positions are extended\n--context {positions} counts the model as it is"
+        f"the model supports {positions:,} tokens (max_position_embeddings); costs at {context:,} assume that its "
+        f"positions are extended\nuse --context {positions} for the model's maximum"
     )

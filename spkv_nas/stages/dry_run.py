@@ -111,7 +111,7 @@ def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
     num_layouts = len(known_layouts) + effort.trials * len(effort.samplers) * len(effort.seeds)
     num_tokens = min(options.max_tokens, planner.text.heldout(question.recipe.data) // 2)
     short = planner.other(shortened(question.recipe, options.short_steps))
-    runs = [*planner.dense(), planner.heldout_pass("scores, at most", full_attention, 1 + num_layouts, num_tokens)]
+    runs = [*planner.dense(), planner.heldout_pass("scores (at most)", full_attention, 1 + num_layouts, num_tokens)]
     # Retrain the best, briefly and in full
     for fidelity, fidelity_planner, number in (("short", short, effort.num_short), ("full", planner, effort.num_full)):
         if number == 0:
@@ -124,14 +124,14 @@ def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
             )
         )
         any_branch = fidelity_planner.new_branch("", Variant.hybrid(next(iter(known_layouts.values()))))
-        runs.append(together(f"{fidelity}, found ones at most", [any_branch] * number * len(effort.samplers)))
+        runs.append(together(f"{fidelity}, new layouts (at most)", [any_branch] * number * len(effort.samplers)))
     return planner.plan(runs)
 
 
 def plan_palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``reproduce palindrome``: its three models."""
     name = options.name or NAME
-    reporter.announce("trying a step of each model")
+    reporter.announce("timing a training step of each model")
     return palindrome_plan(
         palindrome_settings(options), name, options.folders.run_dir(name), device=choose_device(options.device)
     )
@@ -152,7 +152,7 @@ def hybrid_runs(planner: Planner, variants: Mapping[str, Variant], seeds: int = 
         ]
     if any(run.state != FINISHED for run in runs):
         scored = 1 + sum(variant.layout is not None for variant in variants.values())
-        runs.append(planner.heldout_pass("zero-shot scores, at most", Variant.full_attention(), scored))
+        runs.append(planner.heldout_pass("zero-shot scores (at most)", Variant.full_attention(), scored))
     return runs
 
 
@@ -168,5 +168,5 @@ def _planner_options(options: OnDevice, reporter: Reporter) -> dict[str, Any]:
     """Return the device and message callback of a planner. Raises ``UserError`` under torchrun."""
     quiet_transformers(reporter)
     if num_processes() > 1:
-        raise UserError("--dry-run times the steps of one process: run it without torchrun")
+        raise UserError("--dry-run does not run under torchrun: it times the steps of one process")
     return {"device": options.device, "announce": reporter.announce}

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spkv_nas.artifacts.defaults import (
+    ABLATION_TOKENS,
     BLOCK_SIZE,
-    GAIN_TOKENS,
     PRICED_STEPS,
     SCORING_TOKENS,
 )
@@ -78,7 +78,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     # Describe the model and this machine
     size, gates, memory = read_size(subject.source), read_gates(subject.source), available_bytes(device)
     num_bytes = item_bytes(subject.source, Site(device, memory), options.dtype)
-    reporter.announce("measuring the speed of a matrix product")
+    reporter.announce("timing a matrix product")
     speed = EFFICIENCY * matmul_speed(device, bfloat16=num_bytes == BFLOAT16)
     # Count the text
     learns = gates is None and SIGNALS[str(options.signal)].needs_gates
@@ -99,7 +99,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     stage_costs = [*(gate_training(stages, options.steps) if learns else ()), *_probed(stages, options, num_tokens)]
     remarks = (
         about_memory(stages.site),
-        f"time: by FLOPs, at half the speed of a matrix product, {speed:.2g} FLOP/s as measured here",
+        f"time: computed from FLOPs at {speed:.2g} FLOP/s, half the measured speed of a matrix product",
     )
     return Forecast(
         subject.name, stages.size, stages.num_predictor_parameters, stages.site, tuple(stage_costs), remarks
@@ -108,7 +108,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
 
 def gate_training(stages: Stages, steps: int | None) -> Iterator[StageCost]:
     """Yield the training of gates on a frozen model."""
-    yield stages.learn_gates("priced gates, frozen model", steps or PRICED_STEPS, STEP_TOKENS, ROOM)
+    yield stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, STEP_TOKENS, ROOM)
 
 
 def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:
@@ -116,18 +116,18 @@ def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[Stag
     signal, values = SIGNALS[str(options.signal)], chosen_options(options)
     limit = options.max_tokens or _most_tokens(signal, tokens)
     yield signal.cost(stages, min(limit, tokens), **values)
-    if signal.option("gain_tokens") and options.gain_tokens != 0:
-        yield _judging(stages, min(options.gain_tokens or GAIN_TOKENS, tokens))
+    if signal.option("ablation_tokens") and options.ablation_tokens != 0:
+        yield _judging(stages, min(options.ablation_tokens or ABLATION_TOKENS, tokens))
 
 
 def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
     """Yield the stages that need no training, on ``tokens`` tokens of text."""
     yield DENSITY.cost(stages, tokens)
-    yield _judging(stages, min(GAIN_TOKENS, tokens))
+    yield _judging(stages, min(ABLATION_TOKENS, tokens))
     for signal in SIGNALS:
         if signal is not DENSITY:
             yield signal.cost(stages, _most_tokens(signal, tokens))
-    yield stages.measure("score, each layout", tokens, shares=_OF_LAYOUTS)
+    yield stages.measure("score each layout", tokens, shares=_OF_LAYOUTS)
     yield stages.measure("evaluate", tokens, gated=True)
 
 
@@ -138,7 +138,7 @@ def _most_tokens(signal: Signal, tokens: int) -> int:
 
 def _judging(stages: Stages, tokens: int) -> StageCost:
     """Return the cost of the single-head gains that validate a table."""
-    return stages.measure("judge the table", tokens, ablation_passes(stages.size.heads.grid), shares=1.0)
+    return stages.measure("validate the ranking", tokens, ablation_passes(stages.size.heads.grid), shares=1.0)
 
 
 def item_bytes(source: str, site: Site, dtype: str | None) -> int:
@@ -150,5 +150,5 @@ def item_bytes(source: str, site: Site, dtype: str | None) -> int:
 
 
 def about_memory(site: Site) -> str:
-    """Say how much memory the estimate assumes."""
-    return f"memory: {site.memory / 1e9:.4g} GB on {site.name}, of which a tenth is left to driver and allocator"
+    """Return a sentence on the memory that the estimate assumes."""
+    return f"memory: {site.memory / 1e9:.4g} GB on {site.name}, 10 % of it reserved for driver and allocator"

@@ -15,7 +15,7 @@ from spkv_nas.stages.propose.command import ProposeOptions
 
 
 def find_table(workspace: Workspace, probe: str) -> HeadScores:
-    """Read a density table by name (``probes/<name>/``) or file; a ``.tsv`` file has other head scores.
+    """Read head scores by name (``probes/<name>/``) or file; a ``.tsv`` file is read too.
 
     Raises ``UserError`` if it does not exist or cannot be read.
     """
@@ -27,7 +27,7 @@ def find_table(workspace: Workspace, probe: str) -> HeadScores:
     if not (folder / "density.csv").is_file():
         names = ", ".join(workspace.probes()) or "none"
         raise UserError(
-            f"no density table '{probe}' in {workspace.root / 'probes'}\nthere are: {names}; or give --probe FILE.csv"
+            f"no probe '{probe}' in {workspace.root / 'probes'}\navailable: {names}; or give --probe FILE.csv"
         )
     return HeadScores.read(folder)
 

@@ -26,10 +26,10 @@ from spkv_nas.stages.train.command import TrainOptions
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 
 RECOMMENDATION = (
-    f"{RECOMMENDED.replace('-', ' ')} choose the heads: they chose better than densities on three of the four models "
-    "of the project's study, and as well on one, with 2 of 7 heads (reports/study)"
+    f"{RECOMMENDED.replace('-', ' ')} are recommended for choosing the heads: with 2 of 7 heads global, they beat "
+    "densities on three of the four models of the project's study and tied on the fourth (reports/study)"
 )
-_OF_DENSITIES = "densities tell which keys a cache may drop, by domain and position"
+_OF_DENSITIES = "densities show which keys a cache can drop, by domain and position"
 
 
 def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None) -> Suggestion | None:
@@ -66,10 +66,10 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
 
 
 def missing_options(table: HeadScores) -> str:
-    """Say what the record of a probe lacks, so that no command can be made from it."""
+    """Return why no command can be suggested for a probe with an incomplete record."""
     return (
-        f"probe.yaml of '{table.name}' does not record the model and text that it was measured on, so there is no "
-        "command to measure it again: probe the model once more with --model and --data"
+        f"probe.yaml of '{table.name}' does not record its model and text, so no command can be suggested: probe the "
+        "model again with --model and --data"
     )
 
 
@@ -106,7 +106,7 @@ def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
     is_alone = identity is not None and _probe_by_signal(workspace, identity, DENSITY) is None
     if table.signal == RECOMMENDED and is_alone and recorded is not None:
         learns = _learns(recorded)
-        cost = f"; gates learn them in {PRICED_STEPS} steps of {LEARNING_TOKENS:,} tokens" if learns else ""
+        cost = f"; measuring them trains gates for {PRICED_STEPS} steps of {LEARNING_TOKENS:,} tokens" if learns else ""
         densities = for_signal(recorded, DENSITY, options.budget, learns=learns)
         suggestions.append(Suggestion.of(densities, f"{_OF_DENSITIES}{cost}"))
     return suggestions
@@ -132,8 +132,8 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
         workspace=workspace.root,
     )
     return [
-        Suggestion.of(scored, "what each layout costs before any training"),
-        Suggestion.of(first_recipe(recorded), "a recipe to retrain the layouts by"),
+        Suggestion.of(scored, "compare the NLL of the layouts before any training"),
+        Suggestion.of(first_recipe(recorded), "write a recipe to retrain the layouts"),
     ]
 
 

@@ -19,15 +19,15 @@ from spkv_nas.stages import flags
 DEFAULT_PROBE = EMBEDDED.name  # name of the embedded reference's probe
 PAPER = "paper"  # default name of results about the paper's model ladder
 REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
-ONLY_PROBE, EMBEDDED_RECIPE = "the only one there is", "the embedded models' own"
-LONGEST = "128k, or what the model was made for if less"
+ONLY_PROBE, EMBEDDED_RECIPE = "the only one in the workspace", "the embedded models' recipe"
+LONGEST = "128k, or the model's maximum if shorter"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InWorkspace:
     """Options of a command that reads and writes a workspace."""
 
-    workspace: flags.Root = default(Path(), "here")
+    workspace: flags.Root = default(Path(), "current folder")
 
     @property
     def folders(self) -> Workspace:
@@ -39,21 +39,21 @@ class InWorkspace:
 class OnDevice:
     """Options of a command that computes with torch."""
 
-    device: flags.Device = None
+    device: flags.Device = default(None, "cuda if available")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InDtype(OnDevice):
     """Options of a command that runs a model."""
 
-    dtype: flags.Dtype = default(None, "the model's, or float32 where the device emulates that")
+    dtype: flags.Dtype = default(None, "the model's; float32 if the device only emulates it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InPrecision(OnDevice):
     """Options of a command that trains by recipes."""
 
-    dtype: flags.Dtype = default(None, "the recipe's precision")
+    dtype: flags.Dtype = default(None, "the recipe's")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Trains(InWorkspace, OnDevice):
 class Measures(InWorkspace, InDtype):
     """Options of a command that measures a model, which it can spread over all GPUs."""
 
-    device: flags.AnyDevice = None
+    device: flags.AnyDevice = default(None, "cuda if available")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 def show(result: Plan) -> None:
     """Print the runs of a plan, their steps, tokens and time, and its remarks."""
-    grid = Table("", "steps", "tokens", "time", "", title=f"{escape(result.name)}: what is to be done")
+    grid = Table("", "steps", "tokens", "time", "", title=f"{escape(result.name)}: planned work")
     for run in result.runs:
         steps = f"{run.steps:,}" if run.steps else "-"
         grid.add_row(escape(run.name), steps, f"{run.tokens:,}", format_seconds(run.seconds), run.state)
     out.print(grid)
     tokens = sum(run.tokens for run in result.runs)
-    total = f"{tokens:,} tokens, {format_seconds(result.seconds)}" if tokens else "everything is finished"
-    say(f"in all: {total}")
+    total = f"{tokens:,} tokens, {format_seconds(result.seconds)}" if tokens else "nothing left to do"
+    say(f"total: {total}")
     for remark in result.remarks:
         say(remark)
     if not result.fits:
-        caution("there is not enough memory for it")
+        caution("the planned work does not fit in memory")
 
 
 def document(result: Plan) -> dict[str, Any]:

@@ -28,8 +28,8 @@ def about_errors(num_documents: int, effective: float) -> None:
     out.print(f"±: one standard error, paired by {number}")
     if effective < FEW_DOCUMENTS:
         width = critical_errors(effective)
-        interval = f"is ± {width:.1f} standard errors" if width < _WIDEST else "cannot be given"
-        caution(f"warning: of so few documents, a 95 % interval {interval} (Student's t): measure on more text")
+        interval = f"is ± {width:.1f} standard errors" if width < _WIDEST else "cannot be computed"
+        caution(f"warning: with so few documents, a 95 % interval {interval} (Student's t): measure on more text")
 
 
 def identification(table: HeadScores) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from spkv_nas.stages.probe.command import ProbeOptions
 OPTIONS = "options"
 _NOT_RECORDED = ("workspace", "device", "dry_run")  # options that do not affect the result
 _PATHS = ("model", "data", "recipe")
+_RENAMED = {"gain_tokens": "ablation_tokens"}  # options by their names in older records
 
 
 def recorded(options: ProbeOptions) -> dict[str, Any]:
@@ -60,8 +61,9 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | N
     content = record.get(OPTIONS)
     if not isinstance(content, Mapping):
         return None
+    renamed = {_RENAMED.get(name, name): value for name, value in content.items()}
     try:
-        options = TypeAdapter(ProbeOptions).validate_python({**content, "workspace": workspace})
+        options = TypeAdapter(ProbeOptions).validate_python({**renamed, "workspace": workspace})
     except ValidationError:
         return None
     is_custom_model = options.model is not None and not options.model.startswith(EMBEDDED_PREFIX)

@@ -70,7 +70,9 @@ def search_layouts(
     first = starting_layouts(space, budgets) if starts is None else starts
     for name, layout in first.items():
         if not space.contains(layout):
-            raise UserError(f"layout '{name}' is outside the search: it has another grid, budget or window")
+            raise UserError(
+                f"starting layout '{name}' is outside the search space: its layers, heads, budget or window differ"
+            )
     # Run the trials
     scores = _Scores(model, blocks, batch_size)
     study = Study(space, scores, first, sampler=sampler, seed=seed, cost=cost)

@@ -103,7 +103,7 @@ class Subject:
 
         source = options.model or default
         if not source.startswith(EMBEDDED_PREFIX) and not options.data:
-            raise UserError(f"--model needs --data: the text to {purpose} (files or folders)")
+            raise UserError(f"--model needs --data: files or folders with the text to {purpose}")
         family = model_name(source)
         has_custom_text = bool(options.data) and source.startswith(EMBEDDED_PREFIX)
         name = source.replace(":", "-") if has_custom_text else family
@@ -169,7 +169,7 @@ class Subject:
         model, tokenizer = load_on(self.source, device, options.dtype, spreads=options.device == AUTO)
         saved_name, compute_name = dtype_name(checkpoint_dtype or model.dtype), dtype_name(model.dtype)
         if saved_name != compute_name and options.dtype is None:
-            reporter.announce(f"computing in {compute_name}: there are no instructions for {saved_name} here")
+            reporter.announce(f"computing in {compute_name}: this device only emulates {saved_name}")
         check_positions(model, length, "--block-size")
         if with_logits:
             require_logits(model, 1, length)  # before the text is tokenised, which may take long
@@ -197,7 +197,8 @@ class Subject:
         batch_size = fitting_batch(model, blocks, reporter)
         if with_logits:
             require_logits(model, batch_size, length)
-        reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {blocks.num_blocks} x {length} tokens")
+        count = f"{blocks.num_blocks} blocks of {length} tokens"
+        reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {count}")
         return Measured(model, tokenizer, blocks, whole, text, saved_name, train, batch_size)
 
     def _held_out(self, tokenizer: PreTrainedTokenizerBase, max_blocks: int | None, reporter: Reporter) -> TokenBlocks:

@@ -53,8 +53,8 @@ def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
         window = record.get("window")
         if is_of(record, model, RECOMMENDED) and window not in (None, table.window):
             return (
-                f"'{name}', the {RECOMMENDED} of the same model, has a window of {window} keys, '{table.name}' one of "
-                f"{table.window}: their layouts cannot be compared; probe again with --window {table.window}"
+                f"layouts of '{table.name}' (window {table.window}) and of '{name}' ({RECOMMENDED} of the same model, "
+                f"window {window}) cannot be compared: probe again with --window {table.window}"
             )
     return None
 

@@ -52,7 +52,7 @@ LIGHT = [  # in this order
     "propose --budget 12,18,24",
     "propose --budget 25% --uniform --robust --tau 0.6",
     "propose --tau match-budget",
-    "compare stdlib-21x3 --by half",
+    "compare stdlib-21x3 --split-by half",
     "compare stdlib-21x3 stdlib-21x3@0.7",
     f"layout show {LAYOUT} --probe stdlib-21x3",
     f"layout diff {LAYOUT} {LAYOUT}",
@@ -110,7 +110,8 @@ def test_the_base_is_enough(command: str, base: dict[str, tuple[int, str]]) -> N
 
 
 @pytest.mark.parametrize(
-    "command", ["propose --budget 12,18,24", "compare stdlib-21x3 --by half", "reproduce scaling", "reproduce ladder"]
+    "command",
+    ["propose --budget 12,18,24", "compare stdlib-21x3 --split-by half", "reproduce scaling", "reproduce ladder"],
 )
 def test_a_figure_that_cannot_be_drawn_is_said(command: str, base: dict[str, tuple[int, str]]) -> None:
     assert "without the figure" in base[command][1]

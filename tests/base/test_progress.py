@@ -49,7 +49,9 @@ def test_library_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         replace(table, name=name, metadata={"model": "m", "signal": signal}).write(workspace.probe_dir(name))
     with caplog.at_level(logging.INFO, "spkv_nas"):
         chosen_table(ProposeOptions(workspace=tmp_path))
-    assert caplog.messages == ["probe 'mine-head-gates' (head-gates), of 2 of one model; --probe takes another"]
+    assert caplog.messages == [
+        "using probe 'mine-head-gates' (head-gates), one of 2 of this model; --probe selects another"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -201,13 +201,13 @@ def test_a_signal_ends_a_command_with_one_line(name: str, code: int, tmp_path: P
     program = (
         "import os, signal, sys; from spkv_nas.cli import app\n"
         f"signal.signal(signal.{name}, signal.SIG_DFL)\n"  # tests may run where a shell ignores it
-        "import spkv_nas.stages.layout as stage\n"
+        "import spkv_nas.stages.layout.show.stage as stage\n"
         f"stage.show = lambda options: os.kill(os.getpid(), signal.{name})\n"
         "app.main(['layout', 'show', 'x.yaml'])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode == code
-    assert done.stderr == f"interrupted by {name}; the same command goes on from what is finished\n"
+    assert done.stderr == f"interrupted by {name}: run the same command again to resume\n"
 
 
 def test_what_the_shell_ignores_stays_ignored() -> None:

@@ -77,7 +77,9 @@ class TestTerminal:
         seen = terminal.run(*arguments, environment={"PYTHONPATH": path}, folder=tmp_path)
         before, torch, _ = seen.text.partition("<torch>")
         assert torch, seen.text
-        assert f"{command.split()[0]}: starting" in before
+        words = command.split()
+        title = " ".join(words[:2]) if words[0] in ("evaluate", "reproduce") else words[0]
+        assert f"{'evaluate nll' if title == 'evaluate' else title}: starting" in before
 
     def test_a_line_fits_whatever_it_says(self, tmp_path: Path) -> None:
         code = (

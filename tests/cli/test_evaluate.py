@@ -82,7 +82,7 @@ def test_help_lists_the_evaluations_and_the_default(capsys: pytest.CaptureFixtur
     main(["evaluate", "-h"])
     shown = " ".join(capsys.readouterr().out.split())
     assert all(f" {name} " in shown for name in EVALUATIONS.names)
-    assert "Without a subcommand: evaluate nll." in shown
+    assert "Without a subcommand, runs evaluate nll." in shown
 
 
 @pytest.mark.parametrize("options", [[], ["--max-tokens", "1024"]])
@@ -106,5 +106,5 @@ def test_torchrun_runs_those_that_share_their_work(
 ) -> None:
     monkeypatch.setattr("spkv_nas.cli.evaluate.num_processes", lambda: 2)
     message = fails(capsys, "evaluate", "baselines")
-    assert "torchrun is for evaluate nll, sweep, ruler, longppl, tasks: run evaluate baselines without it" in message
+    assert "evaluate baselines does not run under torchrun (only nll, sweep, ruler, longppl, tasks do)" in message
     assert "--tau must lie in [0, 1]" in fails(capsys, "evaluate", "ruler", "--lengths", "512", "--tau", "2")

@@ -332,7 +332,7 @@ class TestCommands:
         shown, remarks = self.cost(capsys, tmp_path, *options)
         assert "times: attention of all layers, roofline, H200" in shown
         assert remark in remarks
-        assert "so times are the roofline's" in remarks
+        assert "using roofline times instead" in remarks
         assert remark in fails(
             capsys, "plan", "attention", "micro-3", "-w", tmp_path, "--calibration=micro-3", *options
         )

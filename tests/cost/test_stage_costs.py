@@ -212,8 +212,8 @@ class TestCommand:
         output = capsys.readouterr()
         for words in (
             "8,030,261,248 parameters",
-            "269,025,536 in predictors",
-            "priced gates, frozen model",
+            "269,025,536 of predictors",
+            "train gates, frozen model",
             "80 GB",
             "40% of the 989 TFLOP/s",
             "100,000 held-out tokens",
@@ -249,7 +249,7 @@ class TestCommand:
             8 * 4 * 32,
         ]
         assert all(stage["fits"] and stage["seconds"] is None for stage in result["stages"])
-        assert "priced gates, frozen model" not in stages
+        assert "train gates, frozen model" not in stages
         assert any("nothing was measured here" in remark for remark in result["remarks"])
         assert set(recipe_file.parent.rglob("*")) == before
 
@@ -302,8 +302,8 @@ class TestDryRunOfAProbe:
         size = ("--model", model, "--data", text, "--block-size", "32")
         assert list(self.run(capsys, tmp_path, *size)) == ["signal head-gates"]
         stages = self.run(capsys, tmp_path, *size, "--signal", "density", "--steps", "3")
-        assert list(stages) == ["priced gates, frozen model", "probe", "judge the table"]
-        assert stages["priced gates, frozen model"]["tokens"] == 3 * 2048
+        assert list(stages) == ["train gates, frozen model", "probe", "validate the ranking"]
+        assert stages["train gates, frozen model"]["tokens"] == 3 * 2048
         assert all(stage["fits"] and stage["seconds"] for stage in stages.values())
         assert list(self.run(capsys, tmp_path, *size, "--signal", "closing")) == ["signal closing"]
         regression = self.run(capsys, tmp_path, *size, "--signal", "regression", "--num-layouts", "9")
@@ -317,7 +317,7 @@ class TestDryRunOfAProbe:
             assert (stage["name"], stage["tokens"], stage["fits"]) == (f"signal {signal}", 320, True)
 
     def test_of_the_embedded_reference(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        stages = self.run(capsys, tmp_path, "--max-tokens", "4096", "--gain-tokens", "0")
+        stages = self.run(capsys, tmp_path, "--max-tokens", "4096", "--ablation-tokens", "0")
         assert list(stages) == ["probe"]
         assert stages["probe"]["tokens"] == 4096
 

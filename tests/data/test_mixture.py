@@ -212,7 +212,7 @@ class TestTraining:
     def test_a_probe_has_a_domain_of_samples(self, mixed: Recipe, recipe_file: Path, tmp_path: Path) -> None:
         """Half of the training blocks are, and half of those that are probed."""
         recipe_file.write_text(yaml.safe_dump(mixed.model_dump(mode="json")))
-        table = probe(ProbeOptions(recipe=recipe_file, workspace=tmp_path / "w", device="cpu", gain_tokens=0))
+        table = probe(ProbeOptions(recipe=recipe_file, workspace=tmp_path / "w", device="cpu", ablation_tokens=0))
         tokens = table.rows.groupby("domain")["num_tokens"].first()
         assert set(tokens.index) == {"code", "prose", "ruler"}
         assert tokens["ruler"] == pytest.approx(tokens.sum() / 2, rel=0.1)

@@ -333,7 +333,7 @@ class TestCommand:
             (["--density", "20%,120%"], "found '120%'"),
             (["--density", "nan"], "found 'nan'"),
             (["--sinks", "four"], "--sinks are numbers of tokens; found 'four'"),
-            (["--tau", "0.5"], "--tau and --taus apply to --against"),
+            (["--tau", "0.5"], "--tau and --taus need --against"),
             (
                 ["--window", "31", "--sinks", "4"],
                 "window of 31 keys and 4 sinks leave nothing to prune in blocks of 32",
@@ -379,7 +379,7 @@ class TestCommand:
         options = ["--model", dense, "--data", text, "--block-size", str(BLOCK), "-w", tmp_path / "w"]
         assert "has no gates" in fails(capsys, "evaluate", "baselines", *options, "--against", dense)
         message = fails(capsys, "evaluate", "baselines", *options, "--against", tmp_path / "mine", "--window", "8")
-        assert "--window 8 is not that of --against, 6" in message
+        assert "--window 8 differs from the window of --against, 6" in message
 
     def test_one_document(self, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "one.txt").write_text("a word " * 12)

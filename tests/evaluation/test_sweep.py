@@ -125,7 +125,7 @@ class TestCommand:
     def test_sweep(self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         workspace = tmp_path / "w"
         options = ["--model", str(checkpoint), "--data", str(text), "--block-size", str(BLOCK)]
-        main(["evaluate", "sweep", *options, "--taus", "0.1..0.9", "--points", "3", "--workspace", str(workspace)])
+        main(["evaluate", "sweep", *options, "--taus", "0.1..0.9", "--num-taus", "3", "--workspace", str(workspace)])
         shown = capsys.readouterr().out
         assert "open" in shown
         assert "tau-sweep.png" in shown.replace("\n", "")
@@ -201,14 +201,14 @@ class TestCommand:
             (["sweep", "--taus", "0..0.9"], "its ends lie inside (0, 1)"),
             (["sweep", "--taus", "0.5"], "at least two thresholds"),
             (
-                ["sweep", "--taus", "0.1..0.9", "--points", "1"],
-                "at least 2 points, its ends, and at most 10000",
+                ["sweep", "--taus", "0.1..0.9", "--num-taus", "1"],
+                "--num-taus must be between 2 (the ends of the range) and 10000",
             ),
             (
-                ["sweep", "--taus", "0.1,0.9", "--points", "5"],
-                "--points needs a range --taus LOW..HIGH; '0.1,0.9' is a list",
+                ["sweep", "--taus", "0.1,0.9", "--num-taus", "5"],
+                "--num-taus needs a range --taus LOW..HIGH; '0.1,0.9' is a list",
             ),
-            (["baselines", "--points", "5"], "--points needs a range --taus LOW..HIGH"),
+            (["baselines", "--num-taus", "5"], "--num-taus needs a range --taus LOW..HIGH"),
             (["--tau", "-0.1"], "--tau must lie in [0, 1]; found -0.1"),
             (["baselines", "--tau", "0.5", "--taus", "0.1..0.9"], "not both"),
             (["--max-tokens", "31"], "--max-tokens 31 is less than one block of 512 tokens"),

@@ -36,7 +36,7 @@ from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.stages.next_steps import RECOMMENDATION, recommend
 from spkv_nas.stages.probe.command import ProbeOptions
-from spkv_nas.stages.probe.stage import GAIN_TOKENS
+from spkv_nas.stages.probe.stage import ABLATION_TOKENS
 from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.propose.stage import propose
 from spkv_nas.stages.table_trust import trust, unknown_trust
@@ -248,7 +248,7 @@ class TestCommand:
     def test_probe_measures_and_propose_says(
         self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        main(["probe", *options, "--gain-tokens", "128"])
+        main(["probe", *options, "--ablation-tokens", "128"])
         table = HeadScores.read(tmp_path / "w" / "probes" / "mine")
         assert table.gains is not None
         assert table.metadata["gains"]["tokens"] == 128
@@ -275,21 +275,21 @@ class TestCommand:
         assert recommend(workspace, table) is None
 
     def test_the_default_is_the_one_that_the_help_names(self) -> None:
-        field = next(field for field in fields(ProbeOptions) if field.name == "gain_tokens")
-        assert field.metadata[SHOWN] == f"{GAIN_TOKENS:,}"
+        field = next(field for field in fields(ProbeOptions) if field.name == "ablation_tokens")
+        assert field.metadata[SHOWN] == f"{ABLATION_TOKENS:,}"
 
     def test_left_out_or_impossible(
         self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        main(["probe", *options, "--gain-tokens", "0"])
+        main(["probe", *options, "--ablation-tokens", "0"])
         assert HeadScores.read(tmp_path / "w" / "probes" / "mine").gains is None
         assert "trusted" not in capsys.readouterr().err
         options[options.index("64")] = "6"
         main(["probe", *options])
         assert "trusted was not measured: blocks of 6 tokens have nothing outside" in capsys.readouterr().err
         assert HeadScores.read(tmp_path / "w" / "probes" / "mine").gains is None
-        message = "--gain-tokens does not apply to --signal duo; it applies to density"
-        assert message in fails(capsys, "probe", *options, "--signal", "duo", "--gain-tokens", "64")
+        message = "--ablation-tokens does not apply to --signal duo; it applies to density"
+        assert message in fails(capsys, "probe", *options, "--signal", "duo", "--ablation-tokens", "64")
 
     def test_propose_stays_quick_to_import(self) -> None:
         code = "import sys, spkv_nas.stages.propose.stage, spkv_nas.evaluation.ranking as ranking\n"

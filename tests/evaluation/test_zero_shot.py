@@ -294,6 +294,6 @@ class TestCommand:
         assert "--model needs --data" in fails(capsys, "score", "--model", "somewhere")
         assert "no layouts in" in fails(capsys, "score", "--workspace", tmp_path / "empty")
         assert "layout not found" in fails(capsys, "score", tmp_path / "none.yaml", *options)
-        assert "no density table 'x'" in fails(capsys, "score", *options, "--probe", "x")
+        assert "no probe 'x'" in fails(capsys, "score", *options, "--probe", "x")
         assert "less than one block" in fails(capsys, "score", *options, "--max-tokens", "9")
         assert not list((tmp_path / "w").rglob("*.csv"))

@@ -46,7 +46,7 @@ class TestOneRule:
     def test_head_gates_take_the_window_that_densities_take(self, subject: list[str], tmp_path: Path) -> None:
         """Head gates took 128 where densities took a sixteenth of a block, and failed in blocks of 128."""
         main(["probe", *subject, "--signal", RECOMMENDED, "--steps", "2"])
-        main(["probe", *subject, "--signal", "density", "--steps", "2", "--gain-tokens", "0"])
+        main(["probe", *subject, "--signal", "density", "--steps", "2", "--ablation-tokens", "0"])
         tables = [HeadScores.read(tmp_path / "w" / "probes" / name) for name in ("mine", f"mine-{RECOMMENDED}")]
         assert [table.window for table in tables] == [suitable_window(128)] * 2 == [8, 8]
 
@@ -117,7 +117,7 @@ class TestMixedWindows:
     def test_compare_warns_and_records(self, tmp_path: Path) -> None:
         workspace = Workspace(tmp_path)
         self.probes(workspace, one=8, other=16)
-        with pytest.warns(UserWarning, match=r"8 keys: one; 16 keys: other.*\n.*probe all with one --window"):
+        with pytest.warns(UserWarning, match=r"8 keys: one; 16 keys: other.*\n.*with the same --window"):
             compare(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
         record = read_record(tmp_path / "reports/one/agreement.yaml", "agreement")
         assert record["windows"] == {"one": 8, "other": 16}

@@ -222,7 +222,7 @@ class TestCommand:
         self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["probe", *options, "--granularity", "layer", "--max-tokens", "256"])
-        assert "it took 3.5 forward passes over 256 tokens" in capsys.readouterr().out
+        assert "cost: 3.5 forward passes over 256 tokens" in capsys.readouterr().out
         name, workspace = "mine-opening-layer", tmp_path / "w"
         table = HeadScores.read(workspace / "probes" / name)
         arguments = ["--granularity", "layer", "--budget", "2", "--workspace", str(workspace)]

@@ -187,10 +187,10 @@ class TestProbe:
         facts = {key: table.metadata[key] for key in ("training", "training_steps", "target_density")}
         assert facts == {"training": "frozen-model", "training_steps": 3, "target_density": 0.25}
         assert HeadScores.read(options.folders.probe_dir("mine")).priced_at == 0.25
-        assert any("gates learned on" in line for line in messages)
+        assert any("trained gates on" in line for line in messages)
         again: list[str] = []
         assert stage.probe(options, Recorder(announced=again.append)).content_hash == table.content_hash
-        assert "reused 3 of 3 steps of the gates" in again
+        assert "reused 3 of 3 gate training steps" in again
 
     def test_other_options_learn_anew(self, options: ProbeOptions) -> None:
         others: list[dict[str, Any]] = [{}, {"budget": "50%"}, {"seed": 1}, {"window": 4}]
@@ -201,7 +201,7 @@ class TestProbe:
         model = tiny_model(vocab_size=300)
         attach_gates(model, GATES)
         save(model, load_tokenizer(tmp_path / "mine"), tmp_path / "gated")
-        with pytest.raises(UserError, match="--budget is for a model that has yet to learn gates"):
+        with pytest.raises(UserError, match="--budget has no effect, because"):
             stage.probe(replace(options, model=str(tmp_path / "gated")))
 
 

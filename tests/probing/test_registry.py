@@ -68,7 +68,7 @@ def test_the_command_line_takes_a_signal_of_a_package(
     # Help
     help_text = re.sub(r"[│\s]+", " ", output(installed, "probe", "--help"))
     assert "value-norm: mean norm of a head's values" in help_text
-    assert re.search(r"--order .*Order p of the norm\. For value-norm\. .*default: \(2\.0\)", help_text)
+    assert re.search(r"--order .*Order p of the norm\. Applies to value-norm\. .*default: \(2\.0\)", help_text)
     # Cost
     planned = json.loads(output(installed, "probe", *subject, "--signal", "value-norm", "--dry-run", "--json"))
     assert [stage["name"] for stage in planned["stages"]] == ["signal value-norm"]
@@ -148,7 +148,7 @@ def test_signals_may_share_an_option_but_not_its_name(monkeypatch: pytest.Monkey
     assert duo is not None
     _with(monkeypatch, Option("steps", int, duo.flag, 7))
     steps = next(option for option in signal_options() if option.name == "steps")
-    assert steps.takers == "For density, head-gates, duo and other."
+    assert steps.takers == "Applies to density, head-gates, duo and other."
     assert steps.default_text == "density: 160; head-gates: 50; duo: 200; other: 7"
     check_options("other", steps=3)
     _with(monkeypatch, Option("steps", int, Flag("Other steps.")))

@@ -43,20 +43,20 @@ SLOW = {  # whole workflows, of half a minute and more
 OTHERS = {"make", "pip", "uv", "optuna-dashboard"}  # programs that install, or serve a page
 PARSED = ("evaluate tasks paper", "--train-step")  # data from the hub; a minute of timing
 LIMITS = (  # options that keep a command short, by what it contains; the last of an option counts
-    ("probe --signal density --model", "--steps 2 --block-size 64 --gain-tokens 0"),
+    ("probe --signal density --model", "--steps 2 --block-size 64 --ablation-tokens 0"),
     ("probe --signal opening --model", "--max-tokens 256 --block-size 64"),
     ("probe --signal head-gates --model", "--steps 2 --block-size 64"),
     ("probe --model", "--steps 2 --block-size 64"),
     ("probe recipe.yaml --signal head-gates", "--steps 2"),
     ("probe --signal attention-mass", "--max-tokens 1024"),
     ("probe --signal", "--steps 1 --max-tokens 1024"),
-    ("probe -w demo --max-tokens", "--max-tokens 1024 --gain-tokens 0"),
+    ("probe -w demo --max-tokens", "--max-tokens 1024 --ablation-tokens 0"),
     ("probe -w demo --signal head-gates", "--steps 1 --max-tokens 1024"),
     ("train-hybrid -w demo", "--dry-run"),
     ("init", "--steps 2"),
     ("search", "--dry-run"),
     ("score layouts/stdlib-21x3", "--max-tokens 1024"),
-    ("evaluate sweep", "--points 3 --max-tokens 1024"),
+    ("evaluate sweep", "--num-taus 3 --max-tokens 1024"),
     ("evaluate ruler", "--samples 1 --tasks niah_single_1"),
     ("evaluate longppl", "--block-size 256"),
     ("evaluate tasks stdlib", "--limit 2"),

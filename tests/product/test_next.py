@@ -69,7 +69,7 @@ def models(lines: list[str]) -> set[str]:
 def test_the_own_model_path_runs_what_it_suggests(
     start: str, family: str, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pasted suggestions measured the embedded model, and then plain ``propose`` failed with "which probe?"."""
+    """Pasted suggestions measured the embedded model, and then plain ``propose`` failed to choose a probe."""
     save(tiny_model(family, vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("my model"))
     text = "'my project/text'"
     starts = {
@@ -129,7 +129,7 @@ class TestProbe:
         self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """``propose --probe mine`` ended with ``spkv-nas probe --signal head-gates``, of the embedded model."""
-        main(["probe", *subject, "--signal", "density", "--steps", "2", "--gain-tokens", "0"])
+        main(["probe", *subject, "--signal", "density", "--steps", "2", "--ablation-tokens", "0"])
         suggested = _suggested(capsys, "propose", "--probe", "mine", "--budget", "3")
         assert suggested[0] == (
             "spkv-nas probe --model mine --data 'my project/text' --block-size 64 --signal head-gates --budget 3"
@@ -152,14 +152,14 @@ class TestProbe:
     def test_a_probe_without_options_says_what_is_missing(
         self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        main(["probe", *subject, "--signal", "density", "--steps", "2", "--gain-tokens", "0"])
+        main(["probe", *subject, "--signal", "density", "--steps", "2", "--ablation-tokens", "0"])
         table = HeadScores.read(Path("probes/mine"))
         table.metadata.pop("options")  # type: ignore[attr-defined]
         table.write(Path("probes/mine"))
         capsys.readouterr()
         main(["propose"])
         printed = capsys.readouterr().out
-        assert "probe.yaml of 'mine' does not record the model and text that it was measured on" in printed
+        assert "probe.yaml of 'mine' does not record its model and text" in printed
         assert "next: spkv-nas probe" not in printed
 
     def test_several_models_list_ready_commands(

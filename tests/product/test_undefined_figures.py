@@ -79,7 +79,7 @@ class TestFigures:
     def test_a_context_beyond_the_positions_is_marked(self, checkpoint: Path, output_of: OutputOf) -> None:
         for command in (("plan", "--hardware", "h100"), ("plan", "attention")):
             shown = output_of(*command, "--model", checkpoint, "--context", "2k")
-            assert "the model was made for 128 tokens (max_position_embeddings)" in shown
+            assert "the model supports 128 tokens (max_position_embeddings)" in shown
             assert "2,048" in shown
             assert "max_position_embeddings" not in output_of(*command, "--model", checkpoint)
         assert "128 tokens" in output_of("plan", "attention", "--model", checkpoint)

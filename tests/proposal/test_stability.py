@@ -304,7 +304,7 @@ class TestCommands:
         assert ((rows["coverage_low"] <= rows["coverage"]) & (rows["coverage"] <= rows["coverage_high"])).all()
         main(["compare", "p", "q", "p@0.7", "--budget", "3", *options])
         assert "transfer" in capsys.readouterr().out
-        main(["compare", "p", "--by", "half", "--budget", "25%", "--name", "halves", *options])
+        main(["compare", "p", "--split-by", "half", "--budget", "25%", "--name", "halves", *options])
         assert (workspace / "reports" / "halves" / "agreement.png").is_file()
         main(["report", "--probe", "p", *options])
         folder = workspace / "reports" / "p"
@@ -318,17 +318,17 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["p"], "only one probe to compare"),
-            (["p", "p"], "'p' is named twice"),
-            (["p", "none"], "no density table 'none'"),
+            (["p"], "at least two probes"),
+            (["p", "p"], "'p' is given twice"),
+            (["p", "none"], "no probe 'none'"),
             (["p", "other"], "the probe 'other' is for 3 layers x 2 KV heads, 'p' has 4 layers x 2 KV heads"),
             (["p", "p@x"], "must be a number in [0, 1]"),
             (["p", "p@2"], "[0, 1]"),
-            (["p", "q", "--by=layer"], "--by must be domain or half; found 'layer'"),
+            (["p", "q", "--split-by=layer"], "--split-by must be domain or half; found 'layer'"),
             (["p", "q", "--budget=9"], "the model has 8"),
             (["p", "p@1"], "no head of 'p@1' keeps anything"),
-            (["bare", "--by=half"], "no counts by document"),
-            (["bare", "--by=domain"], "one domain alone"),
+            (["bare", "--split-by=half"], "no counts by document"),
+            (["bare", "--split-by=domain"], "one domain alone"),
         ],
     )
     def test_bad_comparisons(

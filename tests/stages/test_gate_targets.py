@@ -78,7 +78,7 @@ class TestCommands:
         """One that reached .043 of .286 passed probe, propose, train-hybrid and report without a word."""
         workspace = ["--probe", "mine", "--workspace", str(tmp_path / "w")]
         for command in (
-            ["probe", *subject, "--gain-tokens", "0"],
+            ["probe", *subject, "--ablation-tokens", "0"],
             ["propose", *workspace, "--budget", "3"],
             ["report", *workspace],
             ["evaluate", *subject],

@@ -106,7 +106,7 @@ class TestPrompt:
         assert texts[0] == texts[1] != texts[2]
 
     def test_a_prompt_within_the_window(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "no key left the window at tau 0.4" in run(capsys, "a", "--model", folder, "-n", 2)[1]
+        assert "density unknown (no key left the window) at tau 0.4" in run(capsys, "a", "--model", folder, "-n", 2)[1]
 
 
 @pytest.mark.parametrize("folder", ["dense"], indirect=True)
@@ -114,7 +114,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "give a prompt, or --file with one"),
+            ([], "no prompt: give one as an argument, or a file with --file"),
             ([PROMPT, "--file", "x"], "not both"),
             ([""], "the prompt is empty"),
             (["--file", "nowhere.txt"], "nowhere.txt"),

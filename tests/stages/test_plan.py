@@ -95,7 +95,7 @@ class TestDryRun:
         main(["train", str(recipe_file), "--workspace", str(workspace), "--dry-run"])
         printed = capsys.readouterr().out
         assert everything(tmp_path) == before
-        for words in (f"in all: {6 * 4 * 32 + RUN:,} tokens", "held out; 40 documents", "memory: about", "a step"):
+        for words in (f"total: {6 * 4 * 32 + RUN:,} tokens", "held out; 40 documents", "memory: about", "a step"):
             assert words in printed
         options = TrainOptions(recipe=recipe_file, workspace=workspace)
         dense, branch = plan_of(options).runs
@@ -105,7 +105,7 @@ class TestDryRun:
         train(options)
         before = everything(tmp_path)
         main(["train", str(recipe_file), "--workspace", str(workspace), "--dry-run"])
-        assert "in all: everything is finished" in capsys.readouterr().out
+        assert "total: nothing left to do" in capsys.readouterr().out
         *trained, probe = plan_of(ProbeOptions(recipe=recipe_file, workspace=workspace)).runs
         assert [run.state for run in trained] == [FINISHED, FINISHED]
         assert (probe.name, probe.steps) == ("probe", 0)
@@ -141,7 +141,7 @@ class TestDryRun:
         before = everything(tmp_path)
         outputs = {
             ("reproduce", "ablate", ablations): (
-                f"in all: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32:,} tokens",
+                f"total: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32:,} tokens",
                 "longer",
                 "full atten",
             ),
@@ -159,12 +159,12 @@ class TestDryRun:
                 "1",
             ): (
                 "short, known layouts",
-                "full, found ones at most, 2",
-                "scores, at most",
+                "full, new layouts (at most), 2",
+                "scores (at most)",
             ),
             ("reproduce", "palindrome", "--steps", "3", "--batch-size", "1"): (
                 "sliding-window",
-                "in all: 1,728 tokens",
+                "total: 1,728 tokens",
             ),
         }
         for command, words in outputs.items():
@@ -287,9 +287,9 @@ class TestInit:
         assert (recipe.name, recipe.model.path) == ("my-model", str(model))
         run = recipe.branch.steps * recipe.branch.batch_size * recipe.data.block_size
         printed = capsys.readouterr().out
-        for words in (f"{7 * run:,}", "layouts, 7", "zero-shot scores", "in all: ", "memory: about", "held out; 40"):
+        for words in (f"{7 * run:,}", "layouts, 7", "zero-shot scores", "total: ", "memory: about", "held out; 40"):
             assert words in printed
-        assert "is there already: give another --out, or --force" in fails(capsys, *command)
+        assert "already exists: give another --out, or --force" in fails(capsys, *command)
         assert Recipe.read(file) == recipe
         main([*command, "--force", "--steps", "50", "--name", "other"])
         assert (Recipe.read(file).name, Recipe.read(file).branch.steps) == ("other", 50)
@@ -305,7 +305,7 @@ class TestInit:
         assert recipe.branch.steps == 36000 // (9 * 2 * recipe.branch.batch_size)  # nine runs
         assert recipe.micro_batch_size is None
         needed = fails(capsys, *command, "1", "--force")
-        assert "20 steps of every run take" in needed
+        assert "20 steps of every run, the minimum, take" in needed
         assert "give more --minutes" in needed
         assert "not both" in fails(capsys, *command, "1", "--force", "--steps", "3")
 
@@ -331,7 +331,7 @@ class TestInit:
         file = tmp_path / "recipe.yaml"
         main(["init", str(model), str(corpus_folder), "--out", str(file)])
         assert Recipe.read(file).micro_batch_size == micro
-        assert ("there is not enough memory for it" in capsys.readouterr().err) == (available == 10)
+        assert ("the planned work does not fit in memory" in capsys.readouterr().err) == (available == 10)
 
     @pytest.mark.parametrize(
         ("available", "expected"),

@@ -69,7 +69,7 @@ class TestName:
         assert self.name(options, model="embedded:reference", data=[str(text)], name="mine") == "mine"
 
     def test_own_checkpoint_needs_text(self, options: type[SubjectOptions], checkpoint: Path) -> None:
-        with pytest.raises(UserError, match="--model needs --data: the text to measure on"):
+        with pytest.raises(UserError, match="--model needs --data: files or folders with the text to measure on"):
             self.name(options, model=str(checkpoint))
 
 
@@ -91,7 +91,7 @@ class TestDefaults:
 
     def test_the_only_probe_is_taken(self, tmp_path: Path) -> None:
         workspace = Workspace(tmp_path)
-        with pytest.raises(UserError, match=r"no density table in .*probes\nprobe a model first"):
+        with pytest.raises(UserError, match=r"no probes in .*probes\nprobe a model first"):
             chosen_table(ProposeOptions(workspace=tmp_path))
         make_table([[0.5, 0.4]]).write(workspace.probe_dir("mine"))
         (tmp_path / "probes" / ".hidden").mkdir()
@@ -104,7 +104,7 @@ class TestDefaults:
             make_table([[0.5, 0.4]]).write(workspace.probe_dir(name))
         for command in ("propose", "report", "search", "train-hybrid"):
             message = fails(capsys, command, "--workspace", tmp_path)
-            assert "which probe? there are 2 in" in message
+            assert " has 2 probes: choose one with --probe NAME" in message
             for name in ("a", "b"):
                 assert f"next: spkv-nas {command} --probe {name} --workspace {tmp_path}" in message
 
@@ -118,10 +118,12 @@ class TestDefaults:
             chosen_table(ProposeOptions(workspace=tmp_path), Recorder(announced=messages.append)).name
             == "mine-head-gates"
         )
-        assert messages == ["probe 'mine-head-gates' (head-gates), of 3 of one model; --probe takes another"]
+        assert messages == [
+            "using probe 'mine-head-gates' (head-gates), one of 3 of this model; --probe selects another"
+        ]
         for name, facts in (("other", {"model": "n"}), ("again", {"model": "m", "signal": "head-gates"})):
             replace(table, name=name, metadata=facts).write(workspace.probe_dir(name))
-            with pytest.raises(UserError, match="which probe"):
+            with pytest.raises(UserError, match="choose one with --probe NAME"):
                 chosen_table(ProposeOptions(workspace=tmp_path))
             shutil.rmtree(workspace.probe_dir(name))
         shutil.rmtree(workspace.probe_dir("mine-head-gates"))
@@ -131,7 +133,7 @@ class TestDefaults:
         """It was 18 for a model of 8 heads."""
         make_table([[0.5, 0.4, 0.1, 0.1], [0.5, 0.4, 0.1, 0.1]]).write(tmp_path / "probes" / "mine")
         main(["propose", "--workspace", str(tmp_path)])
-        assert "budget: 2 of 8 KV heads, the paper's share, 2 of 7" in capsys.readouterr().out
+        assert "budget: 2 of 8 KV heads, the paper's 2 of 7" in capsys.readouterr().out
 
     def test_layouts_of_another_model_need_its_recipe(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """They were retrained on the embedded model."""
@@ -139,7 +141,7 @@ class TestDefaults:
         main(["propose", "--workspace", str(tmp_path)])
         for command in ("search", "train-hybrid"):
             message = fails(capsys, command, "--workspace", tmp_path)
-            assert "not of the embedded models: give --recipe" in message
+            assert "not of an embedded model: give the recipe" in message
 
 
 def test_training_goes_on_after_a_probe(

@@ -124,9 +124,9 @@ def test_other_commands_are_for_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun is for train, train-hybrid, probe, evaluate, score: run report without it" in fails(
+    assert "report does not run under torchrun (only train, train-hybrid, probe, evaluate, score do)" in fails(
         capsys, "report"
     )
-    assert "run search without it its workers need none: start the same command several times" in fails(
+    assert "run it without torchrun to use several workers, start the same command several times" in fails(
         capsys, "search"
     )

@@ -34,7 +34,7 @@ class NativeTarget(ExportTarget):
     """Write a layer-wise layout as a stock architecture where one computes the same, checked in a subprocess."""
 
     name = "native"
-    help = "a stock architecture of transformers with layer_types, for layouts of whole layers"
+    help = "a standard transformers architecture with layer_types, for layouts of whole layers"
 
     def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
         """Return why no stock architecture can express the layout, or None."""

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.layout import Layout
 
 AllowDense = Annotated[
-    bool, Flag("Let plain transformers run dense what has no stock form; by default it refuses it.", ("--allow-dense",))
+    bool,
+    Flag(
+        "Let plain transformers load a layout that it cannot express as a dense model; otherwise loading fails.",
+        ("--allow-dense",),
+    ),
 ]
 
 
@@ -30,7 +34,7 @@ class SpkvTarget(ExportTarget):
     """
 
     name = "spkv"
-    help = "a model type of its own, which spkv_nas loads and everything else refuses"
+    help = "a custom model type, which only spkv_nas loads"
 
     allow_dense: AllowDense = False
 

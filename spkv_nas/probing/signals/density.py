@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.artifacts.defaults import GAIN_TOKENS, PRICED_STEPS
+from spkv_nas.artifacts.defaults import ABLATION_TOKENS, PRICED_STEPS
 from spkv_nas.artifacts.kinds import DENSITY as KIND
 from spkv_nas.artifacts.kinds import DENSITY_UNIT
 from spkv_nas.base.flag import Flag
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.cost.stage_costs import StageCost, Stages
 
-_TAU = Flag("Threshold in [0, 1]; a higher one keeps fewer keys.")
-_GAIN_TOKENS = Flag(
-    "Validate the table against each head's individual gain, measured on N tokens (0 disables).", low=0, high=MOST_WHOLE
+_TAU = Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")
+_ABLATION_TOKENS = Flag(
+    "Tokens for the add-one-head ablation that validates the ranking; 0 skips it.", low=0, high=MOST_WHOLE
 )
 
 
@@ -32,7 +32,7 @@ class Density(Signal):
     stage_name = "probe"
     options = (
         Option("tau", float, _TAU, shown="the checkpoint's"),
-        Option("gain_tokens", int, _GAIN_TOKENS, GAIN_TOKENS, is_measured=False),
+        Option("ablation_tokens", int, _ABLATION_TOKENS, ABLATION_TOKENS, is_measured=False),
         # Of the gates that a model has yet to learn
         Option("steps", int, STEPS, PRICED_STEPS, is_measured=False),
         replace(BUDGET_OPTION, is_measured=False),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class HeadGates(Signal):
     """Gate that each head learns while the gates of all heads sum to the budget."""
 
-    name, help = "head-gates", "learned gates that share a budget"
+    name, help = "head-gates", "one gate per head, learned under a budget"
     unit = "gate in [0, 1]"
     options = (Option("steps", int, STEPS, HEAD_GATE_STEPS), BUDGET_OPTION, SEED_OPTION)
 

@@ -14,7 +14,7 @@ from spkv_nas.stages.result import Result
 
 TrainStep = Annotated[
     bool,
-    Flag("Time whole training steps instead: with gates and with a layout, against full attention.", ("--train-step",)),
+    Flag("Time whole training steps, with gates and with a layout, against full attention.", ("--train-step",)),
 ]
 _OF_ATTENTION = ("context", "batch", "window", "dtype", "name")  # options without effect with --train-step
 
@@ -24,11 +24,11 @@ class CalibrateOptions(InWorkspace, OnDevice):
     """Options of the ``calibrate`` command."""
 
     level: flags.Level = None
-    model: flags.OptionalModel = default(None, REFERENCE, note="A config file will do.")
-    context: flags.Context = default("32k", note="The longest that is measured.")
+    model: flags.OptionalModel = default(None, REFERENCE, note="A config file is enough.")
+    context: flags.Context = default("32k", note="The longest length that is measured.")
     batch: flags.Batch = 1
     window: flags.Window = 128
-    dtype: flags.Dtype = default(None, "float32 on CPU, else bfloat16", note="Here one of the first three.")
+    dtype: flags.Dtype = default(None, "float32 on CPU, else bfloat16")
     train_step: TrainStep = False
     name: flags.Name = default(None, "the level's or model's")
 
@@ -47,17 +47,19 @@ def check(options: CalibrateOptions) -> None:
         return
     for name in _OF_ATTENTION:
         if getattr(options, name) != type(options).__dataclass_fields__[name].default:
-            raise UserError(f"--train-step has a fixed batch and length, and writes nothing: leave --{name} out")
+            raise UserError(
+                f"--{name} has no effect with --train-step, whose batch and length are fixed: remove --{name}"
+            )
     if options.model is not None:
-        raise UserError("--train-step times a level of the ladder, or on the CPU the embedded models: give a level")
+        raise UserError("--train-step does not take --model: give a level of the ladder")
 
 
 def calibrate(options: CalibrateOptions, reporter: Reporter) -> Result:
-    """Measure attention times on this machine, with none to all KV heads of a layer global.
+    """Measure attention times on this machine, for 0 up to all KV heads of a layer global.
 
-    Writes reports/NAME/calibration.csv and .yaml, from which spkv-nas plan attention takes its times. Decoding is
-    measured at 1k, 4k, 16k, ... tokens up to --context; prefill only up to the longest at which a call takes about 4
-    seconds. With --train-step nothing is written: it prints the time of a training step of a gated model.
+    Writes reports/NAME/calibration.csv and .yaml, which spkv-nas plan attention uses. Decoding is measured at 1k, 4k,
+    16k, ... tokens up to --context; prefill only up to the length at which one call takes about 4 seconds. With
+    --train-step, prints the time of a training step of a gated model and writes nothing.
     """
     from spkv_nas.stages.calibrate import output, stage
 

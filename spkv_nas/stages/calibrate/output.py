@@ -32,9 +32,9 @@ def calibration(result: CalibrationResult) -> None:
     out.print(grid)
     out.print(f"{case.title}, window {case.window}, {escape(measured.source)}")
     if (last := measured.contexts("prefill")[-1]) < measured.contexts("decode")[-1]:
-        out.print(f"prefill: not measured beyond {last:,} tokens, where a call would take too long")
+        out.print(f"prefill: not measured beyond {last:,} tokens, where one call would take too long")
     if measured.is_disturbed:
-        caution("longer contexts were decoded faster: calibrate again when the machine is idle")
+        caution("longer contexts decoded faster than shorter ones: calibrate again when the machine is idle")
     say_where("times", result.folder / "calibration.csv")
 
 
@@ -54,8 +54,8 @@ def document(result: CalibrationResult) -> dict[str, Any]:
 def training_steps(timings: list[StepTiming]) -> None:
     """Print times of whole training steps."""
     has_bars = any(row.bar is not None for row in timings)
-    columns = ("", "ms", "tokens/s", "of full attention", *(["must"] if has_bars else []))
-    grid = Table(*columns, title="a training step")
+    columns = ("", "ms", "tokens/s", "relative to\nfull attention", *(["limit"] if has_bars else []))
+    grid = Table(*columns, title="time of a training step")
     for row in timings:
         cells = [row.case, f"{1e3 * row.seconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.ratio:.2f}"]
         limit = "" if row.bar is None else f"{row.bar:.2f}"

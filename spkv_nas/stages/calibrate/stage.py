@@ -65,7 +65,7 @@ def time_training_step(options: CalibrateOptions, reporter: Reporter = SILENT) -
     device = choose_device(options.device)
     check(options)
     if options.level is None and device != "cpu":
-        raise UserError("--train-step times a level of the ladder, or on the CPU the embedded models: give a level")
+        raise UserError("--train-step needs a level of the ladder, except on the CPU (embedded models)")
     subject = options.level or "the embedded models"
     reporter.announce(f"timing training steps of {subject} on {device_name(device)}")
     if options.level is None:

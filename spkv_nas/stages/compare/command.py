@@ -14,12 +14,16 @@ from spkv_nas.stages.result import Result
 
 Probes = Annotated[
     list[str],
-    Flag("Names or CSV files; NAME@0.7 is at another threshold.", metavar="PROBE", argument=True, is_probe=True),
+    Flag(
+        "Probe names or CSV files; NAME@0.7 selects another threshold.", metavar="PROBE", argument=True, is_probe=True
+    ),
 ]
-By = Annotated[
+SplitBy = Annotated[
     str | None,
     Flag(
-        "Split every probe: by domain, or by half of its documents.", metavar="domain|half", values=("domain", "half")
+        "Compare parts of each probe: its domains, or two halves of its documents.",
+        metavar="domain|half",
+        values=("domain", "half"),
     ),
 ]
 
@@ -30,14 +34,15 @@ class CompareOptions(InWorkspace):
 
     probes: Probes
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
-    by: By = None
+    split_by: SplitBy = None
     name: flags.Name = default(None, "the first probe's")
 
 
 def compare(options: CompareOptions, reporter: Reporter) -> Result:
-    """Compare how probes rank the heads: other domains, halves, thresholds, lengths, seeds or checkpoints of one grid.
+    """Compare how probes rank the heads. Writes reports/NAME/agreement.csv and its figure.
 
-    Writes reports/NAME/agreement.csv and its figure.
+    The probes may differ in domain, documents, threshold, sequence length, seed or checkpoint, but must have the same
+    numbers of layers and KV heads.
     """
     from spkv_nas.stages.compare import output, stage
 

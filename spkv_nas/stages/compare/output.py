@@ -23,7 +23,7 @@ def show(result: AgreementResult) -> None:
         "Spearman",
         "transfer %",
         "mean |Δ|",
-        title=f"{first['budget']} densest heads (Jaccard by chance {first['chance']:.2f})",
+        title=f"{first['budget']} highest-scoring heads (Jaccard by chance {first['chance']:.2f})",
     )
     for row in rows.itertuples():
         grid.add_row(
@@ -36,6 +36,8 @@ def show(result: AgreementResult) -> None:
         )
     out.print(grid)
     if rows["spearman"].isna().any():
-        say("Spearman -: all scores of one of the two are equal, so any choice of its heads is as good")
-    out.print("transfer: coverage of the heads chosen on one, of the best possible on the other; the worse direction")
+        say("Spearman -: undefined, because all scores of one of the two probes are equal")
+    out.print(
+        "transfer: coverage on one probe by the heads chosen on the other, relative to its best; the lower direction"
+    )
     say_where("agreement", result.figure or result.folder / "agreement.csv")

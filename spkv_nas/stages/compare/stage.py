@@ -35,24 +35,26 @@ class AgreementResult:
 
 
 def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementResult:
-    """Measure how far probes, or with ``by`` the parts of each probe, agree on the heads to choose.
+    """Measure how far probes, or with ``split_by`` the parts of each probe, agree on the heads to choose.
 
     The table and its figure are written to ``reports/<name>/``.
     """
     # Read and split the probes
     tables: dict[str, HeadScores] = {}
     for probe in options.probes:
-        for label, table in parse_probe(probe, lambda source: find_table(options.folders, source), options.by):
+        for label, table in parse_probe(probe, lambda source: find_table(options.folders, source), options.split_by):
             if label in tables:
-                raise UserError(f"the probe '{label}' is named twice")
+                raise UserError(f"probe '{label}' is given twice")
             tables[label] = table
     if len(tables) < 2:
-        raise UserError("there is only one probe to compare: name another, or split it, --by domain or --by half")
+        raise UserError(
+            "compare needs at least two probes: give another, or split this one (--split-by domain or half)"
+        )
     # Compare the heads that they choose
     first = next(iter(tables.values()))
     rows = agreement(tables, parse_budget(options.budget, first.num_heads))
     folder = options.folders.report_dir(options.name or first.name)
     windows = {label: table.window for label, table in tables.items()}
-    warn_of_windows(windows, remedy="probe all with one --window")
+    warn_of_windows(windows, remedy="probe all of them with the same --window")
     write_agreement(folder, rows, windows, reporter=reporter)
     return AgreementResult(rows, folder, save_figure(folder, agreement_charts(rows)))

@@ -1,1 +1,1 @@
-"""Run the whole path on the embedded reference: command ``demo``."""
+"""Run the whole workflow on the embedded reference: command ``demo``."""

@@ -16,7 +16,7 @@ from spkv_nas.stages import flags
 from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice
 from spkv_nas.stages.result import Result
 
-DEMO_GAIN_TOKENS = 2048  # half of the default: 4 to 5 seconds
+DEMO_ABLATION_TOKENS = 2048  # half of the default: 4 to 5 seconds
 DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
 DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last", "random-0")
 DEMO_TOKENS = 65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
@@ -27,7 +27,7 @@ class DemoOptions(InWorkspace, OnDevice):
     """Options of the ``demo`` command."""
 
     workspace: flags.Root = Path("demo")
-    dtype: flags.Dtype = default(None, "what the machine has instructions for")
+    dtype: flags.Dtype = default(None, "bfloat16 if the machine supports it natively, else float32")
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
 
 
@@ -41,9 +41,9 @@ def check(options: DemoOptions) -> None:
 
 
 def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
-    """Run the whole path on the embedded reference: probe, propose, train-hybrid, report (a few minutes on two cores).
+    """Run the whole workflow on the embedded reference: probe, propose, train-hybrid, report.
 
-    It writes to a workspace of its own, the folder demo/.
+    Takes a few minutes on two cores and writes to a separate workspace, the folder demo/.
     """
     from spkv_nas.stages.probe.command import ProbeOptions, probe
     from spkv_nas.stages.propose.command import ProposeOptions, propose
@@ -53,7 +53,7 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     start = time.perf_counter()
     workspace: dict[str, Any] = {"workspace": options.workspace}
     device_options: dict[str, Any] = {**workspace, "device": options.device, "dtype": options.dtype}
-    yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, gain_tokens=DEMO_GAIN_TOKENS, **device_options), reporter)
+    yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, ablation_tokens=DEMO_ABLATION_TOKENS, **device_options), reporter)
     yield probe(ProbeOptions(signal=RECOMMENDED, budget=options.budget, steps=DEMO_STEPS, **device_options), reporter)
     yield propose(ProposeOptions(probe=DEFAULT_PROBE, budget=options.budget, num_random=1, **workspace), reporter)
     folder = options.folders.layout_dir(DEFAULT_PROBE)
@@ -62,4 +62,4 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
         TrainHybridOptions(layouts=layouts, probe=DEFAULT_PROBE, reference=False, **device_options), reporter
     )
     yield report(ReportOptions(probe=DEFAULT_PROBE, **workspace), reporter)
-    reporter.announce(f"{time.perf_counter() - start:.0f} s in all")
+    reporter.announce(f"{time.perf_counter() - start:.0f} s in total")

@@ -40,7 +40,7 @@ def check_pair(model: str, against: str | None) -> None:
 
     if against is not None and fingerprint(load_tokenizer(against)) != fingerprint(load_tokenizer(model)):
         raise UserError(
-            f"--against {against} has another tokenizer: NLL is a mean over tokens, and a pair must be of the same ones"
+            f"--against {against} has a different tokenizer: NLL per token is comparable only on the same tokens"
         )
 
 
@@ -77,7 +77,7 @@ def hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[An
     if gate_config(model) is not None:
         return gate_mode(model, "hard", tau)
     if tau is not None:
-        raise UserError("this model has no gates, so a threshold means nothing to it: leave --tau out")
+        raise UserError("the model has no gates, so --tau has no effect: remove --tau")
     return nullcontext()
 
 

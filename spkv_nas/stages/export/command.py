@@ -13,19 +13,19 @@ from spkv_nas.model.export.spkv import AllowDense
 from spkv_nas.stages import flags
 from spkv_nas.stages.result import Result
 
-Out = Annotated[Path, Flag("New folder.")]
+Out = Annotated[Path, Flag("Output folder; must not exist.")]
 ExportTo = Annotated[
     str,
     Flag(
-        "auto, the first of these that can express the layout: "
-        f"{'; '.join(f'{target.name}, {target.help}' for target in TARGETS.built_in)}. Packages may add more.",
+        "Target format. auto: the first of these that can express the layout. "
+        f"{'; '.join(f'{target.name}: {target.help}' for target in TARGETS.built_in)}. Packages may add more.",
         metavar="TARGET",
         values=lambda: (AUTO, *TARGETS.names),
     ),
 ]
 Link = Annotated[
     bool,
-    Flag("Hard links to the checkpoint's weights; a program that writes into one changes the other too.", ("--link",)),
+    Flag("Hard-link the checkpoint's weights; a program that modifies one then changes both.", ("--link",)),
 ]
 
 
@@ -63,10 +63,11 @@ def check(options: ExportOptions) -> None:
 
 
 def export(options: ExportOptions, reporter: Reporter) -> Result:
-    """Write a checkpoint with a layout applied as a Hugging Face folder: a stock architecture where there is one.
+    """Export a checkpoint with a layout as a Hugging Face folder, in a standard architecture where one fits.
 
-    A fresh process with plain transformers must compute the same; what has no stock form gets a model type of its own.
-    Without a layout: a retrained hybrid with its own (see reports/NAME/checkpoints.csv).
+    A separate process checks that plain transformers computes the same. A layout that no standard architecture can
+    express gets a custom model type. Without a layout argument, exports a retrained hybrid with the layout that it was
+    trained with (see reports/NAME/checkpoints.csv).
     """
     from spkv_nas.stages.export import output, stage
 

@@ -13,10 +13,10 @@ from spkv_nas.stages import flags
 from spkv_nas.stages.options import REFERENCE, InDtype
 
 Prompt = Annotated[str | None, Flag("Text to continue.", argument=True)]
-PromptFile = Annotated[Path | None, Flag("Read the prompt from a file; - is standard input.", ("--file", "-f"))]
-MaxNewTokens = Annotated[int, Flag("Stop after so many.", ("--max-new-tokens", "-n"), low=1, high=2**24)]
-Temperature = Annotated[float, Flag("0 takes the likeliest token, more samples.", low=0.0, high=1e6)]
-TopP = Annotated[float, Flag("Sample from this share of the probability.", low=0.0, high=1.0)]
+PromptFile = Annotated[Path | None, Flag("Read the prompt from a file; - reads standard input.", ("--file", "-f"))]
+MaxNewTokens = Annotated[int, Flag("Maximum number of new tokens.", ("--max-new-tokens", "-n"), low=1, high=2**24)]
+Temperature = Annotated[float, Flag("Sampling temperature; 0 is greedy decoding.", low=0.0, high=1e6)]
+TopP = Annotated[float, Flag("Nucleus sampling: cumulative probability cut-off.", low=0.0, high=1.0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class GenerateOptions(InDtype):
 
 
 def check(options: GenerateOptions) -> None:
-    """Check that there is one prompt, and the checkpoint."""
+    """Check that exactly one prompt is given, and the checkpoint."""
     from spkv_nas.evaluation.thresholds import check_tau
     from spkv_nas.model.source import check_checkpoint
     from spkv_nas.stages.checks import check_exist
@@ -42,7 +42,7 @@ def check(options: GenerateOptions) -> None:
     if options.prompt is not None and options.file is not None:
         raise UserError("give a prompt or --file, not both")
     if options.prompt is None and options.file is None:
-        raise UserError("give a prompt, or --file with one")
+        raise UserError("no prompt: give one as an argument, or a file with --file")
     if options.file is not None and str(options.file) != "-":
         check_exist([options.file], "prompt")
     check_tau(options.tau)
@@ -50,9 +50,10 @@ def check(options: GenerateOptions) -> None:
 
 
 def generate(options: GenerateOptions, reporter: Reporter) -> None:
-    """Continue a prompt with the per-head paged cache; says tokens/s, bytes of the cache, and density.
+    """Continue a prompt with the per-head paged cache, and print tokens/s, cache size and density.
 
-    The text goes to standard output, the figures to standard error. A dense checkpoint uses the cache of transformers.
+    The text goes to standard output, the statistics to standard error. A dense checkpoint uses the cache of
+    transformers.
     """
     from spkv_nas.base.console import out
     from spkv_nas.stages.generate import output, stage

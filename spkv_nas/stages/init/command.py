@@ -14,13 +14,15 @@ from spkv_nas.stages import flags
 from spkv_nas.stages.options import InWorkspace, OnDevice
 from spkv_nas.stages.result import Result
 
-Minutes = Annotated[float | None, Flag("In place of steps: what everything may take together.", low=0.1, high=1e6)]
+Minutes = Annotated[float | None, Flag("Total time budget in minutes, instead of --steps.", low=0.1, high=1e6)]
 ModelArgument = Annotated[
-    str, Flag("Model to start from: folder, id or ID@REVISION of a Hugging Face decoder.", argument=True)
+    str, Flag("Hugging Face decoder model to start from: folder, ID or ID@REVISION.", argument=True)
 ]
-Texts = Annotated[list[str], Flag("Text: files or folders, stdlib, or installed.", argument=True)]
+Texts = Annotated[
+    list[str], Flag("Text: files or folders, stdlib (Python's library) or installed (pinned packages).", argument=True)
+]
 NewRecipe = Annotated[Path, Flag("Recipe file to write.", ("--out",))]
-Force = Annotated[bool, Flag("Replace the file if it is there.", ("--force",))]
+Force = Annotated[bool, Flag("Overwrite an existing file.", ("--force",))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class InitOptions(InWorkspace, OnDevice):
     data: Texts
     name: flags.Name = default(None, "the model's")
     out: NewRecipe = Path("recipe.yaml")
-    steps: flags.Steps = default(None, str(defaults.FIRST_STEPS), note="Of each model.")
+    steps: flags.Steps = default(None, str(defaults.FIRST_STEPS), note="Applies to each model.")
     minutes: Minutes = None
     force: Force = False
 
@@ -42,7 +44,7 @@ def check(options: InitOptions) -> None:
     from spkv_nas.stages.checks import check_text
 
     if options.out.exists() and not options.force:
-        raise UserError(f"{options.out} is there already: give another --out, or --force to replace it")
+        raise UserError(f"{options.out} already exists: give another --out, or --force to overwrite it")
     if options.steps is not None and options.minutes is not None:
         raise UserError("give --steps or --minutes, not both")
     check_checkpoint(options.model)
@@ -50,9 +52,10 @@ def check(options: InitOptions) -> None:
 
 
 def init(options: InitOptions, reporter: Reporter) -> Result:
-    """Write a first recipe for a model and a text: sizes that fit both and the machine, gates that can close.
+    """Write a starter recipe for a model and a text, with sizes that fit the model, the text and this machine.
 
-    Says what the whole path takes with it: tokens, steps, time and memory. Some steps of the model are tried for that.
+    Chooses gate settings that reach sparsity within the training steps. Runs a few training steps to estimate the
+    tokens, time and memory of the whole workflow.
     """
     from spkv_nas.stages.init import output, stage
 

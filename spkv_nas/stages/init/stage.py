@@ -151,7 +151,8 @@ def _steps_in_time(planner: Planner, seconds: float) -> int:
     if steps_in_time < FEWEST_STEPS:
         needed = format_seconds(fixed_seconds + FEWEST_STEPS * step_seconds)
         raise UserError(
-            f"{FEWEST_STEPS} steps of every run take {needed} here: give more --minutes, or a smaller model"
+            f"--minutes is too short: {FEWEST_STEPS} steps of every run, the minimum, take {needed} on this machine; "
+            "allow more minutes, or use a smaller model"
         )
     return steps_in_time
 

@@ -20,5 +20,5 @@ def read_layout(file: Path) -> Proposal:
     if file.suffix in (".tsv", ".csv") or file.is_dir():
         stem = file.name if file.is_dir() else file.stem  # folder names may contain dots
         command = command_line(ConvertOptions(source=file, target=_free(file.with_name(f"{stem}.yaml")), budget="25%"))
-        raise UserError(f"{file} is no layout file; this makes one of it\n{next_line(command)}")
+        raise UserError(f"{file} is not a layout file; convert it first\n{next_line(command)}")
     return Proposal.read([file])

@@ -17,10 +17,11 @@ from spkv_nas.stages.result import Result
 
 _MOST_DEVICES = 1024
 Devices = Annotated[
-    int, Flag("GPUs that training is sharded across, as the recipe's key sharding says.", low=1, high=_MOST_DEVICES)
+    int,
+    Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=_MOST_DEVICES),
 ]
-Utilisation = Annotated[float, Flag("Share of a GPU's peak FLOP/s that forward passes reach.", low=0.001, high=1.0)]
-Tokens = Annotated[int | None, Flag("Held-out tokens to evaluate on.", low=1, high=MOST_WHOLE)]
+Utilisation = Annotated[float, Flag("Assumed share of a GPU's peak FLOP/s, for estimating times.", low=0.001, high=1.0)]
+Tokens = Annotated[int | None, Flag("Number of held-out tokens to evaluate on.", low=1, high=MOST_WHOLE)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +29,20 @@ class PlanOptions(InWorkspace, InDtype):
     """Options of the ``plan`` command."""
 
     recipe: flags.OptionalRecipeFile = None
-    model: flags.OptionalModel = default(None, note="A config file will do.")
+    model: flags.OptionalModel = default(None, note="A config file is enough.")
     data: flags.Data = None
-    tokens: Tokens = default(None, f"the text's with --data or a recipe, else {defaults.HELDOUT_TOKENS:,}")
+    tokens: Tokens = default(None, f"all of --data or the recipe's text, else {defaults.HELDOUT_TOKENS:,}")
     block_size: flags.BlockSize = default(
-        None, f"the recipe's, or {defaults.BLOCK_SIZE}", note="Or with --model alone."
+        None, f"the recipe's, or {defaults.BLOCK_SIZE}", note="Also used without --data."
     )
     steps: flags.Steps = default(
-        None, f"the recipe's; of gates {defaults.PRICED_STEPS}, of each model {defaults.FIRST_STEPS}"
+        None, f"the recipe's, else {defaults.PRICED_STEPS} for gates and {defaults.FIRST_STEPS} per model"
     )
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
-    context: flags.OptionalContext = default(None, LONGEST, note="Of a text to generate.")
-    hardware: flags.Hardware = default(None, "this machine, without times", note="Also the memory of one.")
+    context: flags.OptionalContext = default(None, LONGEST, note="Applies to generation.")
+    hardware: flags.Hardware = default(None, "this machine, no times", note="Also sets the device's memory.")
     devices: Devices = 1
-    utilisation: Utilisation = default(0.4, note="An assumption; for times.")
+    utilisation: Utilisation = default(0.4)
 
 
 def check(options: PlanOptions) -> None:
@@ -52,7 +53,7 @@ def check(options: PlanOptions) -> None:
     from spkv_nas.stages.checks import check_recipe, check_text
 
     if (options.recipe is None) == (options.model is None):
-        raise UserError("give a recipe, or --model: a folder, an id or a config file")
+        raise UserError("give either a recipe, or --model with a folder, an ID or a config file")
     if options.hardware is not None:
         find_hardware(options.hardware)
     if options.context is not None:
@@ -61,7 +62,7 @@ def check(options: PlanOptions) -> None:
         check_config(str(options.model))
         check_text(options.data or ())
     elif options.data or options.block_size is not None or options.steps is not None:
-        raise UserError("a recipe sets its text, blocks and steps: leave --data, --block-size and --steps out")
+        raise UserError("the recipe sets the text, block size and steps: remove --data, --block-size and --steps")
     else:
         check_recipe(options.recipe, needs_text=options.tokens is None)
 
@@ -69,10 +70,10 @@ def check(options: PlanOptions) -> None:
 def plan(options: PlanOptions, reporter: Reporter) -> Result:
     """Estimate memory, tokens, FLOPs and time of every stage on given hardware, before anything is loaded.
 
-    Works from the config of a model or a recipe: spkv-nas plan --model config.json --hardware h100 --devices 8.
-    Memory is the peak of one device; where a stage does not fit, the table says what to change. Times are FLOPs at an
-    assumed share of a GPU's peak; to time real steps on this machine, use --dry-run with a recipe.
-    For the KV cache and the attention of a layout, see spkv-nas plan attention.
+    Reads only the config of a model, or a recipe: spkv-nas plan --model config.json --hardware h100 --devices 8.
+    Memory is the peak of one device; for a stage that does not fit, the output names what to change. Times are
+    computed from FLOPs at an assumed share of a GPU's peak; to time real steps on this machine, use --dry-run with a
+    recipe. For the KV cache and attention of a layout, see spkv-nas plan attention.
     """
     from spkv_nas.stages.plan import output, stage
 

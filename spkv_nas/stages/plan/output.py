@@ -22,11 +22,13 @@ def forecast(result: Forecast) -> None:
     size, heads = result.size, result.size.heads
     out.print(
         f"[bold]{escape(result.name)}[/bold]: {size.num_parameters:,} parameters, {heads.num_layers} layers x "
-        f"{heads.num_kv_heads} KV heads of size {heads.head_dim}; {result.num_predictor_parameters:,} in predictors"
+        f"{heads.num_kv_heads} KV heads of size {heads.head_dim}; {result.num_predictor_parameters:,} of predictors"
     )
     # Table of stages
     fits_title = f"fits in\n{result.site.memory / 1e9:.3g} GB"
-    grid = Table("", "memory", "tokens", "FLOPs", "time", fits_title, title=f"each stage on {_where(result.site)}")
+    grid = Table(
+        "", "memory", "tokens", "FLOPs", "time", fits_title, title=f"cost of each stage on {_hardware(result.site)}"
+    )
     remedies: dict[str, list[str]] = {}
     for stage in result.stages:
         name = f"{escape(stage.name)}\n  [dim]{escape(stage.batching)}[/dim]" if stage.batching else escape(stage.name)
@@ -44,7 +46,7 @@ def forecast(result: Forecast) -> None:
         say(remark)
 
 
-def _where(site: Site) -> str:
+def _hardware(site: Site) -> str:
     """Return the hardware's name and, for several devices, their number."""
     return site.name if site.devices == 1 else f"{site.name}, training on {site.devices}"
 

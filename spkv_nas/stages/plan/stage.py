@@ -57,7 +57,7 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
         reporter.caution(remark)
     remarks = (
         about_memory(stages.site),
-        f"text: {inputs.tokens:,} held-out tokens to measure on (--tokens); everything but training runs on one device",
+        f"text: {inputs.tokens:,} held-out tokens (--tokens); everything but training runs on one device",
         *inputs.remarks,
         _about_time(options),
     )
@@ -182,12 +182,12 @@ def _training(
 
 
 def _about_time(options: PlanOptions) -> str:
-    """Say what the estimated times assume."""
+    """Return a sentence on what the estimated times assume."""
     if options.hardware is None:
-        return "time: nothing was measured here; name a GPU (--hardware), or try steps of a recipe (init, --dry-run)"
+        return "time: unknown for this machine; choose a GPU with --hardware, or time training steps (init, --dry-run)"
     device = find_hardware(options.hardware)
     return (
-        f"time: {options.utilisation:.0%} of the {device.peak / 1e12:,.0f} TFLOP/s of bfloat16 products, an assumption "
-        "(--utilisation), which passes of small models do not reach: nothing is said below a second; of a token to "
-        "generate the least that reading weights and cache takes, and nothing below a millisecond"
+        f"time: assumes {options.utilisation:.0%} of the {device.peak / 1e12:,.0f} TFLOP/s peak in bfloat16 "
+        "(--utilisation); small models reach less, so times below 1 s are not shown. For a generated token: the least "
+        "time that reading weights and cache takes, if at least 1 ms"
     )

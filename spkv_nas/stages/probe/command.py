@@ -22,15 +22,15 @@ _SCORING = ", ".join(signal.name for signal in SIGNALS if signal.computes_logits
 @dataclass(frozen=True, kw_only=True)
 @with_signal_options
 class ProbeOptions(SubjectOptions, Trains):
-    """Options of the ``probe`` command: those here and those of every signal, which have their flags from it."""
+    """Options of the ``probe`` command, including those of every signal."""
 
     recipe: flags.OptionalRecipeFile = None
-    max_tokens: flags.OptionalMaxTokens = default(None, f"all; for {_SCORING} {defaults.SCORING_TOKENS:,}, spread")
-    signal: flags.Signal = default(None, f"{DENSITY.name}; {defaults.RECOMMENDED} of a model without gates")
-    window: flags.OptionalWindow = default(None, "the model's, or a sixteenth of a block, at most 128")
+    max_tokens: flags.OptionalMaxTokens = default(None, f"all; {defaults.SCORING_TOKENS:,} for {_SCORING}")
+    signal: flags.Signal = default(None, f"{DENSITY.name} if the model has gates, else {defaults.RECOMMENDED}")
+    window: flags.OptionalWindow = default(None, "the model's, else 1/16 of a block, at most 128")
     # Options of signals that the stage reads too
     tau: float | None = None
-    gain_tokens: int | None = None
+    ablation_tokens: int | None = None
     steps: int | None = None
     budget: str | None = None
     seed: int | None = None
@@ -51,7 +51,7 @@ def check(options: ProbeOptions) -> None:
     if options.recipe is None:
         Subject.of(options, REFERENCE, "probe on").check()
     elif options.model is not None or options.data:
-        raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
+        raise UserError("give a recipe, or --model with --data, not both: the recipe sets model and text")
     else:
         check_recipe(options.recipe)
 
@@ -59,10 +59,10 @@ def check(options: ProbeOptions) -> None:
 def probe(options: ProbeOptions, reporter: Reporter) -> Result:
     """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
 
-    Without arguments: the embedded reference on held-out standard library text.
-    With --model and --data: your own checkpoint. Of one without gates, its head gates, which choose best: minutes.
-    With --signal density it learns gates, at the price of the budget, while no weight of it moves; densities also tell
-    which keys a cache may drop. With a recipe: train the reference, then probe it.
+    Without arguments, measures the embedded reference on held-out standard library text. With --model and --data,
+    measures another checkpoint: by density if it has gates, else by head gates, the recommended signal (minutes).
+    With --signal density, a checkpoint without gates first gets gates for the budget, trained with its weights frozen;
+    densities also show which keys a cache can drop. With a recipe, trains the reference and then probes it.
     """
     from spkv_nas.stages.next_steps import after_probe
     from spkv_nas.stages.probe import output, stage

@@ -25,7 +25,7 @@ def show(table: HeadScores) -> None:
     )
     if "passes" in table.metadata:
         reused = f"; scores reused: {number}" if (number := table.metadata.get("reused_scores")) else ""
-        say(f"it took {table.metadata['passes']:,g} forward passes over {table.metadata['tokens']:,} tokens{reused}")
+        say(f"cost: {table.metadata['passes']:,g} forward passes over {table.metadata['tokens']:,} tokens{reused}")
     if (domain_warning := about_small_domains(table)) is not None:
         say(domain_warning)
     for line in table.diagnosis():

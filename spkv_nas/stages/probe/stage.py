@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from spkv_nas.artifacts.defaults import GAIN_TOKENS, PRICED_STEPS, RECOMMENDED, SCORING_TOKENS
+from spkv_nas.artifacts.defaults import ABLATION_TOKENS, PRICED_STEPS, RECOMMENDED, SCORING_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
@@ -40,7 +40,7 @@ from spkv_nas.stages.train.stage import train, train_dense_model
 from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where gates are learned
-_GAINS = "gain_tokens"  # option of signals whose ranking is validated
+_GAINS = "ablation_tokens"  # option of signals whose ranking is validated
 _MOST_TARGET = 0.99  # maximum target density of learned gates
 
 
@@ -74,7 +74,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
         subject = _rename(subject, options)
         learned = _learn(subject, measured, options, reporter)
     elif signal.needs_gates and (unused := [name for name in _LEARNING if getattr(options, name) is not None]):
-        raise UserError(f"--{unused[0]} is for a model that has yet to learn gates; {subject.source} has its own")
+        raise UserError(f"--{unused[0]} has no effect, because {subject.source} has gates already: remove it")
     # Measure the signal
     model_record = model_origin(subject.source) if options.recipe is None else {"model": subject.recipe.name}
     with reporter.bar("probing") as progress:
@@ -127,7 +127,7 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
     The table is returned unchanged where the user switched gains off or they cannot be measured.
     """
     model, length = measured.model, measured.whole.block_size
-    tokens = GAIN_TOKENS if options.gain_tokens is None else options.gain_tokens
+    tokens = ABLATION_TOKENS if options.ablation_tokens is None else options.ablation_tokens
     blocks = measured.whole.spread(max(1, tokens // length))
     if not tokens:
         return table
@@ -136,10 +136,10 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
         check_tokens(model, blocks.largest_token)
         size = fitting_batch(model, blocks)
         on_main(lambda: require_logits(model, size, length))  # all ranks continue, or none
-        with reporter.bar("judging the table") as progress:
+        with reporter.bar("validating the ranking") as progress:
             gains, gains_record = opening_gains(model, blocks, table.window, batch_size=size, progress=progress)
     except UserError as error:
-        reporter.caution(f"how far the table can be trusted was not measured: {first_line(error)}")
+        reporter.caution(f"the ranking was not validated: {first_line(error)}")
         return table
     return replace(table, gains=gains, metadata={**table.metadata, "gains": gains_record})
 
@@ -170,9 +170,9 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
     start = time.perf_counter()
     with run_lock(folder, reporter.announce), reporter.bar("learning gates") as progress:
         learned = learn_gates(model, blocks, config, state=folder / "state", progress=progress, **schedule)
-    reporter.reused(learned.resumed_at, learned.steps, "steps of the gates")
+    reporter.reused(learned.resumed_at, learned.steps, "gate training steps")
     if learned.resumed_at < learned.steps:
-        reporter.announce(f"gates learned on {learned.tokens:,} tokens in {time.perf_counter() - start:.0f} s")
+        reporter.announce(f"trained gates on {learned.tokens:,} tokens in {time.perf_counter() - start:.0f} s")
     return learned.as_mapping()
 
 

@@ -17,13 +17,15 @@ from spkv_nas.stages.result import Result
 NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MOST_REPEATS)]
 KvBytes = Annotated[
     str | None,
-    Flag("In place of a budget: the memory for keys and values, such as 2GiB.", metavar="SIZE", panel=flags.MEMORY),
+    Flag("Memory for keys and values, such as 2GiB, instead of --budget.", metavar="SIZE", panel=flags.MEMORY),
 ]
-Robust = Annotated[bool, Flag("Maximise the coverage of the worst domain.", ("--robust",), panel=flags.MEMORY)]
+Robust = Annotated[
+    bool, Flag("Maximise the coverage of the worst domain, not of all text.", ("--robust",), panel=flags.MEMORY)
+]
 Weights = Annotated[
     Path | None,
     Flag(
-        "What a global head costs, in place of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
+        "Cost of each global head instead of 1: CSV with layer, kv_head, weight. The budget has the same unit.",
         metavar="FILE.csv",
         panel=flags.MEMORY,
     ),
@@ -46,10 +48,10 @@ class ProposeOptions(ConstraintOptions, InWorkspace):
 
 
 def propose(options: ProposeOptions, reporter: Reporter) -> Result:
-    """Propose layouts for a budget of global heads, by every strategy. Writes layouts/NAME/.
+    """Propose layouts for a budget of global heads, with every strategy. Writes layouts/NAME/.
 
-    With a constraint, --robust or --weights: also the best layout that meets it.
-    With several budgets: the best layout at each, and their curve, layouts/NAME/budgets.csv.
+    A constraint, --robust or --weights adds the best layout that satisfies it. Several budgets give the best layout
+    at each of them, and the curve of coverage against budget in layouts/NAME/budgets.csv.
     """
     from spkv_nas.stages.propose import output, stage
 

@@ -155,11 +155,11 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
     sentences = [requirements.memory(answer.table, num_global, options.window)]
     if options.budget is None and options.kv_bytes is None:
         sentences += [
-            f"budget: {num_global} of {answer.table.num_heads} KV heads, the paper's share, 2 of 7; or give --budget"
+            f"budget: {num_global} of {answer.table.num_heads} KV heads, the paper's 2 of 7; --budget sets another"
         ]
     if requirements.robust:
         worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
-        sentences += [f"lowest coverage of a domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
+        sentences += [f"coverage of the worst domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
     sentences += [
         default_window(answer.table, options.window),
         tie_advice(answer.table, num_global),

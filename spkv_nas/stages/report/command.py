@@ -14,9 +14,9 @@ from spkv_nas.stages.result import Result
 
 Figures = Annotated[
     str | None,
-    Flag("paper: the paper's figures too, as PDF with LaTeX that sets them in its sizes.", values=("paper",)),
+    Flag("paper: also write PDF figures in the paper's sizes, with LaTeX code to include them.", values=("paper",)),
 ]
-Watch = Annotated[bool, Flag("Write it again whenever what it reads has changed, until Ctrl-C.", ("--watch",))]
+Watch = Annotated[bool, Flag("Rewrite the page whenever its inputs change, until Ctrl-C.", ("--watch",))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,12 @@ class ReportOptions(InWorkspace):
     """Options of the ``report`` command."""
 
     probe: flags.OptionalProbe = default(None, "all that have layouts")
-    figures: Figures = default(None, "those of the page")
+    figures: Figures = default(None, "only those of the page")
     watch: Watch = False
 
 
 def check(options: ReportOptions) -> None:
-    """Check its figures, and the probe unless the report waits for it."""
+    """Check the choice of figures, and the probe unless the report waits for it."""
     from spkv_nas.stages.lookup import find_table
 
     if options.figures not in (None, "paper"):
@@ -39,10 +39,10 @@ def check(options: ReportOptions) -> None:
 
 
 def report(options: ReportOptions, reporter: Reporter) -> Result:
-    """Write reports/NAME/index.html and the figures from what the other commands left in the workspace.
+    """Write reports/NAME/index.html and its figures from the results in the workspace.
 
-    Of several probes or searches also an index of them, reports/index.html. With --watch again and again, while others
-    work: the page then also shows what they have got so far, and has a button that loads what is newest.
+    With several probes or searches, also writes their index, reports/index.html. With --watch, the page also shows
+    intermediate results of commands that are still running, and has a button that loads its newest version.
     """
     from spkv_nas.stages.report import output, stage
 

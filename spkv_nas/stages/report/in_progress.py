@@ -37,7 +37,7 @@ def _search(workspace: Workspace, name: str, reporter: Reporter) -> list[Part]:
         if (missing_package := missing_extra(error)) is None:
             raise
         if _has_started(folder):
-            reporter.caution(f"without what the search in {folder} has found: {first_line(missing_package)}")
+            reporter.caution(f"the report leaves out the running search in {folder}: {first_line(missing_package)}")
         return []
     file = folder / FILE
     if not file.is_file():

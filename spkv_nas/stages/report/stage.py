@@ -82,7 +82,7 @@ def _page(
     results = read_results(folder)
     if options.figures is not None and pictures:
         paper_folder = _write_paper(folder, table_at_tau, proposal.layouts, results.get("comparison"))
-        reporter.announce(f"figures for a paper: {paper_folder}")
+        reporter.announce(f"paper figures: {paper_folder}")
     search_rows = results.get("search")
     # Write the page
     with reporter.bar("drawing") as progress:
@@ -151,7 +151,7 @@ def _calibration(folder: Path, table: HeadScores, reporter: Reporter) -> Calibra
     if heads == probed:
         return calibration
     reporter.caution(
-        f"the calibration in {folder} is left out: it is of {calibration.case.title}, the probe of other heads"
+        f"ignoring the calibration in {folder}: it was measured for {calibration.case.title}, unlike the probe"
     )
     return None
 

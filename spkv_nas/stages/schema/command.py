@@ -10,7 +10,7 @@ from spkv_nas.base.flag import Flag
 from spkv_nas.base.progress import Reporter
 
 SchemaOf = Annotated[
-    str, Flag("layout or recipe.", metavar="layout|recipe", argument=True, values=("layout", "recipe"))
+    str, Flag("File format: layout or recipe.", metavar="layout|recipe", argument=True, values=("layout", "recipe"))
 ]
 
 
@@ -22,7 +22,7 @@ class SchemaOptions:
 
 
 def schema(options: SchemaOptions, reporter: Reporter) -> None:
-    """Print the JSON Schema of a file, for editors that complete and check YAML."""
+    """Print the JSON Schema of layout or recipe files, for editors that complete and check YAML."""
     from spkv_nas.base.console import out
     from spkv_nas.stages.schema import stage
 

@@ -14,5 +14,5 @@ def schema(options: SchemaOptions) -> dict[str, Any]:
     """Return the JSON Schema of layout or recipe files. Raises ``UserError`` for another kind."""
     schemas = {"layout": Layout.json_schema, "recipe": Recipe.model_json_schema}
     if options.of not in schemas:
-        raise UserError(f"there is no schema of '{options.of}'; there is one of {' and of '.join(schemas)}")
+        raise UserError(f"no schema for '{options.of}'; expected {' or '.join(schemas)}")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schemas[options.of]()}

@@ -17,7 +17,7 @@ class ScoreOptions(SubjectOptions):
 
     layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
     model: flags.OptionalModel = DENSE
-    probe: flags.OptionalProbe = default(note="Used for coverage.")
+    probe: flags.OptionalProbe = default(note="Used to compute coverage.")
     name: flags.Name = default(None, "the probe's or the model's")
 
 
@@ -33,7 +33,7 @@ def check(options: ScoreOptions) -> None:
 
 
 def score(options: ScoreOptions, reporter: Reporter) -> Result:
-    """Score layouts without training: the NLL of a checkpoint with each of them. Writes reports/NAME/zero-shot.csv.
+    """Score layouts without training, by a checkpoint's NLL with each of them. Writes reports/NAME/zero-shot.csv.
 
     The checkpoint may be dense or SP-KV. With --probe, the table includes the layouts' coverage. Finished scores are
     kept in runs/NAME/zero-shot/ and reused.

@@ -25,7 +25,10 @@ def check(options: TrainOptions) -> None:
 
 
 def train(options: TrainOptions, reporter: Reporter) -> Result:
-    """Train a recipe's dense model and its SP-KV reference; prints where the checkpoints are. Resumes."""
+    """Train a recipe's dense model and its SP-KV reference, and print the paths of both checkpoints.
+
+    Interrupted training resumes when the same command is repeated.
+    """
     from spkv_nas.stages.next_steps import after_train
     from spkv_nas.stages.train import output, stage
 

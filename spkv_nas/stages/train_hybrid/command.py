@@ -21,7 +21,7 @@ class TrainHybridOptions(Trains, InPrecision):
     layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
     recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Its dense model is retrained.")
     probe: flags.OptionalProbe = default(None, ONLY_PROBE)
-    seeds: flags.Seeds = default(1, note="With another data order.")
+    seeds: flags.Seeds = default(1, note="Each has a different data order.")
     reference: Reference = True
 
 
@@ -37,10 +37,10 @@ def check(options: TrainHybridOptions) -> None:
 
 
 def train_hybrid(options: TrainHybridOptions, reporter: Reporter) -> Result:
-    """Retrain every layout, full attention and SP-KV from one dense checkpoint. Writes reports/NAME/comparison.csv.
+    """Retrain layouts, full attention and SP-KV from one dense checkpoint. Writes reports/NAME/comparison.csv.
 
-    A finished run is not run again, an interrupted one resumes: repeat the same command. Where the retrained
-    checkpoints are is printed and written to reports/NAME/checkpoints.csv; spkv-nas export takes them.
+    Runs resume where they stopped, and finished runs are reused: repeat the same command. The paths of the retrained
+    checkpoints are printed and written to reports/NAME/checkpoints.csv, for spkv-nas export.
     """
     from spkv_nas.stages.next_steps import after_training_hybrids
     from spkv_nas.stages.train_hybrid import output, stage

@@ -27,9 +27,9 @@ def show(result: Comparison) -> None:
         "zero-shot\nΔNLL %",
         "\nNLL",
         "\nΔNLL %",
-        "against the\ncontrol %",
-        *(["longer\nblocks NLL", "against the\ncontrol %"] if extended else []),
-        title="retrained from one dense checkpoint; ΔNLL counts from that checkpoint as it is",
+        "relative to\ncontrol %",
+        *(["longer\nblocks NLL", "relative to\ncontrol %"] if extended else []),
+        title="retrained from one dense checkpoint; ΔNLL is relative to that checkpoint as it is",
     )
     for row in result.rows.itertuples():
         long_nll = [row.extended_nll, row.extended_delta_percent, row.extended_delta_standard_error] if extended else []
@@ -56,7 +56,7 @@ def show(result: Comparison) -> None:
                 f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(correlation)}; perfect: {perfect}"
             )
     # Checkpoints
-    out.print("checkpoints, for export, evaluate and generate:")
+    out.print("checkpoints (for export, evaluate and generate):")
     for model in result.models:
         out.print(f"  {escape(model.strategy)}, seed {model.seed}: {escape(str(model.checkpoint))}", soft_wrap=True)
 

@@ -24,14 +24,14 @@ Densities = Annotated[
     str, Flag("Comma-separated shares to keep of the keys outside the window.", ("--density",), "N%|LIST")
 ]
 Sinks = Annotated[
-    str, Flag("Comma-separated numbers of sinks: first keys of a block that are always kept.", metavar="N|LIST")
+    str, Flag("Comma-separated numbers of attention sinks: first keys of a block, always kept.", metavar="N|LIST")
 ]
-Chunk = Annotated[int | None, Flag("Tokens read between two evictions.", low=1, high=MOST_WINDOW)]
+Chunk = Annotated[int | None, Flag("Tokens processed between two evictions.", low=1, high=MOST_WINDOW)]
 ReadingProtocol = Annotated[
     str,
     Flag(
-        "exact: every query sees exactly --window recent keys. kvpress: the --window keys before its chunk, and its "
-        "chunk up to itself.",
+        "exact: each query sees exactly --window recent keys. kvpress: each sees the --window keys before its chunk, "
+        "and the chunk's keys up to its own.",
         metavar="|".join(PROTOCOLS), values=PROTOCOLS,
     ),
 ]  # fmt: skip
@@ -42,17 +42,17 @@ class BaselinesOptions(SubjectOptions):
     """Options of the ``evaluate baselines`` command."""
 
     model: flags.Model = DENSE
-    max_tokens: flags.OptionalMaxTokens = default(None, f"{defaults.BASELINE_TOKENS:,}, spread")
+    max_tokens: flags.OptionalMaxTokens = default(None, f"{defaults.BASELINE_TOKENS:,}")
     methods: Methods = default(None, "all")
     densities: Densities = "20%,15%"
-    window: flags.OptionalWindow = default(None, "that of --against, or a sixteenth of a block, at most 128")
+    window: flags.OptionalWindow = default(None, "the window of --against, else 1/16 of a block, at most 128")
     sinks: Sinks = "0,4"
     chunk: Chunk = default(None, f"{defaults.BASELINE_CHUNK}, at most the window")
     protocol: ReadingProtocol = EXACT
-    against: flags.Against = default(note="An SP-KV checkpoint, with gates.")
+    against: flags.Against = default(note="Must be an SP-KV checkpoint (with gates).")
     tau: flags.Tau = default(None, CHECKPOINT_TAU, note="Applies to --against.")
     taus: flags.OptionalTaus = default(note="Applies to --against.")
-    points: flags.Points = default(None, str(defaults.TAU_POINTS))
+    num_taus: flags.NumTaus = default(None, str(defaults.TAU_POINTS))
     seed: flags.Seed = default(0, note="Draws random keys and initializes kvzap's networks.")
 
 
@@ -66,20 +66,20 @@ def check(options: BaselinesOptions) -> None:
     parse_methods(options.methods)
     parse_densities(options.densities)
     parse_sinks(options.sinks)
-    check_sweep(options.tau, options.taus, options.points)
+    check_sweep(options.tau, options.taus, options.num_taus)
     if options.against is not None:
         check_checkpoint(options.against)
     elif options.tau is not None or options.taus is not None:
-        raise UserError("--tau and --taus apply to --against\nname an SP-KV checkpoint with --against")
+        raise UserError("--tau and --taus need --against with an SP-KV checkpoint")
     Subject.of(options, DENSE, "prune on").check()
 
 
 def baselines(options: BaselinesOptions, reporter: Reporter) -> Result:
-    """Prune a dense model's KV cache by five training-free rules at equal density. Writes reports/NAME/baselines.csv.
+    """Prune a dense model's KV cache by training-free methods at equal density. Writes reports/NAME/baselines.csv.
 
     streaming keeps only sinks and the window; random, kvzap, h2o and expected-attention also keep a share of the other
-    keys. With --against, an SP-KV checkpoint is measured on the same text. kvzap is fitted on other documents of the
-    text.
+    keys. With --against, an SP-KV checkpoint is measured on the same text. kvzap is fitted on documents that are not
+    measured.
     """
     from spkv_nas.stages.evaluate.baselines import output, stage
 

@@ -67,7 +67,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> Baselin
         parse_densities(options.densities),
         parse_sinks(options.sinks),
     )
-    sweep = check_sweep(options.tau, options.taus, options.points)
+    sweep = check_sweep(options.tau, options.taus, options.num_taus)
     taus = sweep if options.tau is None else [options.tau]
     # Load the models and the text
     subject = Subject.of(options, DENSE, "prune on")
@@ -86,7 +86,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> Baselin
     measurements, fit_record = _measure(measured, plan, options.seed, reporter)
     if gated is not None:
         gate_taus = [gated.gates.tau] if taus is None else taus
-        with reporter.bar("reading with gates") as progress:
+        with reporter.bar("evaluating --against") as progress:
             measurements += own_rows(
                 gated.model, measured.blocks, gate_taus, batch_size=measured.batch_size, progress=progress
             )
@@ -115,7 +115,7 @@ def _measure(measured: Measured, plan: Plan, seed: int, reporter: Reporter) -> t
             )
         fit_record = {"kvzap": {"tokens": kvzap.tokens, "explained_variance": float(f"{kvzap.explained:.4g}")}}
     # Measure
-    with reporter.bar("reading pruned") as progress:
+    with reporter.bar("evaluating pruned") as progress:
         measurements = measure(
             model, blocks, plan, kvzap=kvzap, rotation=rotation, seed=seed, batch_size=batch_size, progress=progress
         )
@@ -146,7 +146,11 @@ def _load_gated(options: BaselinesOptions, measured: Measured) -> _GatedModel:
     if gates is None:
         raise UserError(f"--against {options.against} has no gates: give an SP-KV checkpoint")
     if tokenizer.get_vocab() != measured.tokenizer.get_vocab():
-        raise UserError(f"--against {options.against} has another tokenizer than --model: it would read another text")
+        raise UserError(
+            f"--against {options.against} has a different tokenizer than --model: NLL would be of different tokens"
+        )
     if options.window is not None and options.window != gates.window:
-        raise UserError(f"--window {options.window} is not that of --against, {gates.window}: windows must be equal")
+        raise UserError(
+            f"--window {options.window} differs from the window of --against, {gates.window}: they must be equal"
+        )
     return _GatedModel(model, gates)

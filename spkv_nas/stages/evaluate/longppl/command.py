@@ -16,9 +16,9 @@ from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.result import Result
 
 Evaluator = Annotated[
-    str | None, Flag("Checkpoint that selects the key tokens, with open gates.", metavar="CHECKPOINT")
+    str | None, Flag("Checkpoint that selects the key tokens; its gates are all open.", metavar="CHECKPOINT")
 ]
-ShortContext = Annotated[int | None, Flag("Tokens of the short context.", low=1, high=MOST_BLOCK_SIZE)]
+ShortContext = Annotated[int | None, Flag("Length of the short context in tokens.", low=1, high=MOST_BLOCK_SIZE)]
 Stride = Annotated[int | None, Flag("Stride of the sliding short-context window.", low=1, high=MOST_BLOCK_SIZE)]
 Alpha = Annotated[
     float | None, Flag("Minimum log-likelihood gain of long over short context, in nats.", low=0.0, high=1e6)
@@ -31,11 +31,11 @@ class LongPPLOptions(CheckpointOptions, SubjectOptions):
     """Options of the ``evaluate longppl`` command."""
 
     block_size: flags.BlockSize = default(
-        None, f"the maximum of the models, at most {defaults.LONGPPL_LENGTH >> 10}k", note="Applies to each text."
+        None, f"the models' maximum, at most {defaults.LONGPPL_LENGTH >> 10}k", note="Here the maximum per text."
     )
     evaluator: Evaluator = default(None, "--against, or the model")
-    short_context: ShortContext = default(None, f"{defaults.LONGPPL_SHORT:,}, at most a fourth of a text")
-    stride: Stride = default(None, "a fourth of --short-context")
+    short_context: ShortContext = default(None, f"{defaults.LONGPPL_SHORT:,}, at most 1/4 of a text")
+    stride: Stride = default(None, "1/4 of --short-context")
     alpha: Alpha = default(None, f"{defaults.LONGPPL_ALPHA:g}")
     beta: Beta = default(None, f"{defaults.LONGPPL_BETA:g}")
 

@@ -109,8 +109,8 @@ def _sizes(options: LongPPLOptions, sources: Sequence[str]) -> tuple[int, Criter
     short = options.short_context or max(1, min(LONGPPL_SHORT, length // _PART))
     if short >= length:
         raise UserError(
-            f"a short context of {short} tokens leaves nothing of texts of {length}\n"
-            "give a smaller --short-context, or a larger --block-size"
+            f"the short context ({short} tokens) must be shorter than a text ({length} tokens)\n"
+            "use a smaller --short-context or a larger --block-size"
         )
     criterion = Criterion(
         short=short,
@@ -166,7 +166,7 @@ def _readings(
         return {"text": number, "name": text.name, **asdict(read(*loaded, text.text, spans[number]))}
 
     # Read every text, with hard gates
-    with evaluation_mode(model), hard(model, tau), reporter.bar(f"reading with {model_name(source)}") as progress:
+    with evaluation_mode(model), hard(model, tau), reporter.bar(f"scoring with {model_name(source)}") as progress:
         lines = _lines(sample_file(samples, "nll", answer_identity), texts, line, progress)
     readings = [Reading(**{key: row[key] for key in Reading.__dataclass_fields__}) for row in lines]
     return readings, origin_record
@@ -188,14 +188,14 @@ def _texts(options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: 
     """Read the texts. Raises ``UserError`` if none is long enough."""
     if options.max_tokens is not None and options.max_tokens <= short:
         raise UserError(
-            f"--max-tokens {options.max_tokens} leaves nothing beyond the short context of {short} tokens\n"
-            "give a larger one, or a smaller --short-context"
+            f"--max-tokens {options.max_tokens} must exceed the short context of {short} tokens\n"
+            "use a larger --max-tokens or a smaller --short-context"
         )
     texts = stretches(_documents(options, length), tokenizer, length, short, options.max_tokens)
     if not texts:
         raise UserError(
-            f"no document has more than {short} tokens, the short context\n"
-            "give longer text, or a smaller --short-context"
+            f"no document is longer than the short context of {short} tokens\n"
+            "use longer text or a smaller --short-context"
         )
     return texts
 

@@ -26,11 +26,11 @@ def check(options: NLLOptions) -> None:
 
 
 def nll(options: NLLOptions, reporter: Reporter) -> Result:
-    """Measure held-out NLL, also against another checkpoint. Writes reports/NAME/evaluation.csv if there are two.
+    """Measure a checkpoint's NLL on held-out text, optionally against another checkpoint.
 
     The checkpoint may be dense, a hybrid, or have gates. Without --data, the text is the held-out standard library text
-    of the embedded models. With --against, the difference between both checkpoints is paired by document. The tokens of
-    --data are kept in runs/NAME/blocks/.
+    of the embedded models. With --against, the difference between both checkpoints is paired by document and written
+    to reports/NAME/evaluation.csv. The tokens of --data are kept in runs/NAME/blocks/.
     """
     from spkv_nas.stages.evaluate.nll import output, stage
 

@@ -126,7 +126,7 @@ def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter
         if earlier is not None:
             dropped = int((earlier[0]["text"] != rows["text"].iloc[0]).sum())
             if dropped:
-                reporter.announce(f"replaced {dropped} rows of another text in {folder / 'evaluation.csv'}")
+                reporter.announce(f"removed {dropped} rows measured on another text from {folder / 'evaluation.csv'}")
             rows = merged(earlier[0], rows)
         EVALUATION.write(folder, rows, origin)
     return rows

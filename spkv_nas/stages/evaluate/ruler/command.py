@@ -32,8 +32,8 @@ class RulerOptions(CheckpointOptions):
     tasks: RulerTasks = default(None, "all")
     samples: Samples = default(None, str(defaults.RULER_SAMPLES))
     haystack: Haystack = default(None, "RULER's noise")
-    qa: Questions = default(None, "none, without qa_1 and qa_2")
-    window: flags.OptionalWindow = default(None, "the checkpoint's", note="Used for the floor.")
+    qa: Questions = default(None, "none; qa_1 and qa_2 are skipped")
+    window: flags.OptionalWindow = default(None, "the checkpoint's", note="Applies to the floor.")
     seed: flags.Seed = 0
 
 
@@ -57,10 +57,10 @@ def check(options: RulerOptions) -> None:
 
 
 def ruler(options: RulerOptions, reporter: Reporter) -> Result:
-    """Score RULER's tasks: the share of correct answers at each length. Writes reports/NAME/ruler.csv.
+    """Score RULER's tasks by the share of correct answers at each length. Writes reports/NAME/ruler.csv.
 
-    The floor is the same checkpoint with every head local. With --against, another checkpoint answers the same
-    questions. Answers are kept in runs/NAME/ruler/ and reused.
+    The floor is the score of the same checkpoint with every head local. With --against, another checkpoint answers the
+    same questions. Answers are kept in runs/NAME/ruler/ and reused.
     """
     from spkv_nas.stages.evaluate.ruler import output, stage
 

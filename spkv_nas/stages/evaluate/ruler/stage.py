@@ -131,8 +131,8 @@ def _against(
     baseline = model, tokenizer = _load(options, options.against, lengths, reporter)
     if tokenizer.get_vocab() != loaded[1].get_vocab():
         raise UserError(
-            f"--against {options.against} has another tokenizer, and so other samples: a pair of answers must be to "
-            "one question"
+            f"--against {options.against} has a different tokenizer, so its questions would differ: compare models "
+            "with the same tokenizer"
         )
     origin_record = origin_of(options.against, model, None)
     with hard(model, None):
@@ -144,7 +144,7 @@ def _warn_of_skipped(sheets: list[tuple[str, int]], answers: list[Answers], repo
     for (task, length), sheet_answers in zip(sheets, answers, strict=True):
         if num_missing := int(np.isnan(sheet_answers.scores).sum()):
             reporter.caution(
-                f"{num_missing} of {len(sheet_answers.scores)} samples of {task} have no room at {length} tokens"
+                f"{num_missing} of {len(sheet_answers.scores)} samples of {task} do not fit in {length} tokens"
             )
 
 

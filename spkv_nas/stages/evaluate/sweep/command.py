@@ -20,7 +20,7 @@ class SweepOptions(SubjectOptions):
 
     model: flags.Model = REFERENCE
     taus: flags.Taus = "0.01..0.99"
-    points: flags.Points = default(None, str(defaults.TAU_POINTS))
+    num_taus: flags.NumTaus = default(None, str(defaults.TAU_POINTS))
     name: flags.Name = default(None, RECIPE_NAME)
 
 
@@ -29,14 +29,15 @@ def check(options: SweepOptions) -> None:
     from spkv_nas.evaluation.thresholds import parse_taus
     from spkv_nas.stages.evaluate.checkpoints import evaluated
 
-    parse_taus(options.taus, options.points)
+    parse_taus(options.taus, options.num_taus)
     evaluated(options).check()
 
 
 def sweep(options: SweepOptions, reporter: Reporter) -> Result:
-    """Measure NLL and density at many thresholds, against open gates. Writes reports/NAME/tau-sweep.csv and its figure.
+    """Measure NLL and density at many thresholds. Writes reports/NAME/tau-sweep.csv and its figure.
 
-    The checkpoint needs gates. Without --data, the text is the held-out standard library text of the embedded models.
+    The checkpoint needs gates; open gates are the baseline. Without --data, the text is the held-out standard
+    library text of the embedded models.
     """
     from spkv_nas.stages.evaluate.sweep import output, stage
 

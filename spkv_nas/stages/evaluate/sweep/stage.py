@@ -42,7 +42,7 @@ def sweep(options: SweepOptions, reporter: Reporter = SILENT) -> SweepResult:
     check(options)
     subject = evaluated(options)
     folder = options.folders.report_dir(subject.name)
-    taus = parse_taus(options.taus, options.points)
+    taus = parse_taus(options.taus, options.num_taus)
     # Measure
     measured = subject.load(reporter)
     with reporter.bar("evaluating") as progress:

@@ -15,20 +15,21 @@ from spkv_nas.stages.result import Result
 Names = Annotated[
     list[str],
     Flag(
-        "lm-eval tasks; paper: the sixteen of the SP-KV paper; stdlib_completions is built in.", metavar="TASK",
+        "lm-eval tasks; paper: the sixteen tasks of the SP-KV paper; stdlib_completions is built in.", metavar="TASK",
         argument=True,
     ),
 ]  # fmt: skip
 DataSets = Annotated[
-    list[str] | None, Flag("Folder with copies of data sets, by their ids; repeat for several.", metavar="FOLDER")
+    list[str] | None,
+    Flag("Folder with local copies of data sets, named by their Hub IDs; repeat for several.", metavar="FOLDER"),
 ]
 Include = Annotated[
     list[str] | None,
-    Flag("Folder with YAML files of tasks, whose Python code runs; repeat for several.", metavar="FOLDER"),
+    Flag("Folder with YAML task definitions, whose Python code is run; repeat for several.", metavar="FOLDER"),
 ]
 Limit = Annotated[int | None, Flag("Evaluate only the first N samples of each task.", low=1, high=MOST_WHOLE)]
 AllowCode = Annotated[
-    bool, Flag("Let tasks such as mbpp run the code that the model writes, on this machine.", ("--allow-code",))
+    bool, Flag("Allow tasks such as mbpp to run model-written code on this machine.", ("--allow-code",))
 ]
 
 
@@ -37,7 +38,7 @@ class TasksOptions(CheckpointOptions):
     """Options of the ``evaluate tasks`` command."""
 
     names: Names
-    data_sets: DataSets = default(None, "the hub or its cache")
+    data_sets: DataSets = default(None, "the Hub or its cache")
     include: Include = None
     limit: Limit = default(None, "all")
     allow_code: AllowCode = False

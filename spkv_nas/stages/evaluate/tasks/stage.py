@@ -60,7 +60,7 @@ def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> TasksResult:
     name = options.name or result_name(options.model)
     folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "tasks"
     # Run the tasks on every checkpoint
-    reporter.announce("reading tasks and their data")
+    reporter.announce("loading tasks and their data")
     with code_allowed(options.allow_code):
         suite = load_suite(
             ",".join(options.names),

@@ -14,17 +14,18 @@ from spkv_nas.stages.result import Result
 Source = Annotated[
     Path,
     Flag(
-        "Layout (.yaml), DuoAttention folder, PruLong or DuoAttention file (.tsv), density table (.csv).", argument=True
+        "Layout (.yaml), DuoAttention folder, DuoAttention or PruLong file (.tsv), or head scores (.csv).",
+        argument=True,
     ),
 ]
 Target = Annotated[
     Path,
-    Flag("New file: .yaml is a layout, .tsv a PruLong mask; a folder gets DuoAttention's two files.", argument=True),
+    Flag("Output: .yaml writes a layout, .tsv a PruLong mask, a folder DuoAttention's two files.", argument=True),
 ]
 Sparsity = Annotated[
-    float | None, Flag("Local: heads below this quantile of the scores, as DuoAttention and PruLong do.")
+    float | None, Flag("Make heads below this quantile of the scores local, as DuoAttention and PruLong do.")
 ]
-Threshold = Annotated[float | None, Flag("Global: heads with at least this score.")]
+Threshold = Annotated[float | None, Flag("Make heads with at least this score global.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +34,17 @@ class ConvertOptions:
 
     source: Source
     target: Target
-    budget: flags.OptionalBudget = default(note="Those of highest score.")
+    budget: flags.OptionalBudget = default(note="Takes the heads with the highest scores.")
     sparsity: Sparsity = None
     threshold: Threshold = None
     window: flags.OptionalWindow = default(None, "the source's")
 
 
 def convert(options: ConvertOptions, reporter: Reporter) -> Result:
-    """Change a layout's form: ours, DuoAttention's, PruLong's. Says what a form cannot hold.
+    """Convert a layout between the formats of spkv-nas, DuoAttention and PruLong.
 
-    A file of scores becomes a layout by --budget, --sparsity or --threshold; one of zeros and ones is a layout.
+    Prints what the target format cannot store. A file of scores becomes a layout by --budget, --sparsity or
+    --threshold; a file of zeros and ones already is a layout.
     """
     from spkv_nas.stages.layout.convert import output, stage
 

@@ -19,10 +19,10 @@ class DiffOptions:
 
 
 def diff(options: DiffOptions, reporter: Reporter) -> Result:
-    """Compare two layouts of one model: heads that differ, Jaccard index of the global heads, window.
+    """Compare two layouts of one model by heads that differ, Jaccard index of the global heads, and window.
 
-    Exits as diff does: 0 if they make the same model, 1 if they differ, 2 if they cannot be compared.
-    Strategy and provenance do not count.
+    The exit code is 0 if both give the same model, 1 if they differ, and 2 if they cannot be compared. Strategy and
+    provenance are ignored.
     """
     from spkv_nas.stages.layout.diff import output, stage
 

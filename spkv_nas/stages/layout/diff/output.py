@@ -21,7 +21,7 @@ def show(options: DiffOptions, compared: ComparedLayouts) -> None:
     out.print(Text(f"- {options.a}: {describe(first)}\n+ {options.b}: {describe(second)}"), soft_wrap=True)
     out.print(f"{delta.num_heads} heads differ, Jaccard index of the global heads {delta.jaccard:.3f}")
     if delta.num_heads:
-        out.print("G global in both, . local in both, - global in the first only, + in the second only")
+        out.print("G: global in both; .: local in both; -: global only in the first; +: global only in the second")
         print_grid(delta.marks, ["" for _ in delta.marks])
 
 

@@ -16,11 +16,11 @@ class ShowLayoutsOptions(InWorkspace):
     """Options of the ``layout show`` command."""
 
     files: flags.LayoutFiles
-    probe: flags.OptionalProbe = default(note="Counts coverage.")
+    probe: flags.OptionalProbe = default(note="Used to compute coverage.")
 
 
 def show(options: ShowLayoutsOptions, reporter: Reporter) -> Result:
-    """Print the grids: G global, L local, and the number of global heads of every layer. With --probe, coverage too."""
+    """Print layouts as grids of global (G) and local (L) heads, with each layer's number of global heads."""
     from spkv_nas.stages.layout.show import output, stage
 
     return Result(stage.show(options), output.show, output.document)

@@ -12,7 +12,7 @@ from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, REFERENCE, InWorkspace
 from spkv_nas.stages.result import Result
 
-ElementSize = Annotated[int, Flag("Bytes per number in the cache (2: bfloat16).", low=1, high=1024)]
+ElementSize = Annotated[int, Flag("Bytes per number in the KV cache (2: bfloat16).", low=1, high=1024)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +20,13 @@ class AttentionOptions(InWorkspace):
     """Options of the ``plan attention`` command."""
 
     level: flags.Level = None
-    model: flags.OptionalModel = default(None, REFERENCE, note="A config file will do.")
+    model: flags.OptionalModel = default(None, REFERENCE, note="A config file is enough.")
     layout: flags.Layouts = None
     density: flags.Density = None
     context: flags.OptionalContext = default(None, LONGEST)
-    window: flags.Window = default(128, note="For --density.")
+    window: flags.Window = default(128, note="Applies to --density.")
     element_size: ElementSize = 2
-    calibration: flags.CalibrationName = default(None, "the level's or model's own, if there is one that fits")
+    calibration: flags.CalibrationName = default(None, "the level's or model's, if one matches")
     hardware: flags.Hardware = default(None, "h200, uncalibrated")
 
 
@@ -51,10 +51,10 @@ def check(options: AttentionOptions) -> None:
 
 
 def attention(options: AttentionOptions, reporter: Reporter) -> Result:
-    """Compute KV-cache bytes, FLOPs and time per token: full attention, layouts, and SP-KV at a density.
+    """Compute KV-cache bytes, FLOPs and time per token of full attention, layouts, and SP-KV at a density.
 
-    FLOPs are Kaplan's, 2 N + 2 L d_attn keys: the mean over a causal sequence as long as the context. Times are those
-    of the attention of all layers: measured by spkv-nas calibrate, or the lower bound of a GPU (its roofline).
+    FLOPs follow Kaplan et al., 2 N + 2 L d_attn keys, averaged over the positions of a causal sequence. Times cover
+    the attention of all layers: measured by spkv-nas calibrate, or a lower bound for a GPU (its roofline).
     """
     from spkv_nas.stages.plan.attention import output, stage
 

@@ -13,7 +13,7 @@ from spkv_nas.stages.options import InPrecision, Trains
 from spkv_nas.stages.result import Result
 
 EMBEDDED_FILE = EMBEDDED / "ablations.yaml"
-AblationsFile = Annotated[Path | None, Flag("Ablations (YAML): name, recipe, rows.", argument=True)]
+AblationsFile = Annotated[Path | None, Flag("Ablation file (YAML): name, recipe and rows.", argument=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,9 @@ def check(options: AblateOptions) -> None:
 def ablate(options: AblateOptions, reporter: Reporter) -> Result:
     """Train variants of one recipe, by default the paper's ablations, and compare them with the first.
 
-    A row is a section of a recipe with other values (gates: {window: 8}), {variant: full-attention}, or {layout: FILE};
-    see "Recipes and training" in the documentation. Writes reports/NAME/ablations.csv. Runs resume where they stopped.
+    A row changes values in a section of the recipe (gates: {window: 8}), or is {variant: full-attention} or
+    {layout: FILE}; see "Recipes and training" in the documentation. Writes reports/NAME/ablations.csv. Runs resume
+    where they stopped.
     """
     from spkv_nas.stages.reproduce.ablate import output, stage
 

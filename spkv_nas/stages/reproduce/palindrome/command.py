@@ -18,9 +18,9 @@ NAME = "palindrome"  # default name of the results
 class PalindromeOptions(Trains):
     """Options of the ``reproduce palindrome`` command."""
 
-    steps: flags.Steps = default(None, str(defaults.PALINDROME_STEPS), note="Of each model.")
+    steps: flags.Steps = default(None, str(defaults.PALINDROME_STEPS), note="Applies to each model.")
     batch_size: flags.BatchSize = default(None, str(defaults.PALINDROME_BATCH))
-    seed: flags.Seed = default(0, note="Of weights, predictors and sequences.")
+    seed: flags.Seed = default(0, note="Used for weights, predictors and sequences.")
     name: flags.Name = default(None, NAME)
 
 

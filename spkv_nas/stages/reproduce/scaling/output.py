@@ -29,19 +29,19 @@ def _law(name: str, law: dict[str, Any]) -> None:
         grid.add_row(parameter, f"{value:.4g}", f"{low:.4g} .. {high:.4g}")
     out.print(grid)
     out.print(
-        f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; a run's standard deviation {law['residual']:.4f}"
+        f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; residual standard deviation {law['residual']:.4f}"
     )
     # Prediction of the last run from the others
     last = law["leave_last_out"]
     if last["predicted"] is not None:
         out.print(
             f"last run from the others: {escape(last['name'])} predicted {last['predicted']:.4f}, "
-            f"is {last['nll']:.4f} ({last['error_percent']:+.2f} %)"
+            f"measured {last['nll']:.4f} ({last['error_percent']:+.2f} %)"
         )
     # Predictions of held-out runs
     for run in law["runs"]:
         if run["held_out"]:
             out.print(
                 f"held out: {escape(run['name'])} predicted {run['predicted']:.4f} ({run['low']:.4f} .. "
-                f"{run['high']:.4f}), is {run['nll']:.4f} ({run['error_percent']:+.2f} %)"
+                f"{run['high']:.4f}), measured {run['nll']:.4f} ({run['error_percent']:+.2f} %)"
             )
