@@ -69,7 +69,7 @@ def test_tables_made_by_hand(tmp_path: Path) -> None:
 def test_the_record_says_what_the_numbers_are(
     column: str, record: str, kind: str, noun: str, unit: str, tmp_path: Path
 ) -> None:
-    """By whichever column, old or new, and of signals that are not installed too."""
+    """Check old and new column names, and signals that are not installed."""
     table = HeadScores.read(made(tmp_path, column, record))
     assert (table.kind, table.measure.noun, table.measure.unit) == (kind, noun, unit)
     assert table.values.tolist() == [[0.5, 0.25]]

@@ -56,7 +56,7 @@ def test_a_file_is_read_once(file: Path, read: list[str], tmp_path: Path) -> Non
 
 
 def test_a_changed_file_is_read_again(file: Path, read: list[str]) -> None:
-    """Of the same size too, and with the old time of change put back."""
+    """Also with the same size, and with the old modification time restored."""
     file_hash(file)
     times = file.stat()
     later(file)
@@ -136,7 +136,7 @@ class TestManifest:
             pass
 
     def test_known_hashes_are_taken(self, file: Path) -> None:
-        """Of a copy the original's, so that a copy that went wrong is found."""
+        """A copy gets the original's hash, so that a failed copy is detected."""
         write_manifest(file.parent, {"weights": sha256(b"two").hexdigest()})
         with pytest.raises(UserError, match="weights differs"):
             check_manifest(file.parent)

@@ -159,7 +159,7 @@ class TestPasses:
     def test_batches_are_as_large_as_there_is_memory_for(
         self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """And what is measured is the same."""
+        """The measured values do not depend on the batch size."""
         options = NLLOptions(model=str(folder), data=[str(text)], block_size=64, device="cpu")
         whole = nll(options).evaluation.nll
         sizes, messages = [], []

@@ -167,7 +167,7 @@ class TestPipe:
 
 
 class TestReuse:
-    """Where nothing had to be done, nothing was said."""
+    """Reused results are reported; commands used to print nothing."""
 
     def test_runs_of_a_recipe(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project

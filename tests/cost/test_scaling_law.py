@@ -56,7 +56,7 @@ class TestLaw:
             assert ((replace(law, parameters=law.parameters + step)(FLOPS) - NLL) ** 2).sum() > best
 
     def test_intervals_hold_the_truth_as_often_as_they_say(self) -> None:
-        """Of 400 noisy ladders, 95 % intervals miss at most 28 times; without the degrees of freedom, some 40 times."""
+        """95 % intervals miss at most 28 of 400 noisy ladders; without the degrees of freedom, some 40 times."""
         generator = np.random.default_rng(0)
         truth = 0.98 + 89.2 * np.array(FLOPS) ** -0.0866
         laws = [fit(FLOPS, truth + generator.normal(0, 0.006, len(FLOPS))) for _ in range(400)]

@@ -80,7 +80,7 @@ class TestMemory:
         ids=["adapters", "all", "adapters-bfloat16"],
     )
     def test_what_linear_layers_cast_for_themselves(self, dtype: torch.dtype, learns: Learns) -> None:
-        """By autocast, which training in bfloat16 has, also where weights are bfloat16 and adapters float32."""
+        """Autocast in bfloat16 training casts weights, also where weights are bfloat16 and adapters float32."""
         model = tiny_model(hidden_size=64, intermediate_size=176).to(dtype)
         if learns is Learns.ADAPTERS:
             add_adapters(model, LoraConfig(rank=1), seed=0)
@@ -256,7 +256,7 @@ class TestCommand:
     def test_training_is_what_init_writes(
         self, text: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Of a text that is too little for the batches of a GPU; another kind of device takes other steps."""
+        """The text is too short for a GPU's batches; another kind of device takes other steps."""
         model, recipe = tmp_path / "model", tmp_path / "recipe.yaml"
         save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, model)
         main(["init", str(model), str(text), "--out", str(recipe), "-w", str(tmp_path), "--device", "cpu"])

@@ -121,7 +121,7 @@ class TestBlocks:
             assert generate("niah_single_1", seed, 0, 512, tokenizer, is_answered=True).answers[0] not in text
 
     def test_held_out_ones_are_no_runs(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Nor an evaluation's; a probe measures them as a domain of their own."""
+        """No evaluation reads them either; a probe measures them as a separate domain."""
         held_out = ruler_blocks(tokenizer).held_out(3)
         assert held_out.domains == ("ruler",)
         assert [document.name for document in held_out.documents] == ["sample 0", "sample 1", "sample 2"]

@@ -147,7 +147,7 @@ def test_variables_lead_to_their_value(tokenizer: PreTrainedTokenizerBase) -> No
 
 @pytest.mark.parametrize(("length", "often"), [(512, {3}), (1024, {6}), (2048, {6}), (4096, {6, 30}), (9000, {30})])
 def test_common_words_are_the_most_common(length: int, often: set[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """As often as RULER has them where there is room: words take more tokens of a small vocabulary."""
+    """They occur as often as in RULER where they fit: words take more tokens of a small vocabulary."""
     for sample in samples("cwe", length, 3 if length > 4096 else 10, tokenizer):
         examples = sample.text.split("\n\n")
         entries = re.split(r" ?\d+\. ", examples[-1].split("\n")[1])[1:]
@@ -218,7 +218,7 @@ def test_lines_of_noise_and_needles_are_rulers(task: str, tokenizer: PreTrainedT
 def test_values_are_drawn_independently(
     material: Material, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in RULER, where two may be equal; keys stay distinct, so that a question has one answer."""
+    """Two values may be equal, as in RULER; keys stay distinct, so that a question has one answer."""
     monkeypatch.setitem(_DRAW, "number", lambda rng: str(rng.randrange(3)))
     for task in ("niah_multivalue", "niah_multiquery", "niah_multikey_2"):
         (sample,) = samples(task, 1024, 1, tokenizer, material)

@@ -95,7 +95,7 @@ class TestSample:
         assert all(np.array_equal(row, np.arange(row[0], row[0] + 64)) for row in longer.tokens)
 
     def test_no_document_dominates(self) -> None:
-        """Of a scarce text two documents of eleven used to hold nearly all."""
+        """Two documents of eleven used to hold nearly all of a small sample."""
         sample = sampled(texts([26_000, 24_000, *[1500] * 18]), 60_000)
         all_of_it, balanced = (sample.blocks(16, "text", balanced=each) for each in (False, True))
         assert effective_number(all_of_it) < 7

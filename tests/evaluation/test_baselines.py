@@ -119,7 +119,7 @@ class TestKvpress:
 class TestProtocol:
     @pytest.mark.parametrize("kind", [EXACT, KVPRESS])
     def test_what_a_query_sees(self, kind: str) -> None:
-        """By attention to values that say their own position, of keys that are all alike."""
+        """Values encode their positions and all keys are alike, so the output shows which keys a query attends to."""
         length, how = 22, protocol(kind)
         keep = torch.rand(1, 2, length, generator=torch.Generator().manual_seed(0)) < 0.4
         keep[..., :SINKS] = True

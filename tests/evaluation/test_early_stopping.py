@@ -175,7 +175,7 @@ class TestRivals:
         assert [self.rival(most) for most in (12.0, 2.0, 1.0, 0.0)] == [10, 10, 11, None]
 
     def test_starts_are_known_to_their_own_generation(self) -> None:
-        """As rivals; what is proposed depends on whole generations alone."""
+        """They serve as incumbents; proposals depend on whole generations only."""
         space = Space(make_table(np.random.default_rng(0).random((4, 3))), (4, 4), 8)
         starts = [space.optimum(np.random.default_rng(seed).random((4, 3)), 4) for seed in range(13)]
         few, many = (StudySampler(space, SAMPLERS["surrogate"], 0, starts[:number]) for number in (3, 13))

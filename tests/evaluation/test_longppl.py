@@ -89,7 +89,7 @@ class TestKeys:
     def test_what_is_repeated_from_afar_is_key(
         self, stride: int, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of three random strings two come again; one of them from within the short context."""
+        """Two of three random strings are repeated, one of them within the short context."""
         rng = random.Random(1)
 
         def noise(length: int) -> str:
@@ -192,7 +192,7 @@ class TestTable:
         assert row.difference_standard_error == pytest.approx(ratio * math.sqrt(2 * (residuals**2).sum()) / 150)
 
     def test_few_keys_give_no_value(self) -> None:
-        """Of each domain by itself; plain perplexity is there all the same."""
+        """Each domain is judged separately; plain perplexity is always reported."""
         readings = [Reading(300.0, 150, 60.0, 99, 0.5), Reading(100.0, 50, 20.0, 1, 0.1)]
         rows, withheld = longppl_table(texts(0, 1, domains="ab"), readings, readings)
         assert list(rows["domain"]) == ["all", "a", "b"]

@@ -123,7 +123,7 @@ class TestAnswers:
             assert text == whole[:cut]
 
     def test_density_is_of_real_tokens(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """By hand: of each gate's logits of one text alone, generated tokens but the last among them."""
+        """Compare with a computation by hand from each gate's logits, with all generated tokens but the last."""
         model = gated()
         lm = CheckpointLM(model, tiny_tokenizer, batch_size=8)
         kwargs = {"until": [" "], "max_gen_toks": 12, "do_sample": False}
@@ -158,17 +158,17 @@ class TestAnswers:
         assert [one.values for one in kept] == [one.values for one in plain]
         assert samples(tmp_path / "0") == pytest.approx(samples(tmp_path / "open"), abs=1e-5)
 
-    def test_a_stock_export_gives_the_same(
+    def test_a_native_export_gives_the_same(
         self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
     ) -> None:
-        """Of full attention, and of a layout of whole layers, read by plain transformers."""
+        """Export full attention, and a layout of whole layers, and read both with plain transformers."""
         for name, make in {"dense": dense, "hybrid": hybrid}.items():
             save(make(), tiny_tokenizer, tmp_path / name)
-            stock = tmp_path / name
+            exported = tmp_path / name
             if make is hybrid:
-                stock = tmp_path / "stock"
-                export(None, tmp_path / name, stock)
-            ours, plain = load(tmp_path / name)[0], AutoModelForCausalLM.from_pretrained(stock)
+                exported = tmp_path / "stock"
+                export(None, tmp_path / name, exported)
+            ours, plain = load(tmp_path / name)[0], AutoModelForCausalLM.from_pretrained(exported)
             assert (type(ours) is type(plain)) == (make is dense)
             result = [
                 ask(model, tiny_tokenizer, folder, "choices", tmp_path / f"{name}{n}")
@@ -186,7 +186,7 @@ class TestAnswers:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """What a pass that failed has counted does not count."""
+        """Counts of a failed pass are discarded."""
         names = {"_read": "choices", "_generate": "writing"}[work]
         (whole,) = ask(gated(), tiny_tokenizer, folder, names, tmp_path / "whole")
         done = getattr(CheckpointLM, work)

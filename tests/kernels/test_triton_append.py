@@ -141,7 +141,7 @@ class TestAppend:
         self.check_same(actual, expected)
 
     def test_a_reservation_lasts_for_its_tokens(self) -> None:
-        """And is all that a CUDA graph has: every append of it finds its page, whatever the gates say."""
+        """A CUDA graph relies on it: every append finds its page, whatever the gates decide."""
         cache = filled_cache([30, 2], 4, (0.5, 1.0), window=5, page_size=2)
         expected = cache.select(torch.tensor([0, 1], device=DEVICE))
         cache.reserve(17)

@@ -245,7 +245,7 @@ class TestRefusals:
     ],
 )
 def test_the_heads_that_a_config_says(family: str, options: dict[str, Any], expected: tuple[int, ...]) -> None:
-    """Of families without grouped queries, and of those whose config has other names."""
+    """Families without grouped queries, and families whose config has other key names."""
     if family != "gpt2":
         options = {
             "hidden_size": 32,

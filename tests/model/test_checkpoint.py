@@ -64,8 +64,8 @@ class TestWeights:
             load(tmp_path)
         assert logging.get_verbosity() == before
 
-    def test_a_stock_model_lacks_nothing_either(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        write(tmp_path, tiny_tokenizer, "stock")
+    def test_a_dense_model_lacks_nothing_either(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        write(tmp_path, tiny_tokenizer, "dense")
         change_weights(tmp_path, without("layers.2."))
         with pytest.raises(UserError, match="lacks 9 of its 39 tensors"):
             load(tmp_path)
@@ -237,8 +237,8 @@ class TestSizes:
         with pytest.raises(UserError, match=message):
             load(tmp_path)
 
-    def test_a_stock_model_is_not_cut_short(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        write(tmp_path, tiny_tokenizer, "stock")
+    def test_a_dense_model_is_not_cut_short(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        write(tmp_path, tiny_tokenizer, "dense")
         change_config(tmp_path, lambda config: config.update(num_hidden_layers=2))
         with pytest.raises(UserError, match=r"18 tensors do not exist in the layers .*: model\.layers\.2\."):
             load(tmp_path)

@@ -53,7 +53,7 @@ def model_type(folder: Path) -> str:
 
 
 def refused_by_plain_transformers(*folders: Path) -> None:
-    """Check, in a fresh process, that Auto classes refuse the type and stock classes the number of layers."""
+    """Check, in a fresh process, that Auto classes refuse the type, and the family's classes the number of layers."""
     done = subprocess.run([sys.executable, "-c", PLAIN, *map(str, folders)], capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
@@ -65,7 +65,7 @@ def refused_by_plain_transformers(*folders: Path) -> None:
 
 @pytest.mark.parametrize("make", slow_after(1, [hybrid, gated]))
 def test_save_pretrained_keeps_what_the_model_is(make: object, tokens: Tensor, tmp_path: Path) -> None:
-    """It wrote the stock type, and the Auto class gave the dense model's logits without a word."""
+    """It wrote the family's type, and the Auto class gave the dense model's logits without a word."""
     model = make()  # type: ignore[operator]
     model.save_pretrained(tmp_path / "saved")
     assert model_type(tmp_path / "saved") == "spkv"
@@ -89,7 +89,7 @@ def test_without_gates_and_layout_it_is_saved_as_before(make: object, tokens: Te
 
 
 @pytest.mark.parametrize("make", [hybrid, gated])
-def test_an_earlier_version_saved_the_stock_type(make: object, tokens: Tensor, tmp_path: Path) -> None:
+def test_an_earlier_version_saved_the_familys_type(make: object, tokens: Tensor, tmp_path: Path) -> None:
     """Its checkpoints load as what they are by the Auto class too, and are saved anew under our type."""
     model = make()  # type: ignore[operator]
     expected = logits(model, tokens)

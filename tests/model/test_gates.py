@@ -85,7 +85,7 @@ class TestSampled:
         assert torch.allclose(gate.keep.double().mean((0, 2)).float(), expected, atol=0.015)
 
     def test_a_seed_repeats_it_and_checkpointing_changes_nothing(self, tokens: Tensor) -> None:
-        """What is computed again in the backward pass samples the same gates."""
+        """Recomputation in the backward pass samples the same gates."""
         result = []
         for recompute in (False, True, False):
             model = gated(bias=0.0).train()

@@ -181,7 +181,7 @@ def test_tau_is_a_dial() -> None:
 
 
 class TestRefused:
-    def test_a_stock_cache(self) -> None:
+    def test_a_cache_of_transformers(self) -> None:
         model = model_with("gates")
         ids, mask = prompts()
         with pytest.raises(UserError, match=r"past_key_values=spkv_nas\.SPKVCache\(model\)"):

@@ -85,7 +85,7 @@ def test_damaged_tables(change: Change, message: str, model: PreTrainedModel, fi
 
 
 def test_any_flipped_bit(model: PreTrainedModel, file: Path) -> None:
-    """But for those in the padding of the header."""
+    """Bits in the padding of the header are exempt."""
     data, rng, refused = file.read_bytes(), random.Random(0), 0
     for _ in range(60):
         damaged = bytearray(data)

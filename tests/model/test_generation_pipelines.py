@@ -37,8 +37,8 @@ def test_generate_makes_its_cache(tokens: Tensor) -> None:
     assert seen[10:] == list(range(24, 34))
     assert torch.equal(made.sequences, again)
     detach(model)
-    stock = model.generate(tokens, return_dict_in_generate=True, **GREEDY)
-    assert isinstance(stock.past_key_values, DynamicCache)
+    plain = model.generate(tokens, return_dict_in_generate=True, **GREEDY)
+    assert isinstance(plain.past_key_values, DynamicCache)
 
 
 def test_a_forward_pass_that_wants_a_cache_gets_one(tokens: Tensor) -> None:

@@ -268,7 +268,7 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize("learns", [False, True], ids=["inference", "learning"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_memory_is_that_of_one_chunk(dtype: torch.dtype, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no weight of the head learns; 15 % for the rest of the model, which is tiny."""
+    """The head's weights are frozen; 15 % is left for the rest of the model, which is tiny."""
     model = tiny_model(vocab_size=20000, max_position_embeddings=500, hidden_size=8, num_hidden_layers=1).to(dtype)
     model.get_input_embeddings().requires_grad_(False)
     model.get_output_embeddings().requires_grad_(False)

@@ -101,7 +101,7 @@ class TestCheckpoints:
         assert load_on(checkpoint, "cpu")[0].dtype == torch.float32
 
     def test_predictors_and_frequencies_keep_theirs(self, checkpoint: Path, native: None) -> None:
-        """Where only the weights say their dtype, all was converted, predictors and frequencies of positions too."""
+        """With a dtype in the weights only, predictors and RoPE frequencies used to be converted too."""
         file = checkpoint / "config.json"
         file.write_text("\n".join(line for line in file.read_text().splitlines() if '"dtype"' not in line))
         (checkpoint / MANIFEST).unlink()

@@ -121,7 +121,7 @@ def test_an_index_names_files_of_the_repository_alone(repository: Repository) ->
 
 
 def test_hashes_are_the_names_of_blobs(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that gigabytes are not read to name them."""
+    """Naming weights therefore reads no gigabytes."""
     snapshot = repository.folder / "snapshots" / NEW
     shards = sorted(snapshot.glob("*.safetensors"))
     expected = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in shards}
@@ -159,7 +159,7 @@ def test_a_recipe_starts_from_a_revision(
     assert folders[0] != folders[1]
 
 
-@pytest.mark.parametrize("rows", [("GG", "LL", "LL", "GG"), ("GL", "LL", "LG", "GG")], ids=["stock", "own"])
+@pytest.mark.parametrize("rows", [("GG", "LL", "LL", "GG"), ("GL", "LL", "LG", "GG")], ids=["native", "custom"])
 def test_an_export_has_files_and_no_links(rows: tuple[str, ...], repository: Repository, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(Layout(rows, 6), repository.name, out)

@@ -58,7 +58,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestExport:
-    @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["own", "stock"])
+    @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["custom", "native"])
     def test_files_stay_what_they_are(self, layout: Layout, dense: Path, tmp_path: Path) -> None:
         form = export(layout, dense, tmp_path / "out").form
         assert re.search("its weights were (copied|cloned) as they are", form)
@@ -125,7 +125,7 @@ class TestExport:
         assert not (tmp_path / "out").exists()
 
     def test_gates_are_left_out(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """So weights are written anew, no file larger than before."""
+        """Weights are therefore rewritten, no file larger than before."""
         source = write(gated(), tmp_path / "gated", tiny_tokenizer)
         assert "its weights were written anew" in export(MIXED, source, tmp_path / "out").form
         before, after = weights(source), weights(tmp_path / "out")

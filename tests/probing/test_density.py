@@ -62,7 +62,7 @@ def test_counts_are_those_of_a_plain_loop(
 
 @pytest.mark.parametrize("length", [5, 512, 2048, 2049, 8192, 131072])
 def test_buckets_of_positions(length: int) -> None:
-    """Of one width up to 2,048 tokens; from there on each is wider than the one before, by one ratio."""
+    """Buckets have one width up to 2,048 tokens; beyond, widths grow by a constant ratio."""
     bucket = position_buckets(length)
     width = np.bincount(bucket)
     assert (np.diff(bucket) >= 0).all()

@@ -103,7 +103,7 @@ def test_projection(budget: int) -> None:
 
 
 def test_heads_that_look_back_get_the_budget() -> None:
-    """Of the embedded model those of layer 6 save most by far (reports/stdlib-21x3); the model stays as it was."""
+    """Heads of layer 6 of the embedded model save most by far (reports/stdlib-21x3); the model is unchanged."""
     model, tokenizer = spkv_nas.load("embedded:dense")
     blocks = spkv_nas.build_blocks([Path(json.decoder.__file__).read_text(), Path(__file__).read_text()], tokenizer)
     seen: list[tuple[int, int]] = []
@@ -119,7 +119,7 @@ def test_heads_that_look_back_get_the_budget() -> None:
 
 
 def test_dead_heads_are_alike_and_seeds_repeat(blocks: TokenBlocks) -> None:
-    """What nobody reads has no gradient: the common price alone moves such gates."""
+    """Heads that nothing reads have no gradient: only the common price moves their gates."""
     model = strong_attention_model(dead=True)
     options: dict[str, Any] = {"budget": 3, "steps": 10, "step_tokens": 4 * LENGTH}
     table = head_gates(model, blocks, WINDOW, **options)

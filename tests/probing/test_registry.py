@@ -95,7 +95,7 @@ def test_the_command_line_takes_a_signal_of_a_package(
 
 
 def test_the_tutorial_shows_this_package() -> None:
-    """So that its code is what was installed above, and what ``test_documentation`` runs."""
+    """The tutorial's code is what was installed above, and what ``test_documentation`` runs."""
     page = (ROOT / "docs" / "tutorials" / "extend.md").read_text()
     for file, language in (("value_norm.py", "python"), ("pyproject.toml", "toml")):
         assert f"```{language}\n{(PLUGIN / file).read_text()}```" in page

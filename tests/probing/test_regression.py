@@ -64,7 +64,7 @@ class TestRidge:
         assert result.explained == pytest.approx(1 - fitted / mean, abs=1e-9)
 
     def test_planted_gains_and_their_errors(self) -> None:
-        """Of 40 sets of 200 layouts: coefficients within two of their errors in about 19 of 20 cases."""
+        """Across 40 sets of 200 layouts, coefficients lie within two standard errors in about 19 of 20 cases."""
         gains = np.random.default_rng(2).exponential(0.01, size=63)
         inside = []
         for seed in range(40):

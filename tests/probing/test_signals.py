@@ -30,7 +30,7 @@ from spkv_nas.probing.registry import SIGNALS, check_options
 from spkv_nas.probing.retrieval import needles, retrieval
 
 WINDOW, LENGTH = 6, 40
-RIVALS = SIGNALS.names[1:]
+OTHER_SIGNALS = SIGNALS.names[1:]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def blocks() -> TokenBlocks:
 
 
 def attentions(family: str, tokens: np.ndarray) -> np.ndarray:
-    """Return attention float64 [L, N, Hq, T, T] of the stock model, by transformers' eager implementation."""
+    """Return attention float64 [L, N, Hq, T, T] of the dense model, by transformers' eager implementation."""
     model = tiny_model(family, vocab_size=300).double()
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -258,9 +258,9 @@ class TestDuo:
 
 class TestMeasure:
     @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
-    @pytest.mark.parametrize("signal", RIVALS)
+    @pytest.mark.parametrize("signal", OTHER_SIGNALS)
     def test_takes_the_window_of_the_gates(self, signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
-        """And the table is read back as it was written, its values in [0, 1]."""
+        """The table is read back as it was written, with values in [0, 1]."""
         metadata = {"model": "somewhere"}
         options: dict[str, Any] = {"steps": 2} if signal in ("duo", "head-gates") else {}
         if signal == "retrieval":
@@ -284,7 +284,7 @@ class TestMeasure:
 
     def test_refuses_what_it_cannot_measure(self, blocks: TokenBlocks) -> None:
         model = tiny_model(vocab_size=300)
-        for signal in RIVALS:
+        for signal in OTHER_SIGNALS:
             with pytest.raises(UserError, match="no text"):
                 measure_signal(signal, model, blocks.take(0))
             with pytest.raises(UserError, match="at least 1"):
@@ -309,7 +309,7 @@ class TestCommand:
         return [*map(str, options), "--workspace", str(tmp_path / "w")]
 
     @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
-    @pytest.mark.parametrize("signal", RIVALS)
+    @pytest.mark.parametrize("signal", OTHER_SIGNALS)
     def test_layouts_follow_any_signal(
         self, signal: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -141,7 +141,7 @@ assert not [m for m in sys.modules if m.startswith(("spkv_nas", "spkv_kernels"))
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
-    def test_a_mixed_layout_says_that_it_has_no_stock_form(
+    def test_a_mixed_layout_says_that_it_has_no_native_form(
         self, tmp_path: Path, tiny_tokenizer: object, tokens: torch.Tensor, capsys: pytest.CaptureFixture[str]
     ) -> None:
         model = tiny_model()

@@ -91,7 +91,7 @@ class TestFigures:
             assert ("so short a text does not fill" in capsys.readouterr().err) == reason
 
     def test_domains_with_little_text_are_not_drawn_as_equals(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """Of 272 tokens beside one of 64,763."""
+        """One domain has 272 tokens, the other 64,763."""
         table = make_domain_table(("code", "docs"))
         for small, drawn in ((1024, ("code", "docs")), (272, ("code",))):
             table.rows["num_tokens"] = np.where(table.rows["domain"] == "docs", small, 64_763)

@@ -49,7 +49,7 @@ class TestProposals:
     def test_layouts_that_are_replaced_are_named(
         self, workspace: Workspace, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Of the same budget, by another window or seed; the same proposal again replaces nothing."""
+        """They have the same budget and another window or seed; an identical proposal replaces nothing."""
         propose(workspace, 3)
         propose(workspace, 3)
         assert "replaced" not in capsys.readouterr().err

@@ -78,7 +78,7 @@ def cells(section: Section) -> str:
 def test_numbers_are_those_of_the_file_and_of_the_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the page's numbers none is but the file's, rounded, and the command's tables say the same."""
+    """Every number on the page is the file's, rounded, and the command's tables agree."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     sections = {section.name: section for section in read_benchmarks(folder)}
     file = write_report(folder, ReportInputs(make_domain_table(), {}, benchmarks=tuple(sections.values())))

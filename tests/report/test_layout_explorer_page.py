@@ -267,7 +267,7 @@ def test_two_probes_are_compared_at_the_same_number_of_heads(open_page: Any, wor
 
 
 def test_measured_layouts_are_sorted_and_filtered(open_page: Any, workspace: Path) -> None:
-    """As the search's table has them; a name shows its layout on the map."""
+    """They match the search's table; clicking a name shows its layout on the map."""
     page = open_page()
     search = pd.read_csv(workspace / "reports/stdlib-21x3/search.csv")
     unseen = search.dropna(subset="full_delta_percent").drop_duplicates("heads").sort_values("full_delta_percent")
@@ -342,7 +342,7 @@ def test_without_a_script_there_is_the_map_alone(browser: Any, workspace: Path) 
 def test_a_thousand_names_that_would_act_do_not(
     open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of domains, layouts, notes and a probe; every one would open a dialog, which the page may not."""
+    """Names of domains, layouts, notes and a probe would each open a dialog, which fails the page."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     forms = (
         "<script>alert({})</script>",

@@ -53,7 +53,7 @@ class Case:
     comparison: pd.DataFrame
     search: pd.DataFrame | None
     errors: dict[frozenset[str], float]
-    rivals: list[tuple[str, float, float]]  # name, change, its error
+    ranked: list[tuple[str, float, float]]  # name, change, its error
     budget: int
     description: str
     baseline: str
@@ -61,13 +61,13 @@ class Case:
 
     @property
     def names(self) -> list[str]:
-        return [name for name, *_ in self.rivals]
+        return [name for name, *_ in self.ranked]
 
     def pair_error(self, one: str, other: str) -> float:
         return self.errors.get(frozenset((one, other)), math.nan)
 
     def standing(self, index: int) -> str:
-        (best, lowest, _), (name, delta, _) = self.rivals[0], self.rivals[index]
+        (best, lowest, _), (name, delta, _) = self.ranked[0], self.ranked[index]
         error = self.pair_error(best, name) if self.description == "retrained for 40 steps" else math.nan
         return "unknown" if math.isnan(error) else "tied" if delta - lowest <= 2 * error else "behind"
 
@@ -129,8 +129,8 @@ def random_case(seed: int) -> Case:
     elif len(rows) < 2:
         return random_case(seed + 1000)  # the longest retraining of several layouts may be the short one
     ordered = rows.sort_values(columns[0], kind="stable")
-    rivals = [(str(row["strategy"]), float(row[columns[0]]), float(row[columns[1]])) for _, row in ordered.iterrows()]
-    return Case(table, layouts, comparison, search, errors, rivals, int(mode), description, baseline, masks)
+    ranked = [(str(row["strategy"]), float(row[columns[0]]), float(row[columns[1]])) for _, row in ordered.iterrows()]
+    return Case(table, layouts, comparison, search, errors, ranked, int(mode), description, baseline, masks)
 
 
 def random_search(rng: np.random.Generator, masks: dict[str, np.ndarray]) -> pd.DataFrame:
@@ -194,9 +194,9 @@ def test_every_claim_of_the_page_is_true_of_its_tables(write: Callable[[Case], s
 def check_lead(case: Case, lead: str) -> None:
     """Check best layout, count, budget, measure, value and baseline of the headline, and its certainty."""
     sentence = next(match for match in (re.fullmatch(pattern, lead) for pattern in LEADS) if match)
-    best, delta, error = case.rivals[0]
-    standings = [case.standing(index) for index in range(1, len(case.rivals))]
-    assert (sentence["name"], int(sentence["count"]), int(sentence["budget"])) == (best, len(case.rivals), case.budget)
+    best, delta, error = case.ranked[0]
+    standings = [case.standing(index) for index in range(1, len(case.ranked))]
+    assert (sentence["name"], int(sentence["count"]), int(sentence["budget"])) == (best, len(case.ranked), case.budget)
     assert (sentence["how"], sentence["baseline"]) == (case.description, BASELINES[case.baseline])
     assert (sentence["value"], sentence["error"]) == (f"{abs(delta):.3f}", f"{error:.3f}")
     assert sentence["side"] == ("below" if delta < 0 else "above")
@@ -209,9 +209,9 @@ def check_lead(case: Case, lead: str) -> None:
 
 def check_standings(case: Case, paragraphs: list[str]) -> None:
     """Check that every other layout is in one list, in order of its NLL, with its difference and standard error."""
-    best = case.rivals[0]
+    best = case.ranked[0]
     for standing, words in STANDINGS.items():
-        expected = [case.rivals[index] for index in range(1, len(case.rivals)) if case.standing(index) == standing]
+        expected = [case.ranked[index] for index in range(1, len(case.ranked)) if case.standing(index) == standing]
         actual = [
             match for text in paragraphs if (match := re.match(rf"{words}, in percentage points: (.*?)\.( N|$)", text))
         ]
@@ -229,7 +229,7 @@ def check_standings(case: Case, paragraphs: list[str]) -> None:
 
 def check_layout(case: Case, html: str) -> None:
     """Check that link, top figures, the explorer's first layout, its file and the command are of the best layout."""
-    name, delta, error = case.rivals[0]
+    name, delta, error = case.ranked[0]
     mask = case.masks[name]
     layout = Layout.from_mask(mask, window=8, strategy=name)
     data: Any = json.loads(html.split('id="data">')[1].split("</script>")[0])["explorer"]
@@ -251,7 +251,7 @@ def check_layout(case: Case, html: str) -> None:
 def check_tags(case: Case, body: str) -> None:
     """Check that in the deciding table only the best and the layouts not significantly different have a tag."""
     rows = re.findall(r'<th scope="row">([^<]*)<span class="tag">(.*?)</span>', body)
-    tied = {case.names[index] for index in range(1, len(case.rivals)) if case.standing(index) == "tied"}
+    tied = {case.names[index] for index in range(1, len(case.ranked)) if case.standing(index) == "tied"}
     assert {name for name, tag in rows if tag.startswith("lowest")} == {case.names[0]}
     assert {name for name, tag in rows if tag == "not significantly different"} == tied
     assert len(rows) == 1 + len(tied)

@@ -207,8 +207,8 @@ class TestSearch:
 
     def test_the_first_generation_asks_every_signal(self) -> None:
         density = np.random.default_rng(3).random((6, 3))
-        rival = make_table(1 - density)
-        space = Space(make_table(density), (6, 6), 8, signals=(rival,))
+        other_table = make_table(1 - density)
+        space = Space(make_table(density), (6, 6), 8, signals=(other_table,))
         proposed = Surrogate(space, 0).propose(range(TRIALS_PER_ROUND), [])
         means = sorted(density[layout.global_mask].mean() for layout in proposed)
         assert means[5] > means[4] + 0.1

@@ -75,7 +75,7 @@ class TestTable:
         assert rows.loc[3, "standard_error"] == pytest.approx(math.hypot(error, second) / 2)
 
     def test_a_group_is_one_row(self, folder: Path) -> None:
-        """Of its tasks the mean, by samples."""
+        """Its score is the mean over its tasks, weighted by samples."""
         both = self.entry(folder, "both")
         assert [len(task.eval_docs) for task in both.tasks] == [11, 4]
         rows = tasks_table([Results(both, [self.answers(1, 1, 1), self.answers(0, density=0.65)])])
@@ -120,7 +120,7 @@ class TestTable:
 
 class TestData:
     def test_a_local_copy_by_its_id_will_do(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """Of the paper's tasks one whose examples are few and one that has an index of its own."""
+        """Two of the paper's tasks: one with few examples, one with a separate index."""
         piqa = tmp_path / "baber" / "piqa"
         piqa.mkdir(parents=True)
         rows = [{"goal": " ".join(WORDS[:n]), "sol1": "dog", "sol2": "lazy fox", "label": n % 2} for n in range(2, 8)]
@@ -206,7 +206,7 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_the_shipped_tasks_from_end_to_end(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """By the embedded reference, offline; nothing else is given."""
+        """The embedded reference answers them offline, with default options."""
         main(["evaluate", "tasks", "stdlib_completions,stdlib_names", "--limit", "3", "-w", str(tmp_path)])
         rows = pd.read_csv(tmp_path / "reports" / "stdlib-21x3" / "tasks.csv")
         assert list(rows["metric"]) == ["acc", "exact_match", "first of each"]

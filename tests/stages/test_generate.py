@@ -34,16 +34,16 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, request: pyt
     elif request.param == "hybrid":
         apply_layout(model, Layout(("GL", "LL", "LG", "GG"), 6))
     save(model, tiny_tokenizer, tmp_path / request.param)
-    if request.param == "stock":
+    if request.param == "exported":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(verify_export, "check", lambda *_: 0.0)  # model/export/test_families.py is about it
-            export(Layout(("GG", "LL", "LL", "GG"), 6), tmp_path / "stock", tmp_path / "exported")
-        return tmp_path / "exported"
+            export(Layout(("GG", "LL", "LL", "GG"), 6), tmp_path / "exported", tmp_path / "out")
+        return tmp_path / "out"
     return tmp_path / request.param
 
 
 def every_kind(test: object) -> object:
-    return pytest.mark.parametrize("folder", ["gates", "hybrid", "dense", "stock"], indirect=True)(test)
+    return pytest.mark.parametrize("folder", ["gates", "hybrid", "dense", "exported"], indirect=True)(test)
 
 
 def greedy(model: PreTrainedModel, ids: torch.Tensor, number: int) -> torch.Tensor:

@@ -270,7 +270,7 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_two_of_three_workers_are_killed(self, project: tuple[Path, Path], tmp_path: Path) -> None:
-        """What is left finishes the study; the table is that of a worker that nobody disturbed."""
+        """The remaining worker finishes the study, with the table of an undisturbed worker."""
         recipe, workspace = project
         more = [
             "--budget",

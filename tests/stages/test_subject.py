@@ -147,7 +147,7 @@ class TestDefaults:
 def test_training_goes_on_after_a_probe(
     checkpoint: Path, text: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """As the README's Python example has it: probe left the gates hard, so that predictors got no gradient."""
+    """In the README's Python example, probe left the gates hard, so that predictors got no gradient."""
     import torch
 
     import spkv_nas

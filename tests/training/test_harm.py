@@ -171,7 +171,7 @@ def test_the_embedded_recipes_warm_up_to_a_rate_that_does_no_harm(file: str) -> 
 def test_the_control_is_compared_before_a_layout_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a dense phase that is not decayed the control gains, which the command says too."""
+    """After a dense phase without decay the control improves, which the command also reports."""
     recipe_file = write_project(tmp_path / "project", RECIPE)
     options = ["--workspace", str(tmp_path / "workspace")]
     main(["train", str(recipe_file), *options])

@@ -208,7 +208,7 @@ class TestOwnType:
         export(MIXED, write(None, tmp_path / "dense", tiny_tokenizer), tmp_path / "out")
         return tmp_path / "out"
 
-    def test_a_stock_class_does_not_run_it_dense(self, folder: Path) -> None:
+    def test_the_familys_class_does_not_run_it_dense(self, folder: Path) -> None:
         """Naming the class passes by the model type, of which transformers only warns."""
         with pytest.raises(Exception, match="num_hidden_layers") as error:
             LlamaForCausalLM.from_pretrained(folder)

@@ -42,12 +42,12 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral-window": {"sliding_window": 4},
     "llama-tied": {"tie_word_embeddings": True},
 }
-STOCK = {
+KINDS = {
     **{one: one for one in ("qwen2", "qwen3", "smollm3", "ministral", "olmo3")},
     **dict.fromkeys(("llama", "llama-tied", "mistral", "mistral-window"), "ministral"),
     "olmo2": "olmo3",
 }
-STOCK_AS_NATIVE = {one: one.removesuffix("-yarn") for one in ("gemma3_text", "cohere2", "exaone4", "olmo3-yarn")}
+KINDS_IF_NATIVE = {one: one.removesuffix("-yarn") for one in ("gemma3_text", "cohere2", "exaone4", "olmo3-yarn")}
 CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -141,7 +141,7 @@ def test_plain_transformers_runs_the_hybrid_or_refuses(
         ):
             verify_export.compare(answer, exported.hybrid)
         return
-    kind = STOCK.get(case) or (STOCK_AS_NATIVE.get(case) if types == "native" else None)
+    kind = KINDS.get(case) or (KINDS_IF_NATIVE.get(case) if types == "native" else None)
     if split == "heads" or kind is None:
         assert "not exported as native: " in exported.message
         assert answer.error is not None
@@ -155,8 +155,8 @@ def test_plain_transformers_runs_the_hybrid_or_refuses(
     assert exported.dense_difference > 100 * verify_export.TOLERANCE  # so that the comparison can fail
 
 
-def test_own_types_load_after_import_spkv_nas(exports: dict[Key, Exported], tmp_path: Path) -> None:
-    """By transformers' Auto class, without code of the folder's, and with the same logits."""
+def test_custom_types_load_after_import_spkv_nas(exports: dict[Key, Exported], tmp_path: Path) -> None:
+    """Transformers' Auto class loads them without code from the folder, and with the same logits."""
     custom = [one for one in exports.values() if "refuses its model type" in one.message]
     assert len(custom) > 2 * len(CASES)
     (tmp_path / "own.json").write_text(json.dumps([[str(one.folder), one.hybrid.tokens] for one in custom]))
@@ -181,15 +181,15 @@ save_file(logits, "own.safetensors")
         assert torch.allclose(logits, one.hybrid.logits, atol=1e-5 * float(one.hybrid.logits.abs().max())), one.folder
 
 
-def test_stock_forms_invent_nothing(exports: dict[Key, Exported]) -> None:
+def test_native_exports_have_the_weights_of_the_dense_model(exports: dict[Key, Exported]) -> None:
     """Tensors of the checkpoint, all of them and no others; settings for hooks are gone from the config."""
     for (case, split, types), one in exports.items():
         if "a stock" not in one.message or case == "llama-bias":
             continue
         dense = load_file(one.folder.parent / "dense" / "model.safetensors")
-        stock = load_file(one.folder / "model.safetensors")
-        assert dense.keys() == stock.keys(), (case, split, types)
-        assert all(torch.equal(dense[name], stock[name]) for name in dense)
+        weights = load_file(one.folder / "model.safetensors")
+        assert dense.keys() == weights.keys(), (case, split, types)
+        assert all(torch.equal(dense[name], weights[name]) for name in dense)
         config = json.loads((one.folder / "config.json").read_text())
         assert "spkv" not in config
         assert config["use_cache"] is True

@@ -16,7 +16,7 @@ from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import apply_layout
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-STOCK = {
+CLASSES = {
     "Llama-3-8B": ("ministral", "MinistralForCausalLM"),
     "Llama-3-70B": ("ministral", "MinistralForCausalLM"),
     "Qwen3-8B": ("qwen3", "Qwen3ForCausalLM"),
@@ -31,8 +31,8 @@ def layerwise(model: PreTrainedModel) -> Layout:
     return Layout(tuple(("G" if layer % 4 == 3 else "L") * num_heads for layer in range(num_layers)), window=128)
 
 
-@pytest.mark.parametrize("name", STOCK)
-def test_a_stock_config_says_everything(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_native_config_says_everything(name: str, tmp_path: Path) -> None:
     """The kind of every layer and the window, sizes and positions as published, and the tensors that the files hold."""
     model = on_meta(published(name))
     tensors = {key: value.shape for key, value in model.state_dict().items()}
@@ -41,7 +41,7 @@ def test_a_stock_config_says_everything(name: str, tmp_path: Path) -> None:
     write_stock_config(stock_config(model.config, chosen), tmp_path)
     content, original = json.loads((tmp_path / "config.json").read_text()), CONFIGS[name]
 
-    kind, architecture = STOCK[name]
+    kind, architecture = CLASSES[name]
     assert (content["model_type"], content["architectures"]) == (kind, [architecture])
     assert content["layer_types"] == [FULL if set(row) == {"G"} else SLIDING for row in chosen.heads]
     assert content["sliding_window"] == 128
