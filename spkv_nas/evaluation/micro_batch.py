@@ -1,4 +1,4 @@
-"""Choose how many blocks pass through a model at once, and refuse blocks that cannot pass."""
+"""Choose the micro-batch size in blocks, and refuse blocks that are too long for the model or its memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporte
     room = ROOM * memory_for_passes(model)
     fitting = min(gathered(max(1, most(max_batch, room, lambda number: memory.shared(number * length)))))
     if fitting < max_batch:
-        reporter.announce(f"{fitting} x {length:,} tokens pass at once: there is no memory for more")
+        reporter.announce(f"using a micro-batch of {fitting} x {length:,} tokens, the most that fits in memory")
     return fitting
 
 

@@ -64,7 +64,7 @@ class DocumentNLL:
         arrays = read_arrays(path, _ARRAYS, remedy)
         nll = cls(arrays["total"], arrays["num_tokens"].astype(np.int64))
         if not (nll.total.sum() > 0 and nll.num_tokens.sum() > 0):
-            raise UserError(f"{path} is damaged: it holds no NLL of any token\n{remedy}")
+            raise UserError(f"{path} is damaged: its NLL and number of tokens must be above 0\n{remedy}")
         return nll
 
 

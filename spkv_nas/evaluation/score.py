@@ -41,7 +41,7 @@ def score(
         layouts if isinstance(layouts, Mapping) else {layout.strategy or layout.hash: layout for layout in layouts}
     )
     if not by_name or len(by_name) < len(layouts):
-        raise UserError("give at least one layout, each with a name of its own: score(model, blocks, {name: layout})")
+        raise UserError("give at least one layout, each under a distinct name: score(model, blocks, {name: layout})")
     full, *scores = zero_shot(model, [None, *by_name.values()], blocks, batch_size=batch_size)
     rows = score_table(by_name, dict(zip(by_name, scores, strict=True)), full, {})
     return rows.drop(columns="coverage_percent")

@@ -102,7 +102,7 @@ def tau_sweep(
         UserError: if the model has no gates, or a threshold is outside [0, 1].
     """
     if gate_config(model) is None:
-        raise UserError("this model has no gates, so there is no threshold to sweep: it has one NLL and one density")
+        raise UserError("this model has no gates, so it has no threshold to sweep: evaluate it without a sweep")
     hard_taus = [tau for tau in sorted(set(taus)) if tau != 0.0]
 
     def step(done: int, num_blocks: int) -> None:

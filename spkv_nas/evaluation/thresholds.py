@@ -69,11 +69,11 @@ def parse_taus(text: str, num_taus: int | None = None) -> list[float]:
 def _logit_spaced(low: float, high: float, num_taus: int) -> list[float]:
     """Return ``num_taus`` thresholds from ``low`` to ``high``, evenly spaced in logit."""
     if low >= high:
-        raise UserError(f"a range LOW..HIGH must rise; found {low:g}..{high:g}")
+        raise UserError(f"a range LOW..HIGH must be ascending; found {low:g}..{high:g}")
     if low == 0.0 or high == 1.0:
         raise UserError(
-            f"a range is evenly spaced in logit, so its ends lie inside (0, 1); found {low:g}..{high:g}\n"
-            "the open model (tau 0) is always measured; a list such as 0.5,0.9,1 may hold 1"
+            f"a range is evenly spaced in logit(tau), so its ends must lie inside (0, 1); found {low:g}..{high:g}\n"
+            "tau 0 (open gates) is always measured; to measure tau 1, give a list such as 0.5,0.9,1"
         )
     if not 2 <= num_taus <= MOST_REPEATS:
         raise UserError(f"--num-taus must be between 2 (the ends of the range) and {MOST_REPEATS}; found {num_taus}")

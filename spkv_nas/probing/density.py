@@ -67,7 +67,7 @@ def probe(
     """
     config = gate_config(model)
     if config is None:
-        raise UserError("this model has no gates, so it has no density: train an SP-KV reference first")
+        raise UserError("this model has no gates, so it has no density: train an SP-KV reference model first")
     tau = config.tau if tau is None else tau
     blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
     if blocks.num_blocks == 0:

@@ -163,14 +163,14 @@ def _measure(
     if granularity not in GRANULARITIES:
         raise UserError(f"--granularity must be head or layer; found '{granularity}'")
     if max_heads is not None and granularity == LAYER:
-        raise UserError("--max-heads chooses layers whose heads are measured; --granularity layer measures none")
+        raise UserError("--max-heads limits the single heads to measure; --granularity layer measures none: give one")
     with full_attention(model) as states:
         # Windows [L][Hkv] of the all-global and the all-local model
         native = tuple(state.head_windows(gated=False) for state in states)
         num_layers, num_heads = len(native), len(native[0])
         detailed = num_layers if max_heads is None else min(max_heads // num_heads, num_layers)
         if detailed == 0:
-            raise UserError(f"--max-heads {max_heads} measures no layer: each has {num_heads} KV heads")
+            raise UserError(f"--max-heads {max_heads} is too small: give at least {num_heads}, the heads of a layer")
         local = tuple(tuple(min(window, wide) for wide in row) for row in native)
         score = partial(score_windows, model, states, blocks=blocks, batch_size=batch_size)
         rounds = _Rounds(score, local, native, opens, num_own_blocks(blocks.num_blocks, batch_size), progress)

@@ -66,7 +66,9 @@ class GateState:
             try:
                 save_file(tensors, new_path / _FILE, metadata=header)
             except (OSError, SafetensorError) as error:
-                raise UserError(f"cannot write {folder}: {first_line(error)}\nmake room") from error
+                raise UserError(
+                    f"cannot write {folder}: {first_line(error)}\ncheck disk space and permissions"
+                ) from error
             write_manifest(new_path)
 
     @classmethod
@@ -92,7 +94,9 @@ class GateState:
             UserError: the checkpoint belongs to another model's gates.
         """
         if {name for name in self.tensors if "|" not in name} != set(parameters):
-            raise UserError("the gates that were kept are of another model: give another folder for their state")
+            raise UserError(
+                "the saved gates belong to another model: give another folder for the checkpoint of the gates"
+            )
         for name, parameter in parameters.items():
             parameter.copy_(self.tensors[name])
             moments = {moment: self.tensors[f"{name}|{moment}"].to(parameter.device) for moment in _MOMENTS}

@@ -34,7 +34,7 @@ def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
     if blocks.block_size <= window + sinks:
         sinks_text = f" and {sinks} sinks" if sinks else ""
         raise UserError(
-            f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys{sinks_text}\n"
+            f"blocks of {blocks.block_size} tokens have no keys beyond a window of {window} keys{sinks_text}\n"
             "give a smaller --window, or a larger --block-size"
         )
 

@@ -57,7 +57,7 @@ def probe(
         UserError: the signal is unknown or lacks an option, or it cannot be measured on this model and text.
     """
     if window is not None and SIGNALS[signal].needs_gates:
-        raise UserError(f"a {signal} has the window of the model's gates: leave window out")
+        raise UserError(f"signal {signal} uses the window of the model's gates: leave window out")
     name = name or ("probe" if signal == DENSITY.name else signal)
     blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
     return measure_signal(
@@ -98,7 +98,7 @@ def measure_signal(
     if entry.needs_gates:
         config = gate_config(model)
         if config is None:
-            raise UserError(f"this model has no gates, so it has no {signal}: train an SP-KV reference first")
+            raise UserError(f"this model has no gates, so it has no {signal}: train an SP-KV reference model first")
         window = config.window
     elif window is None:
         window = default_window(model, blocks.block_size)

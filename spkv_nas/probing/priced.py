@@ -1,8 +1,9 @@
 """Priced gates on a frozen model: train SP-KV gates for a density probe at a fraction of a reference's training cost.
 
-The model's weights are frozen. Only new utility predictors are trained, on the next-token loss plus a price per key
-kept (``model.price``), which is adjusted until gates keep a target share of the keys. The heads selected this way are
-as good as those of a reference whose weights are trained too (reports/LOG.md), for a few hundred thousand tokens.
+The model's weights are frozen. Only new utility predictors are trained, on the next-token loss plus the sparsity
+penalty lambda * mean(u). Lambda, the price of a key (``model.price``), is adjusted until gates keep a target share of
+the keys. The heads selected this way are as good as those of a reference model whose weights are trained too
+(reports/LOG.md), for a few hundred thousand tokens.
 
 The optimizer is AdamW with betas 0.9 and 0.95, no weight decay for vectors, and a cosine decay to 1 % of the learning
 rate, as in the paper ("Scaling analysis details"). Memory is that of inference, plus the predictors with their moments
@@ -62,7 +63,7 @@ class Learned:
         steps: number of training steps.
         tokens: number of training tokens.
         density: mean density over heads in the last step.
-        price: price of a key in the last step.
+        price: sparsity penalty lambda in the last step.
         resumed_at: step from which this call resumed; ``steps`` if training had already finished.
     """
 
@@ -112,9 +113,9 @@ def learn_gates(
     """
     # Check the arguments
     if config.target_density is None and not config.price:
-        raise UserError("gates on a frozen model need a price: give a target density")
+        raise UserError("gates on a frozen model need a target density, or a price above 0 (the sparsity penalty)")
     if blocks.num_blocks == 0:
-        raise UserError("there is no text for gates to learn on")
+        raise UserError("there is no text to train the gates on")
     check_placed(model)
 
     # Attach gates and restore the last checkpoint
@@ -188,8 +189,8 @@ class _Learning:
         total = sum_over_processes(total)
         if not torch.isfinite(total):
             raise UserError(
-                f"the loss is {float(total)}\nthe model's weights are damaged or diverged, or its activations overflow "
-                "in its dtype: --dtype float32"
+                f"the training loss of the gates is {float(total)} at step {number}\nthe model's weights are damaged "
+                "or diverged, or its activations overflow in its dtype: load it in float32 (--dtype float32)"
             )
         sum_gradients(self._parameters.values())
         # Adjust the price toward the target density

@@ -75,8 +75,8 @@ def signal_options() -> tuple[SharedOption, ...]:
             for other, known in others.items():
                 if (known.type, known.flag) != (option.type, option.flag):
                     raise UserError(
-                        f"signals {other} and {signal.name} declare different options --{_dashed(option.name)}\n"
-                        f"rename that of {signal.name}, or share the flag of {other}"
+                        f"signals {other} and {signal.name} declare --{_dashed(option.name)} with different flags\n"
+                        f"rename the option of {signal.name}, or reuse the flag of {other}"
                     )
             others[signal.name] = option
     return tuple(SharedOption(name, options) for name, options in declared.items())

@@ -118,8 +118,8 @@ def _layouts(grid: Grid, num_global: int, window: int, number: int, seed: int, e
     layouts = list(dict.fromkeys([*drawn, *matching]))
     if len(layouts) < _FEWEST:
         raise UserError(
-            f"{len(layouts)} distinct layouts with {num_global} of {grid[0] * grid[1]} heads global are too few for a "
-            f"regression, which needs {_FEWEST}: give another --budget or more --num-layouts"
+            f"a regression needs at least {_FEWEST} distinct layouts; found {len(layouts)} with {num_global} of "
+            f"{grid[0] * grid[1]} heads global: give another --budget or a larger --num-layouts"
         )
     return layouts
 
@@ -136,8 +136,8 @@ def _fit(layouts: list[Layout], nll: Float) -> Ridge:
     fit = Ridge.fit(np.stack([layout.global_mask.ravel() for layout in layouts]).astype(float), nll)
     if fit.explained < _EXPLAINED:
         warnings.warn(
-            f"what {len(layouts)} layouts lose is hardly the sum of what their heads do (predicted: "
-            f"{max(fit.explained, 0.0):.0%} of the variance), so these gains say little: give more --num-layouts",
+            f"a sum of head gains predicts only {max(fit.explained, 0.0):.0%} of the variance in NLL of {len(layouts)} "
+            "layouts, so these gains are unreliable: give a larger --num-layouts",
             stacklevel=4,
         )
     return fit

@@ -167,8 +167,8 @@ def needles(
     vocabulary = _vocabulary(blocks)
     if needle_length < 2 or deepest < 0 or len(vocabulary) < needle_length:
         raise UserError(
-            f"blocks of {length} tokens, {len(vocabulary)} of them distinct, cannot hold a needle of {needle_length} "
-            f"tokens and its repetition, outside a window of {window} keys\n"
+            f"blocks of {length} tokens with {len(vocabulary)} distinct tokens cannot hold a needle of {needle_length} "
+            f"tokens and its copy more than a window of {window} keys later\n"
             "give a smaller --window, or a larger --block-size"
         )
     depth = rng.integers(deepest + 1, size=blocks.num_blocks)
@@ -187,7 +187,8 @@ def _accuracy(num_correct: NDArray[np.int64], num_tokens: int) -> float:
     accuracy = float(sum_over_processes(num_correct)[0]) / num_tokens
     if accuracy < _MIN_ACCURACY:
         warnings.warn(
-            f"the model predicts {accuracy:.1%} of the needles' tokens: it hardly copies, so these scores say little",
+            f"the model predicts only {accuracy:.1%} of the needle tokens: it hardly copies, so its retrieval scores "
+            "are unreliable",
             stacklevel=4,
         )
     return accuracy

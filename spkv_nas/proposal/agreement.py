@@ -92,11 +92,11 @@ def agreement(tables: Mapping[str, HeadScores], budget: int) -> pd.DataFrame:
     # Check that the tables are comparable
     (name, first), *remaining = tables.items()
     for label, table in remaining:
-        remedy = "heads can be compared on one grid only"
+        remedy = "compare probes of models with the same number of layers and KV heads"
         check_grid(f"the probe '{label}'", table.grid, f"'{name}'", first.grid, remedy)
     for label, table in tables.items():
         if table.mean == 0.0:
-            raise UserError(f"no head of '{label}' keeps anything at tau = {table.tau:g}: choose a smaller tau")
+            raise UserError(f"every head density of '{label}' is 0 at tau = {table.tau:g}: choose a smaller tau")
     # Measure every pair
     share = budget / first.num_heads
     rows = []
@@ -145,7 +145,7 @@ def write_agreement(
     probes = list(dict.fromkeys([*rows["first"], *rows["second"]]))
     with locked(folder, "writes agreement.csv", reporter.announce), replacing(folder) as new:
         if (earlier_comparison := _compared_before(folder / "agreement.csv")) not in (None, _compared(rows)):
-            reporter.caution(f"replaced another comparison in {folder}: {earlier_comparison}")
+            reporter.caution(f"replaced an earlier comparison in {folder}: {earlier_comparison}")
         write_csv(new / "agreement.csv", rows)
         write_record(
             new / "agreement.yaml", {"probes": probes, "windows": dict(windows or {}), "environment": environment()}
@@ -155,7 +155,7 @@ def write_agreement(
 def _compared(rows: pd.DataFrame) -> str:
     """Describe what a table compares."""
     labels = dict.fromkeys([*rows["first"], *rows["second"]])
-    return f"{', '.join(map(str, labels))} at {rows['budget'].iloc[0]} heads"
+    return f"{', '.join(map(str, labels))} at {rows['budget'].iloc[0]} global heads"
 
 
 def _compared_before(path: Path) -> str | None:
@@ -183,7 +183,10 @@ def read_agreement(path: Path) -> pd.DataFrame:
 def _domains(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
     """Yield (domain, table of that domain). Raises ``UserError`` if there is only one."""
     if len(table.domains) == 1:
-        raise UserError(f"the probe '{table.name}' has one domain alone, '{table.domains[0]}': nothing to compare")
+        raise UserError(
+            f"the probe '{table.name}' has a single domain, '{table.domains[0]}', so there are no domains to compare\n"
+            "probe text of several domains, or leave out --split-by"
+        )
     for domain in table.domains:
         yield domain, replace(table, rows=table.rows[table.rows["domain"] == domain], documents=None, histogram=None)
 
@@ -196,12 +199,18 @@ def _halves(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
     """
     documents = table.documents
     if documents is None:
-        raise UserError(f"the probe '{table.name}' has no counts by document, so it cannot be halved: probe it again")
+        raise UserError(
+            f"the probe '{table.name}' has no per-document counts, so it cannot be split into halves\n"
+            "run the probe again"
+        )
     # Keep the domains with two documents or more
     counts = np.bincount(documents.domain, minlength=len(documents.domains))
     domains = [name for name, count in zip(documents.domains, counts, strict=True) if count > 1]
     if not domains:
-        raise UserError(f"the probe '{table.name}' has one document per domain, so it cannot be halved")
+        raise UserError(
+            f"the probe '{table.name}' has only one document per domain, so it cannot be split into halves\n"
+            "probe text with more documents"
+        )
     # Number the documents within their domain
     rank = np.zeros(documents.num_documents, dtype=np.int64)
     for index in range(len(documents.domains)):

@@ -160,7 +160,10 @@ def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
     if deviating.empty:
         return None
     uneven = ", ".join(f"{name} ({number})" for name, number in deviating.items())
-    return f"not {heads} global heads: {uneven}; coverage grows with their number, so compare layouts of one number"
+    return (
+        f"these layouts do not have {heads} global heads: {uneven}; coverage grows with the number of global heads, so "
+        "compare only layouts with equal numbers"
+    )
 
 
 def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
@@ -196,7 +199,7 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
         if not keep_other_budget(folder, files, budget, reporter) and (
             replaced := replaced_layouts(folder, answer.layouts, files)
         ):
-            reporter.caution(f"replaced other layouts for {budget} global heads in {folder}: {', '.join(replaced)}")
+            reporter.caution(f"replaced earlier layouts for {budget} global heads in {folder}: {', '.join(replaced)}")
         # Write layouts and tables
         with replacing(folder, stale=stale) as new:
             for name, layout in zip(names, answer.layouts.values(), strict=True):
@@ -210,13 +213,15 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
 def _note(layout: Layout, heads: int, constraints: Constraints) -> str:
     """Explain why a layout misses the budget or a constraint, or is not proven optimal; empty if none applies."""
     if "constraints" not in layout.provenance:
-        notes = [f"breaks {option}" for option in constraints.broken_by(layout.global_mask)]
+        notes = [f"violates {option}" for option in constraints.broken_by(layout.global_mask)]
         if layout.num_global != heads:
             notes.append(_budget_note(layout, heads))
         return "; ".join(notes)
-    notes = [] if layout.num_global == heads else [f"the constraints leave {layout.num_global} of {heads} heads"]
+    notes = []
+    if layout.num_global != heads:
+        notes.append(f"the constraints allow only {layout.num_global} of {heads} global heads")
     if (gap := layout.provenance.get("gap")) is not None:
-        notes.append(f"not proven the best, but within {100 * float(str(gap)):.2g} % of it")
+        notes.append(f"not proven optimal, but within {100 * float(str(gap)):.2g} % of the optimum")
     return "; ".join(notes)
 
 
@@ -224,8 +229,8 @@ def _budget_note(layout: Layout, heads: int) -> str:
     """Explain why the layout of a strategy has another number of global heads than the budget."""
     strategy = strategy_of(layout.strategy)
     if strategy is None or not strategy.whole_layers:
-        return f"{layout.strategy} makes {layout.num_global} of {heads} heads global"
+        return f"{layout.strategy} makes {layout.num_global} heads global instead of {heads}"
     return (
-        f"whole layers cannot give {heads} heads; the nearest is {layout.num_global} "
+        f"{heads} global heads are not a whole number of layers; the nearest is {layout.num_global} "
         f"({layout.num_global // layout.num_kv_heads} layers)"
     )

@@ -30,7 +30,8 @@ def parse_budget(budget: int | str | None, num_heads: int) -> int:
     if not 1 <= number <= num_heads:
         budget_text, number_text = text[:40], str(number)[:40]
         raise UserError(
-            f"budget {budget_text} means {number_text} global KV heads; the model has {num_heads}, so 1 to {num_heads}"
+            f"budget {budget_text} means {number_text} global KV heads, but the model has {num_heads} KV heads\n"
+            f"give 1 to {num_heads}, or a share such as 25%"
         )
     return number
 
@@ -49,7 +50,7 @@ def parse_budgets(budget: str, num_heads: int) -> list[int]:
         num_heads: number of KV heads in the model.
 
     Raises:
-        UserError: the text is malformed, a number lies outside 1..``num_heads``, or a range runs backwards.
+        UserError: the text is malformed, a number lies outside 1..``num_heads``, or a range is descending.
     """
     return sorted({number for part in budget.split(",") for number in _parse_part(part, num_heads)})
 
@@ -62,11 +63,13 @@ def _parse_part(text: str, num_heads: int) -> list[int]:
     low, _, high = ends.partition("..")
     first, last = parse_budget(low, num_heads), parse_budget(high, num_heads)
     if first > last:
-        raise UserError(f"budget {text} runs backwards: it means {first} to {last} global KV heads")
+        raise UserError(
+            f"budget range {text} is descending, from {first} to {last} global KV heads: give the smaller end first"
+        )
     try:
         stride = int(step) if step else 1
     except ValueError:
         stride = 0
     if stride < 1:
-        raise UserError(f"budget '{text}': the step after the colon must be a whole number from 1")
+        raise UserError(f"budget '{text}': the step after the colon must be a whole number of at least 1")
     return [*range(first, last, stride), last]

@@ -140,8 +140,10 @@ def find_knee(table: HeadScores, requirements: Requirements, rows: pd.DataFrame)
     if not requirements.is_solved:
         return Knee(knee(table), "beyond it each further head adds less than average")
     best = rows.iloc[int((rows["coverage"] - rows["random"]).to_numpy().argmax())]
-    caveat = "; it is an end of the range, so the knee may lie beyond" if best.name in (0, len(rows) - 1) else ""
-    return Knee(int(best["budget"]), f"coverage lies farthest above that of random heads there{caveat}")
+    caveat = (
+        "; this is an end of the range, so the true knee may lie outside it" if best.name in (0, len(rows) - 1) else ""
+    )
+    return Knee(int(best["budget"]), f"at this budget coverage exceeds that of random heads by the most{caveat}")
 
 
 def write_budgets(folder: Path, curve: BudgetCurve, reporter: Reporter = SILENT) -> None:
@@ -157,7 +159,7 @@ def write_budgets(folder: Path, curve: BudgetCurve, reporter: Reporter = SILENT)
         # Warn of layouts that change
         stale = [file.name for file in layouts.glob("*.yaml")]
         if replaced := replaced_layouts(layouts, curve.layouts, stale):
-            reporter.caution(f"replaced other layouts in {layouts}: {', '.join(replaced)}")
+            reporter.caution(f"replaced earlier layouts in {layouts}: {', '.join(replaced)}")
         # Write layouts and table
         with replacing(layouts, stale=stale) as new:
             for name, layout in curve.layouts.items():

@@ -94,10 +94,11 @@ class Constraints:
             out_of_range = [layer for layer in getattr(self, name) if not 0 <= layer < num_layers]
             if out_of_range:
                 raise UserError(
-                    f"{option_name(name)}: there is no layer {out_of_range[0]}; layers are 0 to {num_layers - 1}"
+                    f"{option_name(name)}: the model has no layer {out_of_range[0]}; "
+                    f"give layers from 0 to {num_layers - 1}"
                 )
         if (self.min_per_layer or 0) > num_kv_heads:
-            raise UserError(f"--min-per-layer {self.min_per_layer}: a layer has {num_kv_heads} KV heads")
+            raise UserError(f"--min-per-layer {self.min_per_layer} is more than the {num_kv_heads} KV heads of a layer")
 
 
 def parse_layers(text: str | None, option: str) -> tuple[int, ...]:
@@ -127,14 +128,14 @@ def read_weights(path: Path, table: HeadScores) -> Float:
     last = (int(layer.max()), int(head.max()))
     if len(rows) != table.num_heads or last[0] >= table.num_layers or last[1] >= table.num_kv_heads:
         raise UserError(
-            f"weights {path}: {len(rows)} rows up to layer {last[0]}, KV head {last[1]}; "
-            f"the density table '{table.name}' has {grid_words(table.grid)}"
+            f"weights {path}: the file has {len(rows)} rows, up to layer {last[0]} and KV head {last[1]}\n"
+            f"it needs one row for every head of the density table '{table.name}', {grid_words(table.grid)}"
         )
     weights = np.full(table.grid, np.nan)
     weights[layer, head] = weight
     if np.isnan(weights).any():
         incomplete_layer = np.argwhere(np.isnan(weights))[0][0]
-        raise UserError(f"weights {path}: a head is there twice, and layer {incomplete_layer} lacks one")
+        raise UserError(f"weights {path}: one head is listed twice, and a head of layer {incomplete_layer} is missing")
     return weights
 
 
@@ -169,12 +170,12 @@ def solve(
     constraints = constraints or Constraints()
     constraints.check(table.grid)
     if weights is not None and (weights.shape != table.grid or not (weights > 0).all()):
-        raise UserError(f"weights must be above 0 and of shape {list(table.grid)}; found {list(weights.shape)}")
+        raise UserError(f"weights must be above 0 and have shape {list(table.grid)}; found shape {list(weights.shape)}")
     density = np.stack([table.domain_density(domain) for domain in table.domains]) if robust else table.density[None]
     for domain, kept in zip(table.domains, density, strict=False):
         if not kept.any():
             of = f"domain '{domain}'" if robust else f"density table '{table.name}'"
-            raise UserError(f"no head keeps anything in {of} at tau = {table.tau:g}: choose a smaller tau")
+            raise UserError(f"every head density of {of} is 0 at tau = {table.tau:g}: choose a smaller tau")
     # Solve the integer program
     problem = Problem(table.grid, constraints.named, budget, weights)
     best = problem.optimum(density)
@@ -182,8 +183,8 @@ def solve(
         raise UserError(_conflict(problem, constraints, budget))
     if not best.mask.any():
         least = problem.least(nonempty=True)
-        need = "no head may be global" if least is None else f"a global head needs at least {least:g}"
-        raise UserError(f"budget {budget:g} buys no global KV head under these constraints: {need}")
+        reason = "the constraints make every head local" if least is None else f"at least {least:g} is needed"
+        raise UserError(f"no KV head can be global with budget {budget:g} and these constraints: {reason}")
     # Build the layout and its provenance
     name = ROBUST if robust else CONSTRAINED
     layout = Layout.from_mask(best.mask, window=window or table.window or DEFAULT_WINDOW, strategy=name)

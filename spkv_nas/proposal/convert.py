@@ -62,7 +62,10 @@ def convert(
     if layout is None:
         scores, notes = _with_sizes(read_scores(source), window)
     elif chosen:
-        raise UserError(f"{source} is a layout, which has chosen its heads: --{next(iter(chosen))} is for scores")
+        raise UserError(
+            f"{source} is a layout, whose global heads are already chosen: "
+            f"--{next(iter(chosen))} applies only to scores"
+        )
     else:
         layout, notes = replace(layout, window=window or layout.window), []
         mask = layout.global_mask.astype(np.float64)
@@ -84,10 +87,10 @@ def _with_sizes(scores: ForeignScores, window: int | None) -> tuple[ForeignScore
     window = window or scores.window
     assumptions = []
     if window is None:
-        assumptions.append(f"the window as {DEFAULT_WINDOW} (--window W sets it)")
+        assumptions.append(f"a window of {DEFAULT_WINDOW} (change it with --window W)")
     if scores.sink_size is None:
-        assumptions.append("the sinks as none")
-    notes = [f"{scores.source} comes without sizes: took {' and '.join(assumptions)}"] if assumptions else []
+        assumptions.append("no attention sinks")
+    notes = [f"{scores.source} does not record all sizes: assumed {' and '.join(assumptions)}"] if assumptions else []
     return replace(scores, window=window or DEFAULT_WINDOW, sink_size=scores.sink_size or 0), notes
 
 
@@ -101,8 +104,8 @@ def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layou
         return layout, []
     tied = scores.values == scores.values[mask].min()
     return layout, [
-        f"{tied.sum()} heads score {scores.values[mask].min():g} and {(tied & mask).sum()} of them are global: "
-        "among equals the earlier layer and head"
+        f"{tied.sum()} heads are tied at a score of {scores.values[mask].min():g}, and {(tied & mask).sum()} of them "
+        "are global: those of the lowest layers, then of the lowest head numbers"
     ]
 
 
@@ -113,12 +116,15 @@ def _target_files(target: Path) -> list[Path]:
     elif target.name == TSV_NAME:
         files = [target, target.parent / CONFIG_NAME]
     elif target.suffix[1:].isalpha() and not target.is_dir():
-        raise UserError(f"{target}: write .yaml (a layout), .tsv (a PruLong mask), or a folder (DuoAttention)")
+        raise UserError(
+            f"{target}: unknown output format; name a .yaml file (layout), a .tsv file (PruLong mask) or a folder "
+            "(DuoAttention)"
+        )
     else:
         files = [target / TSV_NAME, target / CONFIG_NAME]
     for file in files:
         if file.exists():
-            raise UserError(f"{file} exists: choose another name")
+            raise UserError(f"{file} already exists: choose another name")
     return files
 
 
@@ -137,7 +143,9 @@ def _write_duo_attention(files: Sequence[Path], scores: ForeignScores) -> str:
 def _write_layout(target: Path, layout: Layout, sinks: int) -> list[str]:
     """Write a layout file; return messages."""
     layout.write(target)
-    sinks_note = f"not carried: {sinks} sinks; a layout's local heads see their window of {layout.window} alone"
+    sinks_note = (
+        f"dropped {sinks} attention sinks: in a layout, local heads see only their window of {layout.window} tokens"
+    )
     message = f"{target}: {layout.num_global} of {layout.num_heads} KV heads global, hash {layout.hash}"
     return [message, sinks_note] if sinks else [message]
 
@@ -147,7 +155,8 @@ def _write_prulong(target: Path, layout: Layout, sinks: int) -> list[str]:
     write_atomic(target, _lines(layout.global_mask.astype(np.float64), "{:.1f}"))
     return [
         f"{target}: {layout.num_global} of {layout.num_heads} KV heads global",
-        f"not carried: the sizes; evaluate with --duoattn_sliding {layout.window} --duoattn_sink {sinks}",
+        "a PruLong mask does not record window and sinks: "
+        f"evaluate with --duoattn_sliding {layout.window} --duoattn_sink {sinks}",
     ]
 
 

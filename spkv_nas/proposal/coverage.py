@@ -77,7 +77,7 @@ def _total(table: HeadScores) -> float:
     total = float(table.density.sum())
     if total == 0.0:
         raise UserError(
-            f"no head of density table '{table.name}' keeps anything at tau = {table.tau:g}, so coverage is undefined\n"
+            f"every head density of table '{table.name}' is 0 at tau = {table.tau:g}, so coverage is undefined\n"
             "choose a smaller tau"
         )
     return total

@@ -20,7 +20,7 @@ def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporte
         folder: folder of the layouts; the caller holds its lock.
         files: names of the files that the new proposal writes or removes.
         budget: global heads of the new proposal.
-        reporter: told where the earlier layouts are kept.
+        reporter: receives a message that names the folder of the earlier layouts.
 
     Returns:
         True if there was such a proposal.
@@ -34,7 +34,7 @@ def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporte
         for name in files:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, new / name)
-    reporter.announce(f"the layouts for {earlier_budget} global heads are kept in {kept_folder}")
+    reporter.announce(f"kept the earlier layouts for {earlier_budget} global heads in {kept_folder}")
     return True
 
 

@@ -105,7 +105,9 @@ class ForeignScores:
         options = {"budget": budget, "sparsity": sparsity, "threshold": threshold}
         set_options = [f"--{name}" for name, value in options.items() if value is not None]
         if len(set_options) > 1:
-            raise UserError(f"give one of {', '.join(set_options)}: each alone says which heads are global")
+            raise UserError(
+                f"give only one of {', '.join(set_options)}: each of them determines which heads are global"
+            )
         for name, value in (("sparsity", sparsity), ("threshold", threshold)):
             if value is not None and not 0.0 <= value <= 1.0:
                 raise UserError(f"--{name} must lie in [0, 1]; found {value:g}")
@@ -116,8 +118,8 @@ class ForeignScores:
             return densest(self.values, self.values.size - num_local(sparsity, self.values.size))
         if threshold is None and not self.is_mask:
             raise UserError(
-                f"{self.source} holds scores between 0 and 1, which do not say which heads are global\n"
-                "add --budget N, --sparsity S or --threshold T (both projects cut at 0.5 by default)"
+                f"{self.source} holds scores between 0 and 1, so the global heads are not chosen yet\n"
+                "give --budget N, --sparsity S or --threshold T (DuoAttention and PruLong use a threshold of 0.5)"
             )
         return np.asarray(self.values >= (0.5 if threshold is None else threshold))
 
@@ -144,14 +146,16 @@ def read_scores(path: Path) -> ForeignScores:
     # Read the values
     file = path / TSV_NAME if is_folder(path) else path
     if file.suffix != ".tsv":
-        raise UserError(f"{path} is none of: a layout (.yaml), head scores (.tsv, .csv), a folder with {TSV_NAME}")
+        raise UserError(
+            f"{path} is neither a layout (.yaml), nor head scores (.tsv, .csv), nor a folder with {TSV_NAME}"
+        )
     values = _read_values(file)
     config = _read_config(file.parent / CONFIG_NAME)
     # Compare their grid with the model's, if the config gives it
     grid = (len(values), len(values[0]))
     expected = (config.get(_SHAPE_KEYS[0], grid[0]), config.get(_SHAPE_KEYS[1], grid[1]))
-    remedy = "one value per KV head, not per query head"
-    check_grid(f"the file of head scores {file}", grid, f"{CONFIG_NAME} beside it", expected, remedy)
+    remedy = "the file needs one value per KV head, not per query head"
+    check_grid(f"the file of head scores {file}", grid, f"{CONFIG_NAME} in the same folder", expected, remedy)
     # Identify the project and its sizes
     is_duo_attention = "recent_size" in config or file.name.startswith("full_attention_heads")
     window = config.get("recent_size", config.get("local_window_size"))
@@ -172,10 +176,12 @@ def _read_values(file: Path) -> NDArray[np.float64]:
     text = read_text(file, "head scores").removeprefix("\ufeff")
     lines = [(i, line.split("\t")) for i, line in enumerate(text.split("\n"), 1) if line.strip() and line[0] != "#"]
     if not lines:
-        raise UserError(f"{where}: the file is empty; it has one line per layer, one value per KV head")
+        raise UserError(f"{where}: the file is empty; expected one line per layer with one value per KV head")
     for line, cells in lines:
         if len(cells) != len(lines[0][1]):
-            raise UserError(f"{where}, line {line}: {len(cells)} values, but {len(lines[0][1])} in the first line")
+            raise UserError(
+                f"{where}, line {line}: expected {len(lines[0][1])} values, as in the first line; found {len(cells)}"
+            )
     return np.array(
         [[_number(cell, f"{where}, line {i}, column {j}") for j, cell in enumerate(cells, 1)] for i, cells in lines]
     )
@@ -189,7 +195,7 @@ def _number(cell: str, where: str) -> float:
         value = math.nan
     if not -_OVERSHOOT <= value <= 1.0 + _OVERSHOOT:
         shown = cell if len(cell) <= 20 else cell[:20] + "..."
-        raise UserError(f"{where}: expected a number in [0, 1], tabs between; found {shown!r}")
+        raise UserError(f"{where}: expected tab-separated numbers in [0, 1]; found {shown!r}")
     return min(max(value, 0.0), 1.0)
 
 
@@ -202,5 +208,7 @@ def _read_config(file: Path) -> dict[str, int]:
     for key, value in sizes.items():
         if type(value) is not int or not _SIZE_KEYS[key] <= value <= MOST_WINDOW:
             shown = shortened(repr(value), 40)
-            raise UserError(f"config {file}: '{key}' must be a whole number from {_SIZE_KEYS[key]}; found {shown}")
+            raise UserError(
+                f"config {file}: '{key}' must be a whole number of at least {_SIZE_KEYS[key]}; found {shown}"
+            )
     return sizes

@@ -289,7 +289,7 @@ class _Program:
             # Interpret a missing solution: time limit or infeasible
             if result.x is None:
                 if result.status == 1:
-                    raise UserError(f"no layout found in {time_limit:g} s: loosen the constraints")
+                    raise UserError(f"found no layout that meets the constraints within {time_limit:g} s: loosen them")
                 return None
             # Round, and check the rows ourselves
             point = np.where(integrality > 0, np.rint(result.x), result.x)

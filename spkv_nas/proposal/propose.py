@@ -118,7 +118,7 @@ def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) ->
     if tau is None:
         return table
     if not table.is_density:
-        raise UserError(f"--tau needs densities; '{table.name}' holds scores of another kind, {table.signal}")
+        raise UserError(f"--tau applies to densities only, but '{table.name}' holds scores of signal {table.signal}")
     if tau == MATCH_BUDGET:
         share = parse_budget(budget, table.num_heads) / table.num_heads
         return table if table.histogram is None else table.at_tau(rounded_tau(table.tau_for_density(share)))
@@ -127,7 +127,7 @@ def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) ->
     except ValueError as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"tau '{tau}' is not a number in [0, 1] nor '{MATCH_BUDGET}'") from error
+        raise UserError(f"tau must be a number in [0, 1] or '{MATCH_BUDGET}'; found '{tau}'") from error
 
 
 def unmatched(table: HeadScores, budget: int | str | None) -> str | None:
@@ -140,10 +140,11 @@ def unmatched(table: HeadScores, budget: int | str | None) -> str | None:
     share = parse_budget(budget, table.num_heads) / table.num_heads
     if abs(table.mean - share) <= _MATCH_TOLERANCE:
         return None
-    reason = "no threshold gives" if table.histogram is not None else "its one threshold does not give"
+    reason = "no threshold" if table.histogram is not None else "the only recorded threshold does not"
+    verb = "gives" if table.histogram is not None else "give"
     return (
-        f"'{table.name}': {reason} the budget's mean density of {share:.2f}; at tau {table.tau:g}, which is taken, it "
-        f"is {table.mean:.2f}"
+        f"'{table.name}': {reason} {verb} a mean density equal to the budget's share of heads, {share:.2f}; using tau "
+        f"{table.tau:g}, where the mean density is {table.mean:.2f}"
     )
 
 
@@ -153,8 +154,14 @@ def layer_advice(table: HeadScores, granularity: str) -> str | None:
     if measured not in ("layer", "mixed") or granularity == "layer":
         return None
     if measured == "mixed":
-        return f"'{table.name}' has single heads of the layers that gain most; the heads of others tie"
-    return f"'{table.name}' was measured by whole layers, whose heads tie: choose whole ones by --granularity layer"
+        return (
+            f"'{table.name}' measured single heads only in the layers with the largest gains; in the other layers all "
+            "heads of a layer have equal scores"
+        )
+    return (
+        f"'{table.name}' was measured for whole layers, so all heads of a layer have equal scores: choose whole layers "
+        "with --granularity layer"
+    )
 
 
 def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
@@ -163,15 +170,15 @@ def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
     priced, learned_for = table.priced_at, table.metadata.get("budget")
     if priced is not None and not 1 / _MAX_BUDGET_RATIO <= share / priced <= _MAX_BUDGET_RATIO:
         return (
-            f"the gates' price was to keep {priced:.0%} of the keys, and the budget is {share:.0%} of the heads: probe "
-            f"again with --budget {share:.0%}, or gates.target_density: {share:.2g} in the recipe"
+            f"the gates were trained to keep {priced:.0%} of the keys, but the budget is {share:.0%} of the heads: "
+            f"probe again with --budget {share:.0%}, or retrain with gates.target_density: {share:.2g} in the recipe"
         )
     if (
         learned_for is not None
         and not 1 / _MAX_BUDGET_RATIO <= share * table.num_heads / learned_for <= _MAX_BUDGET_RATIO
     ):
         return (
-            f"'{table.name}' was learned for {learned_for} global heads, and the budget is {share:.0%} of "
+            f"'{table.name}' was learned for {learned_for} global heads, but the budget is {share:.0%} of "
             f"{table.num_heads}: probe again with --budget {share:.0%}"
         )
     return None
@@ -184,12 +191,12 @@ def tie_advice(table: HeadScores, budget: int) -> str | None:
     if not 0 < budget < values.size or values[order[budget - 1]] != values[order[budget]]:
         return None
     if np.ptp(values) == 0:
-        return "all scores are equal: any choice is as good"
+        return "all heads have the same score, so every choice of heads is equally good"
     equal = values == values[order[budget]]
     num_chosen = int(equal[order[:budget]].sum())
     return (
-        f"{int(equal.sum())} heads are tied at {values[order[budget]]:.4g}, and the budget takes {num_chosen} of them, "
-        "the first by layer: between these the table makes no choice"
+        f"{int(equal.sum())} heads are tied at a score of {values[order[budget]]:.4g}, and the budget includes only "
+        f"{num_chosen} of them: those of the lowest layers, an arbitrary choice"
     )
 
 
@@ -197,7 +204,7 @@ def default_window(table: HeadScores, window: int | None) -> str | None:
     """Warn that layouts use the default window because neither the table nor the caller sets one."""
     if window is not None or table.window is not None:
         return None
-    return f"window {DEFAULT_WINDOW}: '{table.name}' does not say one; give --window W if the layouts are for another"
+    return f"'{table.name}' does not record a window: using {DEFAULT_WINDOW} tokens; give --window W for another"
 
 
 def tau_advice(table: HeadScores, budget: int | str | None) -> str | None:
@@ -207,6 +214,6 @@ def tau_advice(table: HeadScores, budget: int | str | None) -> str | None:
         return None
     return (
         f"mean density {table.mean:.2f} at tau {table.tau:g} is {table.mean / share:.1f} times the budget's share of "
-        f"heads ({share:.2f}): many heads keep nearly everything, and which of them the budget takes is near chance. "
-        f"--tau {MATCH_BUDGET} compares the heads where the budget cuts"
+        f"heads ({share:.2f}): many heads keep nearly all keys, so which of them the budget includes is almost random. "
+        f"Use --tau {MATCH_BUDGET}, the threshold whose mean density equals that share"
     )

@@ -64,7 +64,7 @@ class Requirements:
             return False
         if self.weights is not None or self.kv_bytes is not None:
             option = "--weights" if self.weights is not None else "--kv-bytes"
-            raise UserError(f"several budgets count global heads, so they do not go with {option}: give one")
+            raise UserError(f"{option} needs a single budget: give one, or leave out {option}")
         return True
 
     def cache_cost(self, table: HeadScores, window: int | None) -> CacheCost | None:
@@ -79,7 +79,9 @@ class Requirements:
         for fact, option in (("head_dim", "head_dim"), ("dtype", "kv_dtype")):
             value = getattr(self, option) or table.metadata.get(fact)
             if value is None:
-                raise UserError(f"the probe '{table.name}' does not say the model's {fact}: give {option_name(option)}")
+                raise UserError(
+                    f"the probe '{table.name}' does not record the model's {fact}: give {option_name(option)}"
+                )
             cache_facts[fact] = value
         return CacheCost(self.context, self.batch, window or table.window or DEFAULT_WINDOW, **cache_facts)
 
@@ -94,7 +96,7 @@ class Requirements:
                 raise UserError(f"give --kv-bytes or {'--budget' if budget is not None else '--weights'}, not both")
             cost = self.cache_cost(table, window)
             if cost is None:
-                raise UserError("--kv-bytes needs --context: the tokens per sequence that it has to hold")
+                raise UserError("--kv-bytes needs --context, the number of tokens per sequence in the KV cache")
             return Limit(cost.largest_budget(parse_bytes(self.kv_bytes), table.num_heads))
         if self.weights is None:
             return Limit(parse_budget(budget, table.num_heads))
@@ -119,10 +121,10 @@ class Requirements:
         if cost is None:
             return None
         used, full, local = (format_bytes(cost.total(n, table.num_heads)) for n in (num_global, table.num_heads, 0))
-        room = f"{self.kv_bytes} holds {num_global} global heads: " if self.kv_bytes else ""
+        room = f"{self.kv_bytes} has room for {num_global} global heads: " if self.kv_bytes else ""
         return (
             f"{room}{used} of keys and values at {cost.context:,} tokens x {cost.batch}, head dimension "
-            f"{cost.head_dim}, {cost.dtype}; all heads global {full}, all local {local}"
+            f"{cost.head_dim}, {cost.dtype}; {full} with all heads global, {local} with all heads local"
         )
 
     def probability(self, resampled: Bootstrap, limit: Limit, *, progress: Progress | None = None) -> Float:
@@ -156,7 +158,7 @@ class Limit:
 def asks_for_several(budget: int | str | None, tau: str | None) -> bool:
     """Return true if ``budget`` names several budgets. Raises ``UserError`` for these with "match-budget"."""
     if is_several(budget) and tau == MATCH_BUDGET:
-        raise UserError(f"--tau {MATCH_BUDGET} needs one budget, not several: give the threshold as a number")
+        raise UserError(f"--tau {MATCH_BUDGET} needs a single budget; with several, give the threshold as a number")
     return is_several(budget)
 
 
@@ -166,7 +168,12 @@ def _parse_weight(budget: int | str | None, total: float) -> float:
     try:
         limit = float(text[:-1]) / 100 * total if text.endswith("%") else float(text)
     except ValueError as error:
-        raise UserError("--weights needs --budget in the unit of the weights, such as 12.5, or as 25%") from error
+        raise UserError(
+            "--weights needs --budget in the unit of the weights, such as 12.5, or as a share, such as 25%"
+        ) from error
     if not 0 < limit <= total * (1 + 1e-9):
-        raise UserError(f"budget {budget} means a weight of {limit:g}; all heads together weigh {total:g}")
+        raise UserError(
+            f"budget {budget} means a weight of {limit:g}; "
+            f"it must be above 0 and at most {total:g}, the weight of all heads"
+        )
     return limit

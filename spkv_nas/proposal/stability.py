@@ -151,18 +151,19 @@ def caution(table: HeadScores) -> str | None:
     """Explain what the confidence intervals miss, or why there are none; None if neither applies."""
     documents = table.documents
     if documents is None:
-        remedy = " (probe it again to have them)" if table.is_density else ""
-        return f"no confidence interval available: '{table.name}' has no counts by document{remedy}"
+        remedy = " (run the probe again to record them)" if table.is_density else ""
+        return f"no confidence interval available: '{table.name}' has no per-document counts{remedy}"
     counts = np.bincount(documents.domain, minlength=len(documents.domains))
     if not (counts > 1).any():
-        return f"no confidence interval available: '{table.name}' has one document per domain"
+        return f"no confidence interval available: '{table.name}' has only one document per domain"
     if _is_constant(documents):
         return f"no confidence interval available: in every document of '{table.name}' all heads have the same score"
     single_document_domains = [name for name, count in zip(documents.domains, counts, strict=True) if count == 1]
     if documents.num_documents < FEW_DOCUMENTS:
         return f"confidence intervals based on only {documents.num_documents} documents are rough and likely too narrow"
     return (
-        f"confidence intervals do not show the spread within {', '.join(single_document_domains)}: one document"
+        f"confidence intervals do not cover the variation within domains of a single document: "
+        f"{', '.join(single_document_domains)}"
         if single_document_domains
         else None
     )

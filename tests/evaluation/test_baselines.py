@@ -328,17 +328,20 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--methods", "h2o,snapkv"], "unknown method 'snapkv' in --methods; there are streaming, random, kvzap,"),
+            (
+                ["--methods", "h2o,snapkv"],
+                "unknown method 'snapkv' in --methods; choose from streaming, random, kvzap,",
+            ),
             (["--density", "0"], "--density must lie in (0, 1]; found '0'"),
             (["--density", "20%,120%"], "found '120%'"),
             (["--density", "nan"], "found 'nan'"),
-            (["--sinks", "four"], "--sinks are numbers of tokens; found 'four'"),
+            (["--sinks", "four"], "--sinks must be whole numbers of tokens; found 'four'"),
             (["--tau", "0.5"], "--tau and --taus need --against"),
             (
                 ["--window", "31", "--sinks", "4"],
-                "window of 31 keys and 4 sinks leave nothing to prune in blocks of 32",
+                "blocks of 32 tokens have no keys to prune beyond a window of 31 keys and 4 sinks",
             ),
-            (["--window", "8", "--chunk", "16"], "--chunk 16 is above the window of 8 keys"),
+            (["--window", "8", "--chunk", "16"], "--chunk 16 is larger than the window of 8 keys"),
             (["--protocol", "mine", "--window", "20"], "--protocol must be exact or kvpress; found 'mine'"),
         ],
     )
@@ -360,7 +363,7 @@ class TestCommand:
     ) -> None:
         hybrid = tiny_model(vocab_size=300)
         apply_layout(hybrid, Layout(("GL", "LL", "LL", "GG"), window=6))
-        for model, problem in ((gated(), "the model has gates"), (hybrid, "the model is a hybrid")):
+        for model, problem in ((gated(), "the model has SP-KV gates"), (hybrid, "the model is a hybrid")):
             folder = tmp_path / problem[-4:]
             save(model, tiny_tokenizer, folder)
             options = ["--model", folder, "--data", text, "--block-size", str(BLOCK), "-w", tmp_path / "w"]

@@ -197,8 +197,8 @@ class TestTable:
         rows, withheld = longppl_table(texts(0, 1, domains="ab"), readings, readings)
         assert list(rows["domain"]) == ["all", "a", "b"]
         assert withheld == {
-            "a": "99 key tokens, fewer than 100: no LongPPL is given",
-            "b": "1 key tokens, fewer than 100: no LongPPL is given",
+            "a": "LongPPL is not reported: found 99 key tokens, but at least 100 are needed",
+            "b": "LongPPL is not reported: found 1 key tokens, but at least 100 are needed",
         }
         assert list(rows["longppl"].notna()) == [True, False, False]
         values = ["longppl", "standard_error", "against", "difference_percent", "difference_standard_error"]
@@ -269,10 +269,10 @@ class TestCommand:
     ) -> None:
         main(["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), "-w", str(tmp_path / "w")])
         shown = capsys.readouterr()
-        assert "all: 0 key tokens, fewer than 100: no LongPPL is given" in shown.out + shown.err
+        assert "all: LongPPL is not reported: found 0 key tokens, but at least 100 are needed" in shown.out + shown.err
         assert "nan" not in shown.out
         record = yaml.safe_load((tmp_path / "w" / "reports" / "mine" / "longppl.yaml").read_text())
-        assert record["withheld"] == {"all": "0 key tokens, fewer than 100: no LongPPL is given"}
+        assert record["withheld"] == {"all": "LongPPL is not reported: found 0 key tokens, but at least 100 are needed"}
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -196,9 +196,9 @@ class TestCommand:
             (["sweep", "--taus", ""], "neither a range"),
             (["sweep", "--taus", "0.1..1.2"], "must lie in [0, 1]; found 1.2"),
             (["sweep", "--taus", "nan,0.5"], "must lie in [0, 1]; found nan"),
-            (["sweep", "--taus", "0.9..0.1"], "must rise; found 0.9..0.1"),
-            (["sweep", "--taus", "0.5..0.5"], "must rise"),
-            (["sweep", "--taus", "0..0.9"], "its ends lie inside (0, 1)"),
+            (["sweep", "--taus", "0.9..0.1"], "must be ascending; found 0.9..0.1"),
+            (["sweep", "--taus", "0.5..0.5"], "must be ascending"),
+            (["sweep", "--taus", "0..0.9"], "its ends must lie inside (0, 1)"),
             (["sweep", "--taus", "0.5"], "at least two thresholds"),
             (
                 ["sweep", "--taus", "0.1..0.9", "--num-taus", "1"],

@@ -88,7 +88,9 @@ class TestAnswers:
         """The model has 128 positions."""
         lm = CheckpointLM(dense(), tiny_tokenizer)
         long = "the quick brown fox " * 60
-        with pytest.warns(UserWarning, match="1 texts are longer than the model's 128 positions"):
+        with pytest.warns(
+            UserWarning, match="1 prompts do not fit, with their continuations, in the model's context of 128"
+        ):
             ((cut, _),) = lm.loglikelihood([Instance("loglikelihood", {}, (long, " dog"), 0)])
         ids = torch.tensor([lm.tok_encode(long.rstrip() + "  dog")[-129:]])
         with torch.no_grad():
@@ -97,7 +99,7 @@ class TestAnswers:
         places = range(128 - number, 128)
         assert cut == pytest.approx(sum(float(scores[n, ids[0, n + 1]]) for n in places), abs=1e-4)
         kwargs = {"until": ["e"], "max_gen_toks": 8, "do_sample": False}
-        with pytest.warns(UserWarning, match="1 texts are longer"):
+        with pytest.warns(UserWarning, match="1 prompts do not fit, with their continuations"):
             (text,) = lm.generate_until([Instance("generate_until", {}, (long, kwargs), 0)])
         (by_itself,) = lm.generate_until(
             [

@@ -286,7 +286,7 @@ class TestCommand:
         assert "trusted" not in capsys.readouterr().err
         options[options.index("64")] = "6"
         main(["probe", *options])
-        assert "trusted was not measured: blocks of 6 tokens have nothing outside" in capsys.readouterr().err
+        assert "trusted was not measured: blocks of 6 tokens have no keys beyond" in capsys.readouterr().err
         assert HeadScores.read(tmp_path / "w" / "probes" / "mine").gains is None
         message = "--ablation-tokens does not apply to --signal duo; it applies to density"
         assert message in fails(capsys, "probe", *options, "--signal", "duo", "--ablation-tokens", "64")

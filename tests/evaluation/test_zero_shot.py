@@ -126,7 +126,7 @@ class TestScores:
     def test_progress_counts_what_is_run(self, blocks: TokenBlocks) -> None:
         heard = Heard()
         zero_shot(tiny_model(vocab_size=300), LAYOUTS[:2], blocks, batch_size=6, reporter=heard.reporter)
-        assert heard.bars == {"scoring without training": [(6, 18), (12, 18), (15, 18), (18, 18)]}
+        assert heard.bars == {"zero-shot scoring": [(6, 18), (12, 18), (15, 18), (18, 18)]}
 
 
 def test_full_attention_lifts_gates_and_windows(blocks: TokenBlocks) -> None:

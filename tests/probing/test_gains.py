@@ -176,11 +176,11 @@ def test_gates_and_windows_do_not_count(blocks: TokenBlocks) -> None:
 
 def test_what_is_refused(blocks: TokenBlocks) -> None:
     model = tiny_model(vocab_size=300)
-    with pytest.raises(UserError, match="nothing outside a window of 40 keys"):
+    with pytest.raises(UserError, match="no keys beyond a window of 40 keys"):
         opening(model, blocks, 40)
     with pytest.raises(UserError, match="--granularity must be head or layer; found 'block'"):
         closing(model, blocks, WINDOW, granularity="block")
-    with pytest.raises(UserError, match="--max-heads 1 measures no layer: each has 2 KV heads"):
+    with pytest.raises(UserError, match="--max-heads 1 is too small: give at least 2, the heads of a layer"):
         opening(model, blocks, WINDOW, max_heads=1)
     with pytest.raises(UserError, match="--granularity layer measures none"):
         opening(model, blocks, WINDOW, granularity="layer", max_heads=2)
@@ -231,13 +231,13 @@ class TestCommand:
         assert layout.global_layers == (int(table.values.sum(1).argmax()),)
         capsys.readouterr()
         main(["propose", "--probe", name, *arguments[2:]])
-        assert "was measured by whole layers, whose heads tie" in capsys.readouterr().err
+        assert "was measured for whole layers, so all heads of a layer have equal scores" in capsys.readouterr().err
 
     def test_few_heads(self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["probe", *options, "--max-heads", "2", "--max-tokens", "256"])
         capsys.readouterr()
         main(["propose", "--probe", "mine-opening", "--budget", "2", "--workspace", str(tmp_path / "w")])
-        assert "single heads of the layers that gain most; the heads of others tie" in capsys.readouterr().err
+        assert "measured single heads only in the layers with the largest gains" in capsys.readouterr().err
 
     def test_by_default_the_text_is_a_few_blocks_of_all_of_it(
         self, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

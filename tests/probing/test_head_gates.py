@@ -141,7 +141,7 @@ def test_little_memory_changes_nothing(blocks: TokenBlocks, monkeypatch: pytest.
 
 def test_refuses_what_it_cannot_learn(blocks: TokenBlocks) -> None:
     model = tiny_model(vocab_size=300)
-    with pytest.raises(UserError, match="budget 9 means 9 global KV heads; the model has 8"):
+    with pytest.raises(UserError, match="budget 9 means 9 global KV heads, but the model has 8"):
         head_gates(model, blocks, WINDOW, budget=9, steps=1)
     with pytest.raises(UserError, match="at least one step"):
         head_gates(model, blocks, WINDOW, steps=0)

@@ -105,7 +105,7 @@ class TestLearning:
         assert equal(model, again)
 
     def test_it_needs_a_price_and_text(self, blocks: TokenBlocks) -> None:
-        with pytest.raises(UserError, match="need a price"):
+        with pytest.raises(UserError, match="need a target density"):
             learn_gates(tiny_model(), blocks, GateConfig(window=4))
         with pytest.raises(UserError, match="no text"):
             learn(blocks.take(0))
@@ -114,7 +114,7 @@ class TestLearning:
         model = tiny_model()
         with torch.no_grad():
             model.get_output_embeddings().weight.fill_(float("nan"))
-        with pytest.raises(UserError, match="the loss is nan"):
+        with pytest.raises(UserError, match="loss of the gates is nan"):
             learn(blocks, model)
 
 
@@ -141,7 +141,7 @@ class TestGoingOn:
 
     def test_gates_of_another_model_are_refused(self, blocks: TokenBlocks, tmp_path: Path) -> None:
         learn(blocks, state=tmp_path / "gates")
-        with pytest.raises(UserError, match="of another model"):
+        with pytest.raises(UserError, match="belong to another model"):
             learn(blocks, tiny_model(num_hidden_layers=2), state=tmp_path / "gates")
 
     def test_damage_is_noticed(self, blocks: TokenBlocks, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ class TestPricedTables:
         assert price_advice(table, 5) is None
         advice = price_advice(table, 16)
         assert advice is not None
-        assert "was to keep 25% of the keys, and the budget is 80% of the heads" in advice
+        assert "trained to keep 25% of the keys, but the budget is 80% of the heads" in advice
         assert price_advice(make_table(np.full((4, 5), 0.25)), 16) is None
 
     def test_a_budget_far_from_that_of_other_signals_is_said(self) -> None:
@@ -219,7 +219,7 @@ class TestPricedTables:
         table = replace(make_table(np.full((4, 5), 0.25)), metadata=facts)
         assert price_advice(table, 5) is None
         assert str(price_advice(table, 16)).endswith(
-            "was learned for 5 global heads, and the budget is 80% of 20: probe again with --budget 80%"
+            "was learned for 5 global heads, but the budget is 80% of 20: probe again with --budget 80%"
         )
 
     def test_closed_heads_are_what_a_price_is_for(self) -> None:

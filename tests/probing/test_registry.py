@@ -152,7 +152,7 @@ def test_signals_may_share_an_option_but_not_its_name(monkeypatch: pytest.Monkey
     assert steps.default_text == "density: 160; head-gates: 50; duo: 200; other: 7"
     check_options("other", steps=3)
     _with(monkeypatch, Option("steps", int, Flag("Other steps.")))
-    with pytest.raises(UserError, match="density and other declare different options --steps"):
+    with pytest.raises(UserError, match="density and other declare --steps with different flags"):
         signal_options()
 
 

@@ -169,7 +169,7 @@ class TestRetrieval:
         assert np.delete(table.density.ravel(), 7).max() < 0.3
 
     def test_a_model_that_does_not_copy_is_called_out(self, blocks: TokenBlocks) -> None:
-        with pytest.warns(UserWarning, match=r"predicts \d\.\d% of the needles' tokens"):
+        with pytest.warns(UserWarning, match=r"predicts only \d\.\d% of the needle tokens"):
             retrieval(tiny_model(vocab_size=300), blocks, WINDOW, needle_length=8)
 
     @pytest.mark.filterwarnings("error:the model predicts:UserWarning")
@@ -338,7 +338,7 @@ class TestCommand:
             (["--signal", "duo", "--tau", "0.5"], "--tau does not apply to --signal duo; it applies to density"),
             (["--signal", "density", "--granularity", "layer"], "--granularity does not apply to --signal density"),
             (["--signal", "attention-mass", "--steps", "3"], "it applies to density, head-gates, duo"),
-            (["--signal", "attention-mass", "--window", "64"], "nothing outside a window of 64 keys"),
+            (["--signal", "attention-mass", "--window", "64"], "no keys beyond a window of 64 keys"),
             (["--signal", "retrieval", "--window", "60"], "cannot hold a needle"),
             (["--signal", "duo", "--window", "8", "--steps", "0"], "greater than or equal to 1"),
             (["--signal", "density"], "too short to hold out a part"),

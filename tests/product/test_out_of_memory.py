@@ -91,7 +91,7 @@ class TestTogether:
             AdaptiveBatchSize(1 if error is ERROR else 4).run(work, 4)
 
 
-@pytest.mark.filterwarnings("ignore:out of memory for", "ignore:the model predicts", "ignore:what")
+@pytest.mark.filterwarnings("ignore:out of memory for", "ignore:the model predicts", "ignore:a sum of head gains")
 class TestMeasuring:
     """Each measure is the same as where there is memory; the third of four layers fails, so that two have run."""
 

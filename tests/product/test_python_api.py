@@ -128,10 +128,10 @@ class TestMeasures:
         assert list(spkv_nas.score(model, blocks, LAYOUT)["strategy"]) == ["full-attention", "mixed"]
         assert set(spkv_nas.score(model, blocks, [LAYOUT])["strategy"]) == {"full-attention", "mixed"}
         for wrong in ([], [LAYOUT, LAYOUT]):
-            with pytest.raises(UserError, match="each with a name of its own"):
+            with pytest.raises(UserError, match="each under a distinct name"):
                 spkv_nas.score(model, blocks, wrong)
 
-    @pytest.mark.filterwarnings("ignore:the model predicts .* of the needles' tokens")  # being random
+    @pytest.mark.filterwarnings("ignore:the model predicts .* of the needle tokens")  # being random
     @pytest.mark.parametrize("signal", spkv_nas.SIGNALS.names)
     def test_every_signal_by_its_name(self, signal: str, blocks: TokenBlocks) -> None:
         options = {"head-gates": {"steps": 2}, "duo": {"steps": 2}, "regression": {"num_layouts": 12}}
@@ -151,7 +151,7 @@ class TestMeasures:
             spkv_nas.probe(tiny_model(), blocks, signal="x")
         with pytest.raises(UserError, match="leave window out"):
             spkv_nas.probe(gated(), blocks, window=5)
-        with pytest.raises(UserError, match="--tau is not for"):
+        with pytest.raises(UserError, match="--tau does not apply to --signal opening"):
             spkv_nas.probe(tiny_model(), blocks, 0.4, signal="opening")
 
 

@@ -48,7 +48,7 @@ curves:
   {reference: tiny, signals: [head-gates, priced-frozen], budget: "50%", tau: "0.5", steps: [2], step_tokens: [32],
    seeds: [0], block_sizes: [16], windows: [4]}
 """
-pytestmark = pytest.mark.filterwarnings("ignore:the model predicts", "ignore:what .* layouts lose")
+pytestmark = pytest.mark.filterwarnings("ignore:the model predicts", "ignore:a sum of head gains")
 
 
 @pytest.fixture

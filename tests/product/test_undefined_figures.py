@@ -114,9 +114,9 @@ class TestProposal:
     def test_what_a_table_does_not_decide_is_said(self, table: Path, tmp_path: Path, output_of: OutputOf) -> None:
         propose = ("propose", "--probe", table, "-w", tmp_path / "w")
         shown = output_of(*propose, "--budget", "3")
-        assert "3 heads are tied at 0.5, and the budget takes 2 of them" in shown
-        assert "window 128: 'mine' does not say one" in shown
-        assert "not 3 global heads: interleaved-first (4), interleaved-last (4)" in shown
+        assert "3 heads are tied at a score of 0.5, and the budget includes only 2 of them" in shown
+        assert "'mine' does not record a window: using 128 tokens" in shown
+        assert "these layouts do not have 3 global heads: interleaved-first (4), interleaved-last (4)" in shown
         assert shown.index("sparsest") < shown.index("interleaved-first")
         shown = output_of(*propose, "--budget", "4", "--window", "16")
         assert "tied" not in shown
@@ -126,7 +126,7 @@ class TestProposal:
     def test_a_table_with_a_window_says_it(self, tmp_path: Path, output_of: OutputOf) -> None:
         make_table(np.arange(8.0).reshape(2, 4) / 10).write(tmp_path / "w" / "probes" / "p")
         shown = output_of("propose", "-w", tmp_path / "w", "--budget", "4")
-        assert "does not say one" not in shown
+        assert "does not record a window" not in shown
         assert "tied" not in shown
 
 
@@ -198,11 +198,11 @@ class TestErrors:
             tmp_path / "w",
         )
         message = fails(capsys, *command, "--max-tokens", "32")
-        assert "--max-tokens 32 leaves are of one document" in message
+        assert "--max-tokens 32 keeps 32 tokens, all of a single document" in message
         assert "give a larger --max-tokens" in message
         for file in sorted(text.glob("*.txt"))[1:]:
             file.unlink()
-        assert "the text is one document" in fails(capsys, *command)
+        assert "the text is a single document" in fails(capsys, *command)
 
     def test_a_missing_tokenizer_is_named(
         self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -226,10 +226,10 @@ def test_one_number_of_heads_in_every_mixed_layer() -> None:
         (2, Constraints(min_per_layer=1), ["the budget of 2 and --min-per-layer 1", "at least 4"]),
         (3, Constraints(global_layers=(0, 2)), ["--global-layers 0,2", "at least 4"]),
         (8, Constraints(1, 1, granularity="layer"), ["--min-per-layer 1 and --max-per-layer 1 and --granularity"]),
-        (1, Constraints(granularity="layer"), ["buys no global KV head", "at least 2"]),
-        (3, Constraints(local_layers=(0, 1, 2, 3)), ["no head may be global"]),
-        (3, Constraints(global_layers=(4,)), ["there is no layer 4; layers are 0 to 3"]),
-        (3, Constraints(min_per_layer=3), ["a layer has 2 KV heads"]),
+        (1, Constraints(granularity="layer"), ["no KV head can be global", "at least 2 is needed"]),
+        (3, Constraints(local_layers=(0, 1, 2, 3)), ["the constraints make every head local"]),
+        (3, Constraints(global_layers=(4,)), ["the model has no layer 4; give layers from 0 to 3"]),
+        (3, Constraints(min_per_layer=3), ["--min-per-layer 3 is more than the 2 KV heads of a layer"]),
     ],
 )
 def test_an_infeasible_set_names_its_culprits(budget: int, constraints: Constraints, words: list[str]) -> None:

@@ -39,7 +39,7 @@ class TestProposals:
         assert "kept" not in capsys.readouterr().err
         propose(workspace, 5, "--num-random", "1")
         kept = workspace.root / "layouts" / "mine" / "3-heads"
-        assert f"the layouts for 3 global heads are kept in {kept}" in capsys.readouterr().err
+        assert f"kept the earlier layouts for 3 global heads in {kept}" in capsys.readouterr().err
         assert Proposal.read_folder(kept).layouts == first
         assert (kept / "coverage.csv").is_file()
         now = find_proposal(workspace, "mine").layouts  # what train-hybrid, score and report read
@@ -54,7 +54,7 @@ class TestProposals:
         propose(workspace, 3)
         assert "replaced" not in capsys.readouterr().err
         propose(workspace, 3, "--seed", "7")
-        assert "replaced other layouts for 3 global heads" in (output := capsys.readouterr().err)
+        assert "replaced earlier layouts for 3 global heads" in (output := capsys.readouterr().err)
         assert "random-0" in output
         assert "densest" not in output
         propose(workspace, 3, "--window", "4")
@@ -104,5 +104,5 @@ def test_a_comparison_names_the_one_that_it_replaces(workspace: Workspace, capsy
     main(["compare", "mine", "other", *options])
     assert "replaced" not in capsys.readouterr().err
     main(["compare", "mine", "third", *options])
-    assert "replaced another comparison" in (output := capsys.readouterr().err)
-    assert "mine, other at 3 heads" in output
+    assert "replaced an earlier comparison" in (output := capsys.readouterr().err)
+    assert "mine, other at 3 global heads" in output

@@ -95,11 +95,11 @@ class TestReading:
             (b"", "the file is empty"),
             (b"\n# a comment\n\n", "the file is empty"),
             (b"\x93NUMPY\x01\xff\xfe", "cannot read head scores"),
-            (b"\x00\x01\x02", "line 1, column 1: expected a number in [0, 1]"),
-            (b"0.1\t0.2\n0.3\n", "line 2: 1 values, but 2 in the first line"),
-            (b"0.1\t0.2\n0.3\tmany\n", "line 2, column 2: expected a number in [0, 1], tabs between; found 'many'"),
+            (b"\x00\x01\x02", "line 1, column 1: expected tab-separated numbers in [0, 1]"),
+            (b"0.1\t0.2\n0.3\n", "line 2: expected 2 values, as in the first line; found 1"),
+            (b"0.1\t0.2\n0.3\tmany\n", "line 2, column 2: expected tab-separated numbers in [0, 1]; found 'many'"),
             (b"0.1 0.2\n", "found '0.1 0.2'"),
-            (b"0.1\t\n", "column 2: expected a number in [0, 1], tabs between; found ''"),
+            (b"0.1\t\n", "column 2: expected tab-separated numbers in [0, 1]; found ''"),
             (b"0.1\tnan\n", "found 'nan'"),
             (b"0.1\tinf\n", "found 'inf'"),
             (b"0.1\t1.02\n", "found '1.02'"),
@@ -118,11 +118,11 @@ class TestReading:
         [
             ("{", "is not valid JSON: Expecting property name"),
             ("[1]", "expected keys and values, found list"),
-            ('{"recent_size": 0}', "'recent_size' must be a whole number from 1; found 0"),
-            ('{"sink_size": true}', "'sink_size' must be a whole number from 0; found True"),
+            ('{"recent_size": 0}', "'recent_size' must be a whole number of at least 1; found 0"),
+            ('{"sink_size": true}', "'sink_size' must be a whole number of at least 0; found True"),
             (
                 '{"num_key_value_heads": 8}',
-                "4 layers x 3 KV heads, config.json beside it has 4 layers x 8",
+                "4 layers x 3 KV heads, config.json in the same folder has 4 layers x 8",
             ),
             ('{"num_hidden_layers": 32, "num_key_value_heads": 3}', "has 32 layers x 3 KV heads"),
         ],
@@ -137,7 +137,7 @@ class TestReading:
             read_scores(tmp_path / "none.tsv")
         with pytest.raises(UserError, match="head scores not found"):
             read_scores(tmp_path)
-        with pytest.raises(UserError, match=r"none of: a layout \(\.yaml\)"):
+        with pytest.raises(UserError, match=r"neither a layout \(\.yaml\)"):
             read_scores(tmp_path / "masks.npy")
 
 
@@ -168,8 +168,8 @@ class TestChoosing:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({}, "add --budget N, --sparsity S or --threshold T"),
-            ({"budget": 3, "sparsity": 0.5}, "give one of --budget, --sparsity"),
+            ({}, "give --budget N, --sparsity S or --threshold T"),
+            ({"budget": 3, "sparsity": 0.5}, "give only one of --budget, --sparsity"),
             ({"sparsity": 1.5}, "--sparsity must lie in [0, 1]; found 1.5"),
             ({"threshold": float("nan")}, "--threshold must lie in [0, 1]; found nan"),
             ({"budget": 13}, "the model has 12"),
@@ -194,11 +194,12 @@ class TestConverting:
         }
         assert lines == [
             f"{tmp_path / 'mine.yaml'}: 6 of 12 KV heads global, hash {layout.hash}",
-            "not carried: 128 sinks; a layout's local heads see their window of 256 alone",
+            "dropped 128 attention sinks: in a layout, local heads see only their window of 256 tokens",
         ]
 
     def test_a_cut_among_equal_scores_is_said(self, duo: Path, tmp_path: Path) -> None:
-        assert convert(duo, tmp_path / "a.yaml", budget=2)[0].startswith("3 heads score 1 and 2 of them are global")
+        note = convert(duo, tmp_path / "a.yaml", budget=2)[0]
+        assert note.startswith("3 heads are tied at a score of 1, and 2 of them are global")
         assert not convert(duo, tmp_path / "b.yaml", budget=3)[0].startswith("3 heads")
 
     @pytest.mark.parametrize("form", ["duo", "out.tsv", "duo/full_attention_heads.tsv"])
@@ -230,7 +231,7 @@ class TestConverting:
 
     def test_what_prulong_reads(self, duo: Path, tmp_path: Path) -> None:
         lines = convert(duo, tmp_path / "masks.tsv", threshold=0.5)
-        assert lines[-1] == "not carried: the sizes; evaluate with --duoattn_sliding 256 --duoattn_sink 128"
+        assert lines[-1].endswith("record window and sinks: evaluate with --duoattn_sliding 256 --duoattn_sink 128")
         with (tmp_path / "masks.tsv").open() as file:
             rows = [[float(cell) for cell in row] for row in csv.reader(file, delimiter="\t")]
         assert np.array_equal(rows, ALPHA >= 0.5)
@@ -239,14 +240,14 @@ class TestConverting:
         table = tmp_path / "mine.csv"
         table.write_text("layer,kv_head,density\n0,0,0.25\n0,1,0.75\n")
         lines = convert(table, tmp_path / "out")
-        assert "took the window as 128 (--window W sets it)" in lines[0]
-        assert "sinks as" not in lines[0]
+        assert "assumed a window of 128 (change it with --window W)" in lines[0]
+        assert "no attention sinks" not in lines[0]
         assert as_duo_attention_reads(tmp_path / "out")[0].tolist() == [0.25, 0.75]
 
     def test_sizes_that_nothing_says(self, prulong: Path, tmp_path: Path) -> None:
         (prulong.parent / "config.json").unlink()
         line = convert(prulong, tmp_path / "a.yaml")[0]
-        assert line.endswith("without sizes: took the window as 128 (--window W sets it) and the sinks as none")
+        assert line.endswith("sizes: assumed a window of 128 (change it with --window W) and no attention sinks")
         convert(prulong, tmp_path / "b.yaml", window=7)
         assert Layout.read(tmp_path / "b.yaml").window == 7
 
@@ -254,19 +255,19 @@ class TestConverting:
         config = (duo / "config.json").read_bytes()
         ours = COMMITTED / "densest.yaml"
         for source, target, options, message in [
-            (ours, tmp_path / "x.yaml", {"budget": 3}, "which has chosen its heads: --budget is for scores"),
-            (duo, tmp_path / "x.yaml", {}, "do not say which heads are global"),
-            (duo, tmp_path / "x.tsv", {}, "do not say which heads are global"),
-            (duo, tmp_path / "x.json", {"budget": 3}, "x.json: write .yaml (a layout)"),
-            (ours, duo, {}, "full_attention_heads.tsv exists: choose another name"),
-            (ours, duo / "full_attention_heads.tsv", {}, "exists: choose another name"),
+            (ours, tmp_path / "x.yaml", {"budget": 3}, "already chosen: --budget applies only to scores"),
+            (duo, tmp_path / "x.yaml", {}, "the global heads are not chosen yet"),
+            (duo, tmp_path / "x.tsv", {}, "the global heads are not chosen yet"),
+            (duo, tmp_path / "x.json", {"budget": 3}, "x.json: unknown output format"),
+            (ours, duo, {}, "full_attention_heads.tsv already exists: choose another name"),
+            (ours, duo / "full_attention_heads.tsv", {}, "already exists: choose another name"),
             (ours, tmp_path / "x.yaml", {"window": 0}, "--window is 0"),
         ]:
             with pytest.raises(UserError, match=re.escape(message)):
                 convert(source, target, **options)  # type: ignore[arg-type]
         assert sorted(p.name for p in tmp_path.iterdir()) == [duo.name]
         (duo / "full_attention_heads.tsv").unlink()
-        with pytest.raises(UserError, match=r"config\.json exists"):
+        with pytest.raises(UserError, match=r"config\.json already exists"):
             convert(ours, duo)
         assert (duo / "config.json").read_bytes() == config
 
@@ -338,7 +339,7 @@ class TestCommands:
             (("layout", "show", duo), f"spkv-nas layout convert {duo} {duo}.yaml --budget 25%"),
             (("layout", "show", tmp_path / "none.yaml"), "layout not found"),
             (("layout", "convert", duo, tmp_path / "x.yaml"), "--budget N"),
-            (("propose", "--probe", scores, "-b", "6", "--tau", "0.7"), "--tau needs densities"),
+            (("propose", "--probe", scores, "-b", "6", "--tau", "0.7"), "--tau applies to densities only"),
             (("schema", "letter"), "there is one of layout and of recipe"),
         ]:
             code, _, error = run(capsys, *arguments)

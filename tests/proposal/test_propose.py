@@ -151,7 +151,7 @@ def test_coverage_needs_one_shape(table: HeadScores) -> None:
 
 
 def test_coverage_of_a_table_without_density() -> None:
-    with pytest.raises(UserError, match="keeps anything"):
+    with pytest.raises(UserError, match="every head density"):
         propose(make_table(np.zeros((3, 2))), 2)
 
 
@@ -179,7 +179,7 @@ def test_thresholds() -> None:
 
 
 class TestMatchBudget:
-    """It ended in "no head keeps anything at tau = 1" where the gates were open."""
+    """It ended in an error, as if every head density were 0 at tau = 1, where the gates were open."""
 
     def table(self, below: int, above: int) -> HeadScores:
         """Every head has 100 tokens, some of them with a logit outside the bins, from -12 to 12."""
@@ -195,8 +195,8 @@ class TestMatchBudget:
         assert chosen.mean == pytest.approx(mean)
         message = unmatched(chosen, 2)
         assert message is not None
-        assert f"no threshold gives the budget's mean density of 0.33; at tau {chosen.tau:g}, which is taken" in message
-        assert message.endswith(f"it is {mean:.2f}")
+        assert f"a mean density equal to the budget's share of heads, 0.33; using tau {chosen.tau:g}" in message
+        assert message.endswith(f"the mean density is {mean:.2f}")
         assert propose(chosen, 2)["densest"].num_global == 2
 
     def test_a_threshold_that_gives_it_needs_no_word(self) -> None:
@@ -205,7 +205,10 @@ class TestMatchBudget:
     def test_a_table_of_one_threshold(self) -> None:
         table = make_table(np.full((3, 2), 0.8))
         assert resolve_tau(table, "match-budget", 2) is table
-        assert "its one threshold does not give the budget's mean density of 0.33" in str(unmatched(table, 2))
+        assert (
+            "the only recorded threshold does not give a mean density equal to the budget's share of heads, 0.33"
+            in str(unmatched(table, 2))
+        )
 
     def test_layouts_at_a_threshold_near_1_are_counted_at_it(self, tmp_path: Path) -> None:
         """Four decimals made tau 1 of it, where nothing is kept."""
@@ -276,7 +279,9 @@ class TestProposal:
         assert read.content_hash == table.content_hash == table.at_tau(0.7).content_hash
         np.testing.assert_allclose(proposal.table(read).density, table.at_tau(0.7).density)  # without a warning
         again = make_table(np.full((3, 2), 0.4), histogram=table.histogram)
-        with pytest.warns(UserWarning, match=r"densest, .*: proposed from another probe of the name 'p' than the one"):
+        with pytest.warns(
+            UserWarning, match=r"densest, .*: proposed from an earlier probe named 'p', not from the current one"
+        ):
             proposal.table(again)
         proposal.table(replace(again, name="other"))  # chosen by one probe, counted by another
 
@@ -305,7 +310,10 @@ class TestProposal:
         assert list(Proposal.read(files).layouts) == ["a-densest", "b-densest"]
 
     def test_there_is_nothing_to_choose_between_equal_scores(self) -> None:
-        assert tie_advice(make_table(np.full((2, 2), 0.99)), 2) == "all scores are equal: any choice is as good"
+        assert (
+            tie_advice(make_table(np.full((2, 2), 0.99)), 2)
+            == "all heads have the same score, so every choice of heads is equally good"
+        )
 
     def test_coverage_of_a_layout_in_memory_does_not_depend_on_its_provenance(self) -> None:
         table = histogram_table()
@@ -386,5 +394,5 @@ def test_options_out_of_range(table: HeadScores, options: dict[str, int]) -> Non
 
 
 def test_curve_of_a_table_without_density() -> None:
-    with pytest.raises(UserError, match="keeps anything"):
+    with pytest.raises(UserError, match="every head density"):
         coverage_curve(make_table(np.zeros((3, 2))))

@@ -48,9 +48,9 @@ class TestWeights:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("0,0,1\n", "1 rows up to layer 0, KV head 0; the density table 'p' has 1 layers x 2 KV heads"),
+            ("0,0,1\n", "needs one row for every head of the density table 'p', 1 layers x 2 KV heads"),
             ("0,0,1\n1,0,1\n", "up to layer 1"),
-            ("0,0,1\n0,0,1\n", "there twice"),
+            ("0,0,1\n0,0,1\n", "one head is listed twice, and a head of layer 0 is missing"),
             ("0,0,1\n0,1,0\n", "line 3: column 'weight' must be a number above 0; found '0'"),
             ("0,0,1\n0,1,x\n", "line 3: column 'weight' must be a number"),
         ],
@@ -62,7 +62,7 @@ class TestWeights:
         assert "w.csv" in str(error.value)
 
     def test_weights_of_another_shape(self) -> None:
-        with pytest.raises(UserError, match=r"of shape \[1, 2\]; found \[2, 1\]"):
+        with pytest.raises(UserError, match=r"have shape \[1, 2\]; found shape \[2, 1\]"):
             solve(make_table([[0.5, 0.4]]), 1, weights=np.ones((2, 1)))
 
 
@@ -146,7 +146,7 @@ def test_the_knee_is_where_the_curve_lies_farthest_above_chance() -> None:
     assert "adds less than average" in curve.knee.meaning
     inner = Requirements(Constraints(max_per_layer=2))
     assert find_knee(table, inner, rows).budget == best
-    assert "may lie beyond" in find_knee(table, inner, rows.iloc[:2]).meaning
+    assert "may lie outside it" in find_knee(table, inner, rows.iloc[:2]).meaning
 
 
 def test_requirements_from_the_texts_of_options() -> None:
@@ -196,7 +196,7 @@ class TestCommand:
         memory = ["--kv-bytes", "1MiB", "--context", "1000", "--head-dim", "32", "--kv-dtype", "bfloat16"]
         self.propose(workspace, *memory)
         assert Layout.read(workspace / "layouts" / "p" / "densest.yaml").num_global == 8
-        assert "1MiB holds 8 global heads: 1010.00 KiB" in " ".join(capsys.readouterr().out.split())
+        assert "1MiB has room for 8 global heads: 1010.00 KiB" in " ".join(capsys.readouterr().out.split())
         self.propose(workspace, "--budget", "8", "--context", "128k", "--head-dim", "32", "--kv-dtype", "bfloat16")
         assert "128.01 MiB of keys and values at 131,072 tokens x 1" in " ".join(capsys.readouterr().out.split())
 
@@ -206,20 +206,20 @@ class TestCommand:
             (["--budget=4", "--min-per-layer=1"], "no layout meets the budget of 4 and --min-per-layer 1"),
             (["--min-per-layer=2", "--max-per-layer=1"], "--min-per-layer 2 is more than"),
             (["--global-layers=1", "--local-layers=0-2"], "layer 1 is in --global-layers and in"),
-            (["--global-layers=9"], "there is no layer 9"),
+            (["--global-layers=9"], "the model has no layer 9"),
             (["--local-layers=first"], "is not a list of layers"),
             (["--granularity=block"], "must be head or layer"),
             (["--weights=none.csv"], "weights not found"),
             (["--kv-bytes=2GiB"], "needs --context"),
-            (["--kv-bytes=2GiB", "--context=1000"], "does not say the model's head_dim: give --head-dim"),
+            (["--kv-bytes=2GiB", "--context=1000"], "does not record the model's head_dim: give --head-dim"),
             (["--kv-bytes=2GiB", "--budget=4"], "not both"),
             (["--kv-bytes=9", "--context=9", "--head-dim=8", "--kv-dtype=int8"], "is too small for a global KV head"),
-            (["--kv-bytes=9GiB", "--context=9", "--head-dim=8", "--kv-dtype=int3"], "known are float32"),
+            (["--kv-bytes=9GiB", "--context=9", "--head-dim=8", "--kv-dtype=int3"], "expected one of float32"),
             (["--kv-bytes=9GiB", "--context=0", "--head-dim=8", "--kv-dtype=int8"], "at least 1 token; found 0"),
             (["--budget=4", "--context=many"], "context 'many' is not a number of tokens"),
-            (["--budget=9..2"], "runs backwards"),
-            (["--budget=1..9", "--tau=match-budget"], "one budget, not several"),
-            (["--budget=1..9", "--kv-bytes=9GiB"], "do not go with --kv-bytes"),
+            (["--budget=9..2"], "is descending, from 9 to 2"),
+            (["--budget=1..9", "--tau=match-budget"], "needs a single budget"),
+            (["--budget=1..9", "--kv-bytes=9GiB"], "--kv-bytes needs a single budget"),
         ],
     )
     def test_bad_input(
@@ -232,8 +232,10 @@ class TestCommand:
     def test_weights_of_another_model(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (workspace / "w.csv").write_text("layer,kv_head,weight\n0,0,1\n")
         options = ["--probe=p", f"--workspace={workspace}", f"--weights={workspace / 'w.csv'}", "--budget=1"]
-        assert "has 6 layers x 3 KV heads" in fails(capsys, "propose", *options)
+        assert "needs one row for every head of the density table 'p', 6 layers x 3 KV heads" in fails(
+            capsys, "propose", *options
+        )
         cells = (f"{layer},{head},1" for layer in range(6) for head in range(3))
         (workspace / "w.csv").write_text("layer,kv_head,weight\n" + "\n".join(cells))
         assert "needs --budget in the unit" in fails(capsys, "propose", *options[:3])
-        assert "all heads together weigh 18" in fails(capsys, "propose", *options[:3], "--budget=19")
+        assert "at most 18, the weight of all heads" in fails(capsys, "propose", *options[:3], "--budget=19")

@@ -221,7 +221,7 @@ class TestBootstrap:
         assert caution(table) is None
         assert table.documents is not None
         one = table.documents.take((table.documents.domain == 0) | (np.arange(40) == 1))
-        assert "within docs" in (caution(replace(table, documents=one)) or "")
+        assert "single document: docs" in (caution(replace(table, documents=one)) or "")
         assert "8 documents" in (caution(make_probe(num_documents=8)) or "")
         single = replace(table, documents=table.documents.take(np.arange(40) < 2))
         assert "one document per domain" in (caution(single) or "")
@@ -312,7 +312,7 @@ class TestCommands:
         page = Page(text)
         assert (folder / "stability.png").is_file()
         assert "p@0.7" in page.texts["td"]
-        assert "chosen in % % of the resamples" in page.texts["script"][0]
+        assert "selected in % % of the resamples" in page.texts["script"][0]
         assert "95\u00a0% interval" in text
 
     @pytest.mark.parametrize(
@@ -326,9 +326,9 @@ class TestCommands:
             (["p", "p@2"], "[0, 1]"),
             (["p", "q", "--split-by=layer"], "--split-by must be domain or half; found 'layer'"),
             (["p", "q", "--budget=9"], "the model has 8"),
-            (["p", "p@1"], "no head of 'p@1' keeps anything"),
-            (["bare", "--split-by=half"], "no counts by document"),
-            (["bare", "--split-by=domain"], "one domain alone"),
+            (["p", "p@1"], "every head density of 'p@1' is 0"),
+            (["bare", "--split-by=half"], "no per-document counts"),
+            (["bare", "--split-by=domain"], "has a single domain"),
         ],
     )
     def test_bad_comparisons(

@@ -87,7 +87,7 @@ def test_random_spread_counts_the_random_layouts_only(table: HeadScores) -> None
 def test_a_layout_that_ignores_a_constraint_says_so(table: HeadScores) -> None:
     requirements = Requirements(Constraints(granularity="layer"))
     notes = propose_for(table, requirements, 4).rows.set_index("strategy")["note"]
-    assert notes["densest"] == "breaks --granularity layer"
+    assert notes["densest"] == "violates --granularity layer"
     assert notes["interleaved-first"] == notes["constrained"] == ""
 
 

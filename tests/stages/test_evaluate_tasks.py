@@ -209,7 +209,7 @@ class TestCommand:
         """The embedded reference answers them offline, with default options."""
         main(["evaluate", "tasks", "stdlib_completions,stdlib_names", "--limit", "3", "-w", str(tmp_path)])
         rows = pd.read_csv(tmp_path / "reports" / "stdlib-21x3" / "tasks.csv")
-        assert list(rows["metric"]) == ["acc", "exact_match", "first of each"]
+        assert list(rows["metric"]) == ["acc", "exact_match", "first metric of each"]
         assert rows["density"].between(0.2, 0.4).all()
         kept = sorted((tmp_path / "runs" / "stdlib-21x3" / "tasks").iterdir())
         assert [len(file.read_text().splitlines()) for file in kept] == [4, 4]
@@ -218,14 +218,14 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["stdlib_completion"], "nearest: stdlib_completions"),
+            (["stdlib_completion"], "similar names: stdlib_completions"),
             (["choices", "--include", "gone"], "folder of tasks not found: gone"),
             (["choices", "--block-size", "64"], "No such option: --block-size"),
             (["choices", "--samples", "3"], "No such option: --samples"),
             (["--limit", "5"], "Missing argument 'TASK'"),
             (["choices", "--tau", "2"], "--tau must lie in [0, 1]"),
-            (["code"], "code runs the code that a model writes"),
-            (["long"], "long has up to 500 tokens generated, and the model has room for 128"),
+            (["code"], "code: these tasks execute code that the model generates"),
+            (["long"], "long generates up to 500 tokens, but the model's context of 128 tokens"),
         ],
     )
     def test_what_is_wrong(
@@ -256,5 +256,6 @@ class TestCommand:
         assert "hellaswag (Rowan/hellaswag)" in str(error.value)
         assert "hf download --repo-type dataset" in str(error.value)
         assert (
-            "left out, as they run the code that a model writes: humaneval_plus, mbpp (--allow-code)" in heard.announced
+            "left out humaneval_plus, mbpp: they execute code that the model generates (--allow-code)"
+            in heard.announced
         )

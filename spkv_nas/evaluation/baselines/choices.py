@@ -23,7 +23,7 @@ def parse_methods(text: str | None) -> list[str]:
     names = _listed(text, str)
     unknown = [name for name in names if name not in METHODS]
     if unknown:
-        raise UserError(f"unknown method '{unknown[0]}' in --methods; there are {', '.join(METHODS)}")
+        raise UserError(f"unknown method '{unknown[0]}' in --methods; choose from {', '.join(METHODS)}")
     return [name for name in METHODS if name in names]
 
 
@@ -64,5 +64,5 @@ def _density(text: str) -> float:
 def _sinks(text: str) -> int:
     """Parse one number of sink tokens."""
     if not (text.isascii() and text.isdigit() and len(text) < 9):
-        raise UserError(f"--sinks are numbers of tokens; found '{text}'; give for example 0,4")
+        raise UserError(f"--sinks must be whole numbers of tokens; found '{text}'; give for example 0,4")
     return int(text)

@@ -45,8 +45,8 @@ class Rotation:
             UserError: if the model's queries are not rotated by halves, in every layer alike.
         """
         refusal = UserError(
-            "expected-attention needs queries with rotary positions (RoPE) by halves, the same in every layer, which "
-            "this model does not have: leave it out of --methods"
+            "expected-attention needs rotary positions (RoPE) that rotate the halves of a head, equally in every "
+            "layer; this model encodes positions differently: leave expected-attention out of --methods"
         )
         rotary = getattr(model.get_decoder(), "rotary_emb", None)
         positions = torch.arange(block_size + FUTURE, device=model.device)[None]

@@ -169,7 +169,7 @@ def fit_kvzap(
     prompt = torch.tensor(tokenizer.encode(PROMPT, add_special_tokens=False))
     context = (blocks.block_size - len(prompt)) // 2
     if context < 1:
-        raise UserError(f"kvzap needs blocks of more than {len(prompt) + 2} tokens; these have {blocks.block_size}")
+        raise UserError(f"kvzap needs blocks of at least {len(prompt) + 2} tokens; found {blocks.block_size}")
     chosen = blocks.spread(-(-FIT_TOKENS // context))
     if chosen.num_blocks < 2:
         raise UserError("kvzap needs at least two blocks of training text: use more text, or smaller blocks")
@@ -214,8 +214,8 @@ def _targets(
     """
     with reading(model) as reader, torch.inference_mode():
         num_bytes = number * len(reader.layers) * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
-        description = f"hidden states of {number:,} tokens in {len(reader.layers)} layers, which kvzap learns from"
-        require(num_bytes, description, "leave it out of --methods, or use a smaller model")
+        description = f"hidden states of {number:,} tokens in {len(reader.layers)} layers, on which kvzap is trained"
+        require(num_bytes, description, "leave kvzap out of --methods, or use a smaller model")
         hidden: list[list[Tensor]] = [[] for _ in reader.layers]
         target: list[list[Tensor]] = [[] for _ in reader.layers]
 

@@ -79,7 +79,7 @@ def repeating(layers: list[nn.Module], context: int, see: Callable[[Read, Tensor
     if not all(isinstance(output, Tensor) for output in outputs):
         raise UserError(
             "kvzap needs attention layers with a linear layer 'o_proj', which this model does not have\n"
-            "leave it out of --methods"
+            "leave kvzap out of --methods"
         )
 
     def rule(read: Read) -> tuple[Tensor, Tensor]:

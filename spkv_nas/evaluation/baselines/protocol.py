@@ -64,11 +64,13 @@ class Protocol:
         if self.kind not in PROTOCOLS:
             raise UserError(f"--protocol must be {' or '.join(PROTOCOLS)}; found '{self.kind}'")
         if self.chunk > self.window:
-            raise UserError(f"--chunk {self.chunk} is above the window of {self.window} keys: give a smaller one")
+            raise UserError(
+                f"--chunk {self.chunk} is larger than the window of {self.window} keys: give a smaller --chunk"
+            )
         if self.window + self.sinks >= block_size:
             raise UserError(
-                f"a window of {self.window} keys and {self.sinks} sinks leave nothing to prune in blocks of "
-                f"{block_size} tokens: give a smaller --window, or longer blocks"
+                f"blocks of {block_size} tokens have no keys to prune beyond a window of {self.window} keys and "
+                f"{self.sinks} sinks\ngive a smaller --window, or a larger --block-size"
             )
 
     def chunks(self, length: int) -> Iterator[Chunk]:

@@ -97,15 +97,19 @@ def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int 
         UserError: if the model is pruned already, or the text is a single document.
     """
     if gate_config(model) is not None:
-        raise UserError("the model has gates, which prune already: give a dense one, and this one to --against")
+        raise UserError(
+            "the model has SP-KV gates, which prune keys already: give a dense model, and this one to --against"
+        )
     if checkpoint_layout(model) is not None:
-        raise UserError("the model is a hybrid, whose local heads see the window alone: give a dense one")
+        raise UserError("the model is a hybrid, whose local heads see only their window: give a dense model")
     if len(np.unique(blocks.document)) < 2:
         if max_tokens is None or blocks.tokens.size + blocks.block_size <= max_tokens:
-            raise UserError("the text is one document, so no standard error can be computed: give at least two")
+            raise UserError(
+                "the text is a single document, so no standard error can be computed: give at least two documents"
+            )
         raise UserError(
-            f"the {blocks.tokens.size} tokens that --max-tokens {max_tokens} leaves are of one document, so no "
-            "standard error can be computed\ngive a larger --max-tokens"
+            f"--max-tokens {max_tokens} keeps {blocks.tokens.size} tokens, all of a single document, so no standard "
+            "error can be computed\ngive a larger --max-tokens"
         )
 
 

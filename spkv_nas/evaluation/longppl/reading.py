@@ -224,8 +224,8 @@ def _encoded(
         encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
     except NotImplementedError as error:
         raise UserError(
-            f"{type(tokenizer).__name__} does not say which characters its tokens are, and LongPPL marks those\n"
-            "it needs a model with a fast tokenizer"
+            f"LongPPL needs the position of each token in the text, which {type(tokenizer).__name__} does not provide\n"
+            "use a model with a fast tokenizer"
         ) from error
     return np.array(encoding["input_ids"], dtype=np.int64), [tuple(pair) for pair in encoding["offset_mapping"]]
 

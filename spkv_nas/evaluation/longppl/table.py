@@ -40,7 +40,9 @@ def longppl_table(
         other_sums = None if against is None else _Sums.of([against[index] for index in indices], documents)
         rows.append(_row(domain, sums, other_sums))
         if sums.num_keys < LEAST_KEYS:
-            withheld[domain] = f"{sums.num_keys} key tokens, fewer than {LEAST_KEYS}: no LongPPL is given"
+            withheld[domain] = (
+                f"LongPPL is not reported: found {sums.num_keys} key tokens, but at least {LEAST_KEYS} are needed"
+            )
     return pd.DataFrame(rows, columns=LONGPPL.header), withheld
 
 

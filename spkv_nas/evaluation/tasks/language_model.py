@@ -100,7 +100,9 @@ class CheckpointLM(HFLM):
         requests_of: dict[Text, list[int]] = {}  # requests by the text that they read, the last token left out
         for number, (_, context, continuation) in enumerate(requests):
             requests_of.setdefault(tuple((context + continuation)[-self.max_length - 1 : -1]), []).append(number)
-        self._say_cut(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
+        self._warn_of_truncation(
+            len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests
+        )
         texts = sorted(requests_of, key=lambda text: (-len(text), text))
         answers_of: dict[int, Answer] = {}
 
@@ -160,10 +162,11 @@ class CheckpointLM(HFLM):
         new_tokens = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]
         if (max_new := max(new_tokens, default=0)) >= self.max_length:
             raise UserError(
-                f"{requests[0].task_name} has up to {max_new} tokens generated, and the model has room for "
-                f"{self.max_length} with the prompt\nleave the task out, or give max_gen_toks in a YAML of your own"
+                f"task {requests[0].task_name} generates up to {max_new} tokens, but the model's context of "
+                f"{self.max_length} tokens must hold the prompt too\n"
+                "leave the task out, or set a smaller max_gen_toks in your own YAML file of the task"
             )
-        self._say_cut(
+        self._warn_of_truncation(
             len(self.tok_encode(request.args[0])) > self.max_length - num_new
             for request, num_new in zip(requests, new_tokens, strict=True)
         )
@@ -183,7 +186,9 @@ class CheckpointLM(HFLM):
             options.pop("temperature", None)
         unknown = config.update(**options)
         if unknown:
-            raise UserError(f"generation_kwargs of a task: transformers knows no {', '.join(unknown)}")
+            raise UserError(
+                f"the generation_kwargs of a task have options that transformers does not know: {', '.join(unknown)}"
+            )
         config.pad_token_id = self.tokenizer.pad_token_id
         rows = list(zip(context, attention_mask, strict=True))
         generated = self._in_batches(rows, partial(self._generate, config=config, stops=stop))
@@ -206,13 +211,13 @@ class CheckpointLM(HFLM):
             )
         )
 
-    def _say_cut(self, are_cut: Iterable[bool]) -> None:
+    def _warn_of_truncation(self, are_cut: Iterable[bool]) -> None:
         """Warn if texts are longer than the model's maximum length."""
         number = sum(are_cut)
         if number:
             warnings.warn(
-                f"{number} texts are longer than the model's {self.max_length} positions with what is to follow: their "
-                "beginning is left out",
+                f"{number} prompts do not fit, with their continuations, in the model's context of {self.max_length} "
+                "tokens: their beginnings are truncated",
                 stacklevel=2,
             )
 

@@ -103,10 +103,10 @@ def load_suite(
     if unsafe and not allow_code:
         if set(unsafe) - (_SHOTS.keys() if PAPER in names else set()):
             raise UserError(
-                f"{', '.join(unsafe)} runs the code that a model writes: leave it out, or give --allow-code where it "
-                "can do no harm"
+                f"{', '.join(unsafe)}: these tasks execute code that the model generates\n"
+                "leave them out, or give --allow-code in a sandbox"
             )
-        caution(f"left out, as they run the code that a model writes: {', '.join(unsafe)} (--allow-code)")
+        caution(f"left out {', '.join(unsafe)}: they execute code that the model generates (--allow-code)")
         task_options = {name: options for name, options in task_options.items() if name not in unsafe}
     # Load tasks with their data, and report everything that is missing at once
     suite: list[Asked] = []
@@ -155,7 +155,7 @@ def _index(names: Iterable[str], include: Sequence[str]) -> Index:
     for name in names:
         if name not in index:
             similar = difflib.get_close_matches(name, [PAPER, *index], 3)
-            raise UserError(f"there is no task '{name}'" + (f"; nearest: {', '.join(similar)}" if similar else ""))
+            raise UserError(f"unknown task '{name}'" + (f"; similar names: {', '.join(similar)}" if similar else ""))
     return index
 
 
@@ -219,6 +219,6 @@ def _no_data(index: Index, missing: Mapping[str, OSError], number: int) -> UserE
     ]
     return UserError(
         f"no data for {len(missing)} of {number} tasks: {', '.join(sets)}\n"
-        "where there is a network: hf download --repo-type dataset ID --local-dir FOLDER/ID; here: --data-sets FOLDER\n"
-        f"of {next(iter(missing))}: {first_line(next(iter(missing.values())))}"
+        "on a machine with network access run hf download --repo-type dataset ID --local-dir FOLDER/ID, then give "
+        f"--data-sets FOLDER\nerror for {next(iter(missing))}: {first_line(next(iter(missing.values())))}"
     )

@@ -60,7 +60,7 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
         if cells[0][0] not in result.own[0].wholes:
             firsts.append(cells[0][1])
     if len(firsts) > 1:
-        rows.append((f"average of {len(firsts)}", "first of each", np.nan, *_mean(firsts, by_size=False)))
+        rows.append((f"average of {len(firsts)}", "first metric of each", np.nan, *_mean(firsts, by_size=False)))
     return pd.DataFrame(rows, columns=TASKS.header)
 
 
