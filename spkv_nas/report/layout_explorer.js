@@ -102,7 +102,7 @@ function startExplorer(explorer) {
   function drawDomains(signal, values, mask) { /* rounded to a percent, because the levels are not exact */
     const covered = values.slice(1).map(domainValues => 100 * coverageOf(domainValues, mask, signal));
     const shares = covered.map((share, domain) => [share, domain]).filter(([share]) => !Number.isNaN(share)).sort((first, second) => first[0] - second[0]);
-    const phrase = ([share, domain]) => "about " + share.toFixed(0) + " % in " + signal.domains[domain];
+    const phrase = ([share, domain]) => "about " + share.toFixed(0) + "\u00a0% in " + signal.domains[domain];
     const selected = shares.find(([, domain]) => domain === state.domain - 1);
     element("by-domain").textContent = selected ? phrase(selected) : shares.length > 1 ? phrase(shares[0]) + ", " + phrase(shares[shares.length - 1]) : "";
   }
