@@ -61,7 +61,7 @@ def test_error_bars_reach_one_standard_error() -> None:
 def test_labels_cover_no_mark_and_no_other_label() -> None:
     marks = [(100.0 + 3 * i, 100.0 + 2 * (i % 3)) for i in range(7)]
     boxes: list[Box] = [(x - 7, y - 9, x + 7, y + 9) for x, y in marks]
-    labels = place_labels(marks, ["strategy"] * 7, (0, 0, 400, 300), taken=boxes, letter=6.6, line=15)
+    labels = place_labels(marks, ["strategy"] * 7, (0, 0, 400, 300), occupied=boxes, letter=6.6, line=15)
     width, height = 8 * 6.6, 15
     left = [label.x - (width if label.anchor == "end" else 0) for label in labels]
     for i in range(7):
