@@ -81,9 +81,9 @@ def say(text: str) -> None:
     out.tell(text)
 
 
-def say_where(what: str, path: Path) -> None:
-    """Print the path of a result, never wrapped."""
-    out.print(Text.assemble(f"{what}: ", (str(path), "bold")), soft_wrap=True)
+def print_path(label: str, path: Path) -> None:
+    """Print the path of a result after its label, never wrapped."""
+    out.print(Text.assemble(f"{label}: ", (str(path), "bold")), soft_wrap=True)
 
 
 def caution(text: str) -> None:

@@ -18,7 +18,7 @@ from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import show_plan
 from spkv_nas.cli.completion import completion
-from spkv_nas.cli.present import present
+from spkv_nas.cli.present import print_results
 from spkv_nas.cli.screen import working
 from spkv_nas.stages.options import OnDevice, Trains
 from spkv_nas.stages.result import Results
@@ -87,7 +87,7 @@ def command(
                     results: Results | None = show_plan.dry_run(options, reporter)
                 else:
                     results = function(options, reporter)
-                code = 0 if results is None else present(results, as_json=as_json)
+                code = 0 if results is None else print_results(results, as_json=as_json)
             raise typer.Exit(code)
 
         # Give typer the signature that it reads the options from

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from spkv_nas.stages.commands import Suggestion
 
 
-def present(found: Results, *, as_json: bool) -> int:
+def print_results(output: Results, *, as_json: bool) -> int:
     """Print a command's results and return its exit code.
 
     Args:
-        found: one result, or an iterator of them, each printed as soon as it arrives.
+        output: one result, or an iterator of them, each printed as soon as it arrives.
         as_json: print all of them as one JSON document instead.
 
     Returns:
         The highest exit code of the results.
     """
     # Several results are the steps of one workflow: drop the suggestions in between
-    results = iter((found,)) if isinstance(found, Result) else (replace(result, next=()) for result in found)
+    results = iter((output,)) if isinstance(output, Result) else (replace(result, next=()) for result in output)
     documents: list[Any] = []
     code = 0
     for result in results:
@@ -40,7 +40,7 @@ def present(found: Results, *, as_json: bool) -> int:
             result.show(result.value)
             _suggest(result.next)
     if as_json:
-        printed = documents[0] if isinstance(found, Result) else documents
+        printed = documents[0] if isinstance(output, Result) else documents
         out.write(json.dumps(printed, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return code
 

@@ -27,25 +27,25 @@ from spkv_nas.training.recipe import Recipe
 _WRITING = (options.Measures, options.Trains)
 
 
-def check(given: object) -> None:
+def check(command_options: object) -> None:
     """Check the options of a command.
 
     Args:
-        given: the options dataclass of a command.
+        command_options: the options dataclass of a command.
 
     Raises:
         UserError: naming the option or the file that is wrong.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the stage reads the same files and warns then
-        for kind in reversed(type(given).__mro__):
+        for kind in reversed(type(command_options).__mro__):
             if kind in _CHECKS:
-                _CHECKS[kind](given)
-        check_command = getattr(sys.modules[type(given).__module__], "check", None)
+                _CHECKS[kind](command_options)
+        check_command = getattr(sys.modules[type(command_options).__module__], "check", None)
         if check_command is not None:
-            check_command(given)
-    if isinstance(given, _WRITING) and not getattr(given, "dry_run", False):
-        given.folders.check_writable()
+            check_command(command_options)
+    if isinstance(command_options, _WRITING) and not getattr(command_options, "dry_run", False):
+        command_options.folders.check_writable()
 
 
 def check_recipe(file: Path, dtype: str | None = None, *, needs_text: bool = True) -> Recipe:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.console import out
 from spkv_nas.cli import main
-from spkv_nas.cli.present import plain, present
+from spkv_nas.cli.present import plain, print_results
 from spkv_nas.cli.screen import working
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.cost.roofline import HARDWARE
@@ -271,14 +271,14 @@ class TestJson:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(out, "quiet", True)
-        present(Result({"a": 1}, print), as_json=True)
+        print_results(Result({"a": 1}, print), as_json=True)
         assert capsys.readouterr().out == ""
 
     def test_results_of_several_steps_are_one_document(self, capsys: pytest.CaptureFixture[str]) -> None:
         results = [Result({"step": number}, lambda value: print(value["step"])) for number in (1, 2)]
-        present(iter(results), as_json=True)
+        print_results(iter(results), as_json=True)
         assert json.loads(capsys.readouterr().out) == [{"step": 1}, {"step": 2}]
-        present(iter(results), as_json=False)
+        print_results(iter(results), as_json=False)
         assert capsys.readouterr().out == "1\n2\n"
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import caution, out, say_where
+from spkv_nas.base.console import caution, out, print_path
 from spkv_nas.base.units import format_microseconds
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def calibration(result: CalibrationResult) -> None:
         out.print(f"prefill: not measured beyond {last:,} tokens, where one call would take too long")
     if measured.is_disturbed:
         caution("longer contexts decoded faster than shorter ones: calibrate again when the machine is idle")
-    say_where("times", result.folder / "calibration.csv")
+    print_path("times", result.folder / "calibration.csv")
 
 
 def document(result: CalibrationResult) -> dict[str, Any]:

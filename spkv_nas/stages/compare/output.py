@@ -7,7 +7,7 @@ import math
 from rich.markup import escape
 from rich.table import Column, Table
 
-from spkv_nas.base.console import out, say, say_where
+from spkv_nas.base.console import out, print_path, say
 from spkv_nas.proposal.agreement import short_labels
 from spkv_nas.stages.compare.stage import AgreementResult
 
@@ -40,4 +40,4 @@ def show(result: AgreementResult) -> None:
     out.print(
         "transfer: coverage on one probe by the heads chosen on the other, relative to its best; the lower direction"
     )
-    say_where("agreement", result.figure or result.folder / "agreement.csv")
+    print_path("agreement", result.figure or result.folder / "agreement.csv")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spkv_nas.base.console import say_where
+from spkv_nas.base.console import print_path
 from spkv_nas.stages import planned_runs
 from spkv_nas.stages.init.stage import FirstRecipe
 
@@ -12,7 +12,7 @@ from spkv_nas.stages.init.stage import FirstRecipe
 def show(result: FirstRecipe) -> None:
     """Print the plan of a recipe's runs, and the recipe's path."""
     planned_runs.show(result.plan)
-    say_where("recipe", result.file)
+    print_path("recipe", result.file)
 
 
 def document(result: FirstRecipe) -> dict[str, Any]:

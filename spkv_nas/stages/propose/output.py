@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import caution, out, say, say_where
+from spkv_nas.base.console import caution, out, print_path, say
 from spkv_nas.base.units import format_bytes
 from spkv_nas.proposal.answer import random_spread
 from spkv_nas.proposal.stability import LEVEL
@@ -74,8 +74,8 @@ def show_budgets(result: BudgetsResult) -> None:
     out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if result.caution is not None:
         say(result.caution)
-    say_where("curve", result.figure or result.folder / "budgets.csv")
-    say_where("layouts", result.folder / "budgets")
+    print_path("curve", result.figure or result.folder / "budgets.csv")
+    print_path("layouts", result.folder / "budgets")
 
 
 def document(result: ProposalResult) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, say_where
+from spkv_nas.base.console import out, print_path
 from spkv_nas.stages.printing import about_errors, change
 from spkv_nas.stages.score.stage import ScoreResult
 
@@ -25,4 +25,4 @@ def show(result: ScoreResult) -> None:
         )
     out.print(grid)
     about_errors(result.num_documents, result.effective_documents)
-    say_where("scores", result.folder / "zero-shot.csv")
+    print_path("scores", result.folder / "zero-shot.csv")

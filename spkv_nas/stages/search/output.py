@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts.search_table import whole_scores
-from spkv_nas.base.console import out, say, say_where
+from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.statistics import effective_number
 from spkv_nas.evaluation.guidance import Reached, best_layouts, correlations, guidance
 from spkv_nas.evaluation.ranking import format_rank_correlation
@@ -50,7 +50,7 @@ def show(result: SearchResult) -> None:
     for pair, correlation in correlations(rows).items():
         if correlation is not None:
             out.print(f"rank correlation of {pair}: {format_rank_correlation(correlation)}")
-    say_where("search", result.folder / "search.csv")
+    print_path("search", result.folder / "search.csv")
 
 
 def _sentences(sampler: str, reached: Reached, quality: str) -> list[str]:

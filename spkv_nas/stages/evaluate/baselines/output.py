@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, say_where
+from spkv_nas.base.console import out, print_path
 from spkv_nas.stages.evaluate.baselines.stage import BaselinesResult
 from spkv_nas.stages.printing import about_errors, change
 
@@ -21,4 +21,4 @@ def show(result: BaselinesResult) -> None:
         grid.add_row(method, sinks, f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
     out.print(grid)
     about_errors(result.num_documents, result.effective_documents)
-    say_where("figure", result.folder / "baselines.png")
+    print_path("figure", result.folder / "baselines.png")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, say, say_where
+from spkv_nas.base.console import out, print_path, say
 from spkv_nas.stages.evaluate.cells import percent, say_sample_count, with_error
 from spkv_nas.stages.evaluate.longppl.stage import LongPPLResult
 from spkv_nas.stages.printing import change
@@ -32,5 +32,5 @@ def show(result: LongPPLResult) -> None:
     say_sample_count(result.rows["num_documents"], "documents")
     for domain, reason in result.withheld.items():
         say(f"{domain}: {reason}")
-    say_where("values", result.folder / "longppl.csv")
-    say_where("key tokens and NLL by text", result.samples)
+    print_path("values", result.folder / "longppl.csv")
+    print_path("key tokens and NLL by text", result.samples)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from spkv_nas.base.console import out, say_where
+from spkv_nas.base.console import out, print_path
 from spkv_nas.stages.evaluate.nll.stage import NLLResult, Pair
 from spkv_nas.stages.printing import about_errors, change
 
@@ -29,7 +29,7 @@ def show(result: NLLResult) -> None:
             f"difference {difference} %"
         )
         about_errors(nll.num_documents, nll.effective_documents)
-        say_where("table", result.folder / "evaluation.csv")
+        print_path("table", result.folder / "evaluation.csv")
 
 
 def document(result: NLLResult) -> dict[str, Any]:

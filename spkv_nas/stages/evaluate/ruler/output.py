@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, say_where
+from spkv_nas.base.console import out, print_path
 from spkv_nas.stages.evaluate.cells import percent, say_sample_count, with_error
 from spkv_nas.stages.evaluate.ruler.stage import RulerResult
 from spkv_nas.stages.printing import change
@@ -31,5 +31,5 @@ def show(result: RulerResult) -> None:
     out.print(grid)
     single_tasks = result.rows[~result.rows["task"].str.startswith("average")]
     say_sample_count(single_tasks["num_samples"], "samples per task")
-    say_where("scores", result.folder / "ruler.csv")
-    say_where("answers", result.samples)
+    print_path("scores", result.folder / "ruler.csv")
+    print_path("answers", result.samples)

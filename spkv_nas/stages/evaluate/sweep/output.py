@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, say_where
+from spkv_nas.base.console import out, print_path
 from spkv_nas.stages.evaluate.sweep.stage import SweepResult
 from spkv_nas.stages.printing import about_errors, change
 
@@ -22,7 +22,7 @@ def show(result: SweepResult) -> None:
         grid.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
     out.print(grid)
     about_errors(nll.num_documents, nll.effective_documents)
-    say_where("sweep", result.folder / "tau-sweep.png")
+    print_path("sweep", result.folder / "tau-sweep.png")
 
 
 def document(result: SweepResult) -> dict[str, Any]:

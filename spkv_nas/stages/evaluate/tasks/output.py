@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, say_where
+from spkv_nas.base.console import out, print_path
 from spkv_nas.stages.evaluate.cells import percent, say_sample_count, with_error
 from spkv_nas.stages.evaluate.tasks.stage import TasksResult
 from spkv_nas.stages.printing import change
@@ -31,5 +31,5 @@ def show(result: TasksResult) -> None:
         grid.add_row(*cells)
     out.print(grid)
     say_sample_count(result.rows["num_samples"], "samples per task")
-    say_where("values", result.folder / "tasks.csv")
-    say_where("samples", result.samples)
+    print_path("values", result.folder / "tasks.csv")
+    print_path("samples", result.samples)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, say_where
+from spkv_nas.base.console import out, print_path
 from spkv_nas.stages.printing import change
 
 if TYPE_CHECKING:
@@ -23,4 +23,4 @@ def ablations(result: AblationResult) -> None:
         density_change = f"{row.delta_density_percent:+.1f}" if row.Index else "-"
         grid.add_row(escape(row.name), f"{row.density_percent:.1f}", density_change, f"{row.nll:.4f}", nll_change)
     out.print(grid)
-    say_where("table", result.folder / "ablations.csv")
+    print_path("table", result.folder / "ablations.csv")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, say_where
+from spkv_nas.base.console import out, print_path
 
 if TYPE_CHECKING:
     from spkv_nas.stages.reproduce.ladder.stage import LadderResult
@@ -24,4 +24,4 @@ def ladder(result: LadderResult) -> None:
         flops = (row.attention_dense, row.attention_sparse, row.total_dense, row.total_sparse)
         grid.add_row(escape(row.name), f"{row.num_parameters / 1e6:,.4g}", *(f"{value / 1e9:,.4g}" for value in flops))
     out.print(grid)
-    say_where("ladder", result.figure or result.folder / "flops.csv")
+    print_path("ladder", result.figure or result.folder / "flops.csv")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from spkv_nas.base.console import out, say_where
+from spkv_nas.base.console import out, print_path
 
 if TYPE_CHECKING:
     from spkv_nas.stages.reproduce.palindrome.stage import PalindromeResult
@@ -20,4 +20,4 @@ def palindrome(result: PalindromeResult) -> None:
         gate_cells = (f"{row.hard_nll:.4f}", f"{row.mean_utility:.3f}") if has_gates else ("-", "-")
         grid.add_row(row.variant, f"{row.nll:.4f}", *gate_cells, f"{100 * row.density:.1f}", f"{row.seconds:.0f}")
     out.print(grid)
-    say_where("figure", result.folder / "palindrome.png")
+    print_path("figure", result.folder / "palindrome.png")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, say_where
+from spkv_nas.base.console import out, print_path
 
 if TYPE_CHECKING:
     from spkv_nas.stages.reproduce.scaling.stage import ScalingResult
@@ -17,7 +17,7 @@ def scaling(result: ScalingResult) -> None:
     """Print the fitted scaling laws and their predictions."""
     for law in result.laws:
         _law(result.name, law)
-    say_where("scaling", result.figure or result.folder / "scaling.yaml")
+    print_path("scaling", result.figure or result.folder / "scaling.yaml")
 
 
 def _law(name: str, law: dict[str, Any]) -> None:
