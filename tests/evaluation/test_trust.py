@@ -268,7 +268,7 @@ class TestCommand:
         embedded = {"model": "embedded:reference", "data": {"sources": ["stdlib"]}, "options": {"signal": "density"}}
         advice = recommend(workspace, replace(table, metadata=embedded), "25%")
         assert advice is not None
-        assert advice.reason.startswith("head gates choose the heads")
+        assert advice.reason.startswith("head gates are recommended for choosing the heads")
         assert advice.command == f"spkv-nas probe --signal head-gates --budget 25% --workspace {tmp_path}"
         for signal in ("head-gates", "duo", "opening"):
             assert recommend(workspace, replace(table, metadata={**embedded, "signal": signal})) is None
@@ -283,10 +283,10 @@ class TestCommand:
     ) -> None:
         main(["probe", *options, "--ablation-tokens", "0"])
         assert HeadScores.read(tmp_path / "w" / "probes" / "mine").gains is None
-        assert "trusted" not in capsys.readouterr().err
+        assert "validated" not in capsys.readouterr().err
         options[options.index("64")] = "6"
         main(["probe", *options])
-        assert "trusted was not measured: blocks of 6 tokens have no keys beyond" in capsys.readouterr().err
+        assert "the ranking was not validated: blocks of 6 tokens have no keys beyond" in capsys.readouterr().err
         assert HeadScores.read(tmp_path / "w" / "probes" / "mine").gains is None
         message = "--ablation-tokens does not apply to --signal duo; it applies to density"
         assert message in fails(capsys, "probe", *options, "--signal", "duo", "--ablation-tokens", "64")
