@@ -106,7 +106,7 @@ class Recorder(Reporter):
         self.cautioned(line)
 
 
-class Heard:
+class MessageLog:
     """Records the lines that work reports, and by title the values of its bars."""
 
     def __init__(self) -> None:

@@ -184,7 +184,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_a_layout_that_was_cut_off_is_not_one_made_by_hand(tmp_path: Path) -> None:
-    """Without its last lines it had another strategy, and nothing to check it with."""
+    """A truncated file had another strategy, and no hash to check."""
     file = tmp_path / "densest.yaml"
     Layout(("GL", "LG"), window=8, strategy="densest", provenance={"probe": "p"}).write(file)
     text = file.read_text()

@@ -52,14 +52,14 @@ def write_all(arena: Arena, folder: Path, **faults: int) -> tuple[subprocess.Com
     (folder / "folder" / "deep" / "file").touch()
     log = folder.with_suffix(".log")
     armed = Faults(folder, log=str(log), **faults).environment(arena.library)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", WRITERS, folder],
         env={**environment(), **armed},
         capture_output=True,
         text=True,
         check=False,
     )
-    return done, log
+    return completed, log
 
 
 def test_every_writer_is_seen(arena: Arena, tmp_path: Path) -> None:

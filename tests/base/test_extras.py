@@ -85,8 +85,8 @@ NEED = {
 def run(folder: Path, without: list[str], commands: list[str]) -> dict[str, tuple[int, str]]:
     """Return exit code and standard error of commands, in one process without the extras and workspace ``folder``."""
     arguments = [sys.executable, "-c", RUN, json.dumps([without, commands])]
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=True)
-    return {command: (code, errors) for command, (code, errors) in json.loads(done.stdout).items()}
+    completed = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=True)
+    return {command: (code, errors) for command, (code, errors) in json.loads(completed.stdout).items()}
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +163,8 @@ for needs in (lambda: spkv_nas.load("x"), *plots):
 
 def test_from_python() -> None:
     arguments = [sys.executable, "-c", IN_PYTHON, json.dumps([ALL, str(ROOT / "probes" / "stdlib-21x3")])]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=True)
-    assert [line.partition(" ")[2] for line in done.stdout.splitlines()] == ["is not installed"] * 3
+    completed = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=True)
+    assert [line.partition(" ")[2] for line in completed.stdout.splitlines()] == ["is not installed"] * 3
 
 
 def test_every_package_of_an_extra_is_known() -> None:

@@ -30,7 +30,7 @@ def test_a_list_that_stands_twice_can_be_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, "0x" + "f" * 5000, "0b" + "1" * 333, "1" + ":59" * 400])
 def test_a_number_of_thousands_of_digits_is_refused(number: str) -> None:
-    """YAML's hexadecimal ones were read, and whatever wrote or divided them later ended in an error of Python's."""
+    """YAML's hexadecimal numbers were read, and later caused a Python error when written or divided."""
     with pytest.raises(UserError, match="more than 100 digits"):
         parse_yaml(f"steps: {number}", "record x.yaml")
     if number.isdecimal():

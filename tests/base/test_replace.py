@@ -141,7 +141,7 @@ class TestRecords:
             read_record(tmp_path / "record.yaml", "record")
 
     def test_one_that_was_cut_off_is_not_one_without_hashes(self, tmp_path: Path) -> None:
-        """Its threshold and window were gone, and the hashes, which came last, with them."""
+        """A truncated record lost its threshold and window, and the hashes at its end."""
         write(tmp_path, "old")
         file = tmp_path / "table.yaml"
         text = file.read_text()
@@ -205,9 +205,11 @@ def test_a_signal_ends_a_command_with_one_line(name: str, code: int, tmp_path: P
         f"stage.show = lambda options: os.kill(os.getpid(), signal.{name})\n"
         "app.main(['layout', 'show', 'x.yaml'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert done.returncode == code
-    assert done.stderr == f"interrupted by {name}: run the same command again to resume\n"
+    completed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert completed.returncode == code
+    assert completed.stderr == f"interrupted by {name}: run the same command again to resume\n"
 
 
 def test_what_the_shell_ignores_stays_ignored() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import terminal
-from helpers import Heard, write_project
+from helpers import MessageLog, write_project
 from marks import slow_after
 from paths import ROOT
 from transformers.utils import logging
@@ -183,10 +183,10 @@ class TestReuse:
         assert "seed 0" not in output
 
     def test_nothing_is_said_where_all_had_to_be_done(self) -> None:
-        heard = Heard()
-        heard.reporter.reused(0, 9, "runs")
-        heard.reporter.reused(1, 9, "runs")
-        assert heard.announced == ["reused 1 of 9 runs"]
+        messages = MessageLog()
+        messages.reporter.reused(0, 9, "runs")
+        messages.reporter.reused(1, 9, "runs")
+        assert messages.announced == ["reused 1 of 9 runs"]
 
 
 def dense(workspace: Path) -> str:
@@ -287,7 +287,7 @@ class TestCompletion:
         """Return the completions that bash offers for the last word of a line, where torch cannot be loaded."""
         (folder / "torch.py").write_text("raise SystemExit('torch was loaded')\n")
         last = str(line.count(" "))
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", "import sys; sys.argv[0] = 'spkv-nas'; from spkv_nas.cli import main; main()"],
             env={
                 **os.environ,
@@ -301,8 +301,8 @@ class TestCompletion:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout.split()
 
     def test_names_of_the_workspace(self, tmp_path: Path) -> None:
         for name in ("mine", "mine-duo", "other"):

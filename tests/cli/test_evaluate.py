@@ -70,8 +70,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_an_installed_evaluation_is_listed_and_runs(plugin: None, capsys: pytest.CaptureFixture[str]) -> None:
     main(["evaluate", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "parameters Count the parameters of a checkpoint." in shown
+    output = " ".join(capsys.readouterr().out.split())
+    assert "parameters Count the parameters of a checkpoint." in output
     main(["evaluate", "parameters", "--unit", "1000", "--json", "-q"])
     assert json.loads(capsys.readouterr().out)["parameters"] > 100
     assert "--unit must be positive" in fails(capsys, "evaluate", "parameters", "--unit", "0")
@@ -80,9 +80,9 @@ def test_an_installed_evaluation_is_listed_and_runs(plugin: None, capsys: pytest
 
 def test_help_lists_the_evaluations_and_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     main(["evaluate", "-h"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert all(f" {name} " in shown for name in EVALUATIONS.names)
-    assert "Without a subcommand, runs evaluate nll." in shown
+    output = " ".join(capsys.readouterr().out.split())
+    assert all(f" {name} " in output for name in EVALUATIONS.names)
+    assert "Without a subcommand, runs evaluate nll." in output
 
 
 @pytest.mark.parametrize("options", [[], ["--max-tokens", "1024"]])

@@ -39,8 +39,8 @@ def test_whatever_ends_a_command_is_explained(
     with pytest.raises(SystemExit) as exit_:
         main(["probe"])
     assert exit_.value.code == code
-    shown = capsys.readouterr().err
-    assert shown.startswith("error: ")
-    assert "Traceback" not in shown
+    output = capsys.readouterr().err
+    assert output.startswith("error: ")
+    assert "Traceback" not in output
     with pytest.raises(type(error)):
         main(["--debug", "probe"])

@@ -282,8 +282,8 @@ class TestCommands:
 
     def test_measure_then_cost(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.calibrate(tmp_path, "--batch", "2")
-        shown = " ".join(capsys.readouterr().out.split())
-        assert "8 query heads, 2 KV heads of size 8, window 8, measured on" in shown
+        output = " ".join(capsys.readouterr().out.split())
+        assert "8 query heads, 2 KV heads of size 8, window 8, measured on" in output
         folder = tmp_path / "reports" / "micro-3"
         assert {path.name for path in folder.glob("[!.]*")} == {"calibration.csv", "calibration.yaml"}
         written = yaml.safe_load((folder / "calibration.yaml").read_text())
@@ -291,10 +291,10 @@ class TestCommands:
         assert {"torch", "commit"} <= set(written["environment"])
         assert all(written[key] for key in ("hardware", "num_threads"))
         Layout(("GL", "LL", "LL", "GG"), window=8, strategy="mine").write(tmp_path / "mine.yaml")
-        shown, remarks = self.cost(
+        output, remarks = self.cost(
             capsys, tmp_path, "--context=64", f"--layout={tmp_path / 'mine.yaml'}", "--density=0.5", "--window=8"
         )
-        assert "times: attention of all layers, measured on" in shown
+        assert "times: attention of all layers, measured on" in output
         assert not remarks
 
     def test_rows_say_what_the_calibration_says(self, tmp_path: Path) -> None:

@@ -117,16 +117,16 @@ class TestCostCommand:
                 str(tmp_path),
             ]
         )
-        shown = capsys.readouterr().out
-        assert "1,053 M parameters" in shown
+        output = capsys.readouterr().out
+        assert "1,053 M parameters" in output
         for number in ("32,256", "4,032.00", "10.57", "12.68", "9,216", "1,154.81", "6,451", "809.55"):
-            assert f" {number} " in shown
+            assert f" {number} " in output
         assert not (tmp_path / "reports").exists()
 
     def test_the_ladder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["reproduce", "ladder", "--density", "0.2", "--workspace", str(tmp_path)])
-        shown = capsys.readouterr().out
-        assert all(f" {number} " in shown for number in ("10.57", "2.114", "12.68", "4.22"))
+        output = capsys.readouterr().out
+        assert all(f" {number} " in output for number in ("10.57", "2.114", "12.68", "4.22"))
         folder = tmp_path / "reports" / "paper"
         assert {p.name for p in folder.iterdir()} == {"flops.csv", "flops.png", "flops.svg"}
         rows = pd.read_csv(folder / "flops.csv").set_index("name")

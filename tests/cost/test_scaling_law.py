@@ -94,11 +94,11 @@ class TestScalingCommand:
 
     def test_the_papers_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["reproduce", "scaling", "--workspace", str(tmp_path)])
-        shown = " ".join(capsys.readouterr().out.split())
-        assert "R² 0.99968 over 11 runs" in shown
-        assert "held out: level-13 predicted 1.9365" in shown
-        assert "is 1.9500 (-0.69 %)" in shown
-        assert "level-10 predicted 2.1437, is 2.1400 (+0.17 %)" in shown
+        output = " ".join(capsys.readouterr().out.split())
+        assert "R² 0.99968 over 11 runs" in output
+        assert "held out: level-13 predicted 1.9365" in output
+        assert "is 1.9500 (-0.69 %)" in output
+        assert "level-10 predicted 2.1437, is 2.1400 (+0.17 %)" in output
         folder = tmp_path / "reports" / "paper"
         assert {p.name for p in folder.glob("[!.]*")} == {"scaling.yaml", "scaling.png", "scaling.svg"}
         written = yaml.safe_load((folder / "scaling.yaml").read_text())
@@ -125,7 +125,7 @@ class TestScalingCommand:
         assert sorted(entry.split(":")[0] for entry in legend) == ["95% interval of one run", "dense", "sp-kv"]
 
     def test_what_a_file_leaves_out(self, tmp_path: Path) -> None:
-        """Runs are named by their rows, blank lines count as lines, and columns of one's own are left out."""
+        """Runs are named after their rows, blank lines count as lines, and unknown columns are ignored."""
         path = tmp_path / "runs.csv"
         path.write_text("nll,gpu,train_flops\n\n2.5,a,1e19\n3.0,b,1e18\n")
         runs = read_runs(path)

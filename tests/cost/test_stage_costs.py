@@ -38,7 +38,7 @@ FULL_BLOCKS = {"block_size": 512, "batch_size": 8}
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_real_model_on_the_device_meta(name: str) -> None:
-    """Its parameters as they are counted and as published; gates and then a layout on it. Nothing is loaded."""
+    """Parameters equal those counted and published; gates and a layout are added without loading weights."""
     model = on_meta(published(name))
     size = model_size(model)
     assert size.num_parameters == sum(parameter.numel() for parameter in model.parameters())

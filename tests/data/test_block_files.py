@@ -160,7 +160,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 
 class TestRestart:
-    """Killed at any document, the next start takes up what is there and ends with the same files."""
+    """After a kill at any document, the next start resumes and ends with the same files."""
 
     def contents(self, folder: Path) -> dict[str, bytes]:
         files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name[0] != ".")

@@ -184,7 +184,7 @@ class TestTraining:
         assert load_corpus(plain, recipe_file.parent, tmp_path / "runs").text == mixed_corpus.text
 
     def test_other_essays_are_another_text(self, mixed: Recipe, recipe_file: Path, tmp_path: Path) -> None:
-        """A run that was begun on the first would otherwise go on with the second."""
+        """Otherwise a run started on the first text would resume on the second."""
         essays = recipe_file.parent / "essays.txt"
         recipe = Recipe(**merged(mixed.model_dump(), {"data": {"mix": {"ruler": {"haystack": ["essays.txt"]}}}}))
         result = set()

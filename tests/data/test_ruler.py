@@ -85,7 +85,7 @@ def samples(task: str, length: int, number: int, *where: object) -> list[Sample]
 def test_it_fills_the_length_and_never_more(
     task: str, length: int, tokenizer: PreTrainedTokenizerBase, material: Material
 ) -> None:
-    """To 97 %, or where a unit is larger than the rest, such as two UUIDs of 512 tokens, to less than one more."""
+    """At least 97 % is filled, or all but less than one unit where units are large, such as two UUIDs of 512 tokens."""
     for sample in samples(task, length, 1 if length > 1024 else 5, tokenizer, material):
         assert sample.num_tokens == len(tokenizer(sample.text, verbose=False)["input_ids"])
         used = sample.num_tokens + sample.new_tokens

@@ -317,7 +317,7 @@ class TestCommand:
     def test_one_method_alone(
         self, dense: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """With nothing beside it no row has a threshold, which could not be printed."""
+        """A single method has no thresholds, which could not be printed."""
         options = ["--model", dense, "--data", text, "--block-size", BLOCK, "--methods", "streaming", "--sinks", "0,2"]
         main(["evaluate", "baselines", *map(str, options), "--protocol", "kvpress", "-w", str(tmp_path / "w")])
         assert "│ streaming │ 2 " in " ".join(capsys.readouterr().out.replace("│", " │ ").split())

@@ -130,7 +130,7 @@ class TestRace:
             assert (score.num_tokens, score.stopped) == (text.tokens.size, False)
 
     def test_what_is_behind_is_stopped_and_estimated(self, race: Race) -> None:
-        """At once, after the second lap, or never."""
+        """Layouts stop at once, after the second stage, or never."""
         rival, *others = LAYOUTS
         losses = [(-8, -8, -8), (0, 0, 0), (4, 4), (-2, 10), (-4, -4, -4)]
         for layout, some in zip([None, *LAYOUTS], losses, strict=True):

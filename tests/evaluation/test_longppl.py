@@ -231,9 +231,9 @@ class TestCommand:
         command = ["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), *self.ANY, *others]
         command += ["-w", str(workspace)]
         main(command)
-        shown = " ".join(capsys.readouterr().out.split())
-        assert "LongPPL" in shown
-        assert "longppl.csv" in shown
+        output = " ".join(capsys.readouterr().out.split())
+        assert "LongPPL" in output
+        assert "longppl.csv" in output
         folder = workspace / "reports" / "mine"
         rows = pd.read_csv(folder / "longppl.csv")
         assert list(rows.columns) == LONGPPL.header

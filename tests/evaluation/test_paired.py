@@ -24,7 +24,7 @@ def documents(rng: np.random.Generator, number: int, spread: float) -> DocumentN
 
 
 def test_the_error_is_that_of_leaving_out_a_document() -> None:
-    """At the linear order of the ratio, against the ratios themselves with each document left out."""
+    """Compare the linearised ratio with a jackknife over documents."""
     rng = np.random.default_rng(0)
     base = documents(rng, 30, 0.2)
     candidate = DocumentNLL(base.total * (1.2 + 0.05 * rng.normal(size=30)), base.num_tokens)

@@ -208,9 +208,9 @@ class TestCommand:
         options = ["--model", checkpoint, "--lengths", "512,600", "--tasks", "vt", "--samples", 2]
         command = ["evaluate", "ruler", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(workspace)]
         main(command)
-        shown = " ".join(capsys.readouterr().out.split())
-        assert "average of 1" in shown
-        assert "ruler.csv" in shown
+        output = " ".join(capsys.readouterr().out.split())
+        assert "average of 1" in output
+        assert "ruler.csv" in output
         folder = workspace / "reports" / "mine"
         rows = pd.read_csv(folder / "ruler.csv")
         assert list(rows.columns) == RULER.header

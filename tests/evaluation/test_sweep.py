@@ -126,9 +126,9 @@ class TestCommand:
         workspace = tmp_path / "w"
         options = ["--model", str(checkpoint), "--data", str(text), "--block-size", str(BLOCK)]
         main(["evaluate", "sweep", *options, "--taus", "0.1..0.9", "--num-taus", "3", "--workspace", str(workspace)])
-        shown = capsys.readouterr().out
-        assert "open" in shown
-        assert "tau-sweep.png" in shown.replace("\n", "")
+        output = capsys.readouterr().out
+        assert "open" in output
+        assert "tau-sweep.png" in output.replace("\n", "")
         folder = workspace / "reports" / "mine"
         assert {p.name for p in folder.glob("[!.]*")} == {f"tau-sweep.{kind}" for kind in ("csv", "yaml", "png", "svg")}
         rows = pd.read_csv(folder / "tau-sweep.csv")
@@ -159,8 +159,8 @@ class TestCommand:
             main(["evaluate", *options, *extra, "--workspace", str(tmp_path / "w")])
             expected = evaluate(model, blocks, tau)
             assert expected.density is not None
-            shown = " ".join(capsys.readouterr().out.split())
-            assert f"NLL {expected.nll.mean:.4f}, density {100 * expected.density:.1f} % at tau {tau}; 93" in shown
+            output = " ".join(capsys.readouterr().out.split())
+            assert f"NLL {expected.nll.mean:.4f}, density {100 * expected.density:.1f} % at tau {tau}; 93" in output
         assert [path.name for path in (tmp_path / "w").iterdir()] == ["runs"]
         assert [path.name for path in (tmp_path / "w" / "runs" / "mine").iterdir()] == ["blocks"]
         help_text = " ".join((NLL.run.__doc__ or "").split())
@@ -182,8 +182,8 @@ class TestCommand:
         blocks = build_blocks(documents([str(text)], Path()), tiny_tokenizer, BLOCK)
         options = ["--model", tmp_path / kind, "--data", text, "--block-size", BLOCK, "--workspace", tmp_path / "w"]
         main(["evaluate", *map(str, options)])
-        shown = " ".join(capsys.readouterr().out.split())
-        assert f"{kind}: NLL {document_nll(model, blocks).mean:.4f}; " in shown
+        output = " ".join(capsys.readouterr().out.split())
+        assert f"{kind}: NLL {document_nll(model, blocks).mean:.4f}; " in output
         assert "no gates" in fails(capsys, "evaluate", *options, "--tau", "0.5")
         assert "no gates" in fails(capsys, "evaluate", "sweep", *options, "--taus", "0.1..0.9")
 

@@ -263,7 +263,7 @@ class TestCommand:
         assert expected.sentence() in document["sentences"]
 
     def test_the_recommended_signal_is_named(self, tmp_path: Path) -> None:
-        """In place of densities that were probed; of other signals the study says less."""
+        """It is recommended instead of probed densities; the study says less about other signals."""
         table, workspace = make_table([[0.5, 0.4]]), Workspace(tmp_path)
         embedded = {"model": "embedded:reference", "data": {"sources": ["stdlib"]}, "options": {"signal": "density"}}
         advice = recommend(workspace, replace(table, metadata=embedded), "25%")

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from helpers import BLOCK, Heard, fails, gated, tiny_model
+from helpers import BLOCK, MessageLog, fails, gated, tiny_model
 from scipy.stats import spearmanr
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -124,9 +124,9 @@ class TestScores:
         assert all(same(*pair) for pair in zip(scores, expected, strict=True))
 
     def test_progress_counts_what_is_run(self, blocks: TokenBlocks) -> None:
-        heard = Heard()
-        zero_shot(tiny_model(vocab_size=300), LAYOUTS[:2], blocks, batch_size=6, reporter=heard.reporter)
-        assert heard.bars == {"zero-shot scoring": [(6, 18), (12, 18), (15, 18), (18, 18)]}
+        messages = MessageLog()
+        zero_shot(tiny_model(vocab_size=300), LAYOUTS[:2], blocks, batch_size=6, reporter=messages.reporter)
+        assert messages.bars == {"zero-shot scoring": [(6, 18), (12, 18), (15, 18), (18, 18)]}
 
 
 def test_full_attention_lifts_gates_and_windows(blocks: TokenBlocks) -> None:
@@ -149,10 +149,10 @@ class TestCache:
         assert {p.stem for p in tmp_path.iterdir()} == {"full-attention", *(x.content_hash for x in LAYOUTS[:3])}
         with monkeypatch.context() as patch:
             patch.setattr("spkv_nas.evaluation.zero_shot.score_windows", lambda *_, **__: pytest.fail("computed again"))
-            heard = Heard()
+            messages = MessageLog()
             layouts = [LAYOUTS[2], None, LAYOUTS[0]]
-            again = zero_shot(model, layouts, blocks, cache=tmp_path, reporter=heard.reporter)
-        assert heard.announced == ["reused 3 of 3 zero-shot scores"]
+            again = zero_shot(model, layouts, blocks, cache=tmp_path, reporter=messages.reporter)
+        assert messages.announced == ["reused 3 of 3 zero-shot scores"]
         assert all(same(*pair) for pair in zip(again, (first[3], first[0], first[1]), strict=True))
         (tmp_path / f"{LAYOUTS[1].content_hash}.npz").write_bytes(b"PK torn")
         mended = zero_shot(model, LAYOUTS[1:2], blocks, cache=tmp_path)

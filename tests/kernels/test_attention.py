@@ -139,7 +139,7 @@ def test_a_gate_without_gradient_gets_none() -> None:
 
 @pytest.mark.parametrize("window", [20, 100])
 def test_a_utility_of_exactly_zero(window: int) -> None:
-    """Its logarithm is -inf, which times a gradient of zero was NaN."""
+    """The logarithm is -inf, which times a gradient of zero was NaN."""
     tensors = inputs((1, 4, 2, 100, 16), "soft")
     assert tensors["log_utility"] is not None
     tensors["log_utility"][:, :, ::3] = -torch.inf

@@ -64,7 +64,7 @@ def test_a_utility_of_exactly_zero() -> None:
 
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_half_precision_loses_its_own_rounding_only(gate: str) -> None:
-    """Not bfloat16: the interpreter's products of it are wrong; on a GPU ``test_real_sizes`` covers it."""
+    """The interpreter's bfloat16 products are wrong; ``test_real_sizes`` covers bfloat16 on a GPU."""
     tensors = {
         name: x.half().double() if x is not None and x.is_floating_point() and name != "log_utility" else x
         for name, x in inputs((1, 4, 2, 130, 16), gate).items()
@@ -219,9 +219,9 @@ class TestAheadOfTime:
         command = [sys.executable, str(BENCHMARKS / "resources.py"), "--json", "--arch", str(arch), "--mode", *modes]
         command += options.split()
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert completed.returncode == 0, completed.stderr
+        rows = [json.loads(line) for line in completed.stdout.splitlines()]
         cases = 1 if options else 2 * 3  # two dtypes, three sizes
         assert len(rows) == cases * (3 * len(modes) + 1), "three kernels a mode, and far keys"
         for row in rows:

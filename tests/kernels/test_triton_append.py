@@ -119,7 +119,7 @@ class TestAppend:
         assert cache.used_pages == 48 / 2, "none for the tokens of a sequence that is gone"
 
     def test_up_to_the_last_page(self) -> None:
-        """The kernel's cache is full at the same token as torch's, and goes on once a sequence is gone."""
+        """The kernel's cache is full at the same token as torch's, and works again once a sequence is freed."""
         actual, expected = (PagedKVCache(2, 2, 4, window=3, page_size=2, max_pages=9, device=DEVICE) for _ in range(2))
         generator = torch.Generator().manual_seed(0)
         for _ in range(100):

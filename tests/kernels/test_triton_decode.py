@@ -56,7 +56,7 @@ CASES = [  # G, D, page size, window, dtype
 
 @pytest.mark.parametrize(("group", "size", "page_size", "window", "dtype"), CASES)
 def test_agrees_with_the_oracle(group: int, size: int, page_size: int, window: int, dtype: torch.dtype) -> None:
-    """Not bfloat16: the interpreter's products of it are wrong; on a GPU ``test_real_sizes`` covers it."""
+    """The interpreter's bfloat16 products are wrong; ``test_real_sizes`` covers bfloat16 on a GPU."""
     cache = filled_cache([1, 13, 20, 200], size, dtype=dtype, window=window, page_size=page_size)
     limit = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     check(normal(4, 3 * group, size, dtype=dtype), cache, limit)
@@ -184,9 +184,9 @@ def test_every_default_compiles_without_a_spill(options: str, cases: int) -> Non
         "append",
     ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert completed.returncode == 0, completed.stderr
+    rows = [json.loads(line) for line in completed.stdout.splitlines()]
     assert len(rows) == cases * 3, "three kernels"
     for row in rows:
         assert row["spilled"] == 0, row

@@ -54,9 +54,9 @@ def model_type(folder: Path) -> str:
 
 def refused_by_plain_transformers(*folders: Path) -> None:
     """Check, in a fresh process, that Auto classes refuse the type, and the family's classes the number of layers."""
-    done = subprocess.run([sys.executable, "-c", PLAIN, *map(str, folders)], capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, "-c", PLAIN, *map(str, folders)], capture_output=True, text=True)
+    lines = completed.stdout.splitlines()
+    assert completed.returncode == 0, completed.stderr
     assert len(lines) == 3 * len(folders)
     for line in lines:
         assert line.startswith("refused"), line
@@ -90,7 +90,7 @@ def test_without_gates_and_layout_it_is_saved_as_before(make: object, tokens: Te
 
 @pytest.mark.parametrize("make", [hybrid, gated])
 def test_an_earlier_version_saved_the_familys_type(make: object, tokens: Tensor, tmp_path: Path) -> None:
-    """Its checkpoints load as what they are by the Auto class too, and are saved anew under our type."""
+    """Such checkpoints load correctly, by the Auto class too, and are saved again under the custom type."""
     model = make()  # type: ignore[operator]
     expected = logits(model, tokens)
     set_own_type(model.config, False)

@@ -194,7 +194,7 @@ class TestRefused:
             generate(model, *prompts(), past_key_values=SPKVCache(model))
 
     def test_more_tokens_than_the_models_own_window(self) -> None:
-        """With a cache, gates used to reach beyond it, which whole passes refuse."""
+        """Cached gates used to reach beyond the model's window, which whole passes refuse."""
         model = tiny_model("mistral", sliding_window=10)
         attach_gates(model, GateConfig(window=6), seed=0)
         model.generation_config.eos_token_id = None

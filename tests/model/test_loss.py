@@ -103,7 +103,7 @@ class TestHeads:
             assert_equal(gradients(model, mean_nll(model, tokens)), theirs)
 
     def test_divergence(self, head: str, tokens: Tensor) -> None:
-        """From the predictions with another second layer."""
+        """The divergence is from the predictions of a model with another second layer."""
         model = self.model(head)
         attention = model.get_decoder().layers[1].self_attn
         attention.register_forward_hook(lambda _m, _i, output: (output[0] * scale, *output[1:]))

@@ -29,7 +29,7 @@ def gated(**options: Any) -> PreTrainedModel:
 
 class TestBenefits:
     def test_a_price_of_the_benefit_stops_a_gate(self, tokens: Tensor) -> None:
-        """At a price that is a head's benefit, the gradient of its bias is zero: the definition of the unit."""
+        """A price equal to a head's benefit makes the gradient of its bias zero, which defines the unit."""
         model = gated(init_scale=0.0, bias=0.3)
         set_gate_mode(model, "soft")
         watch = KeyBenefitEstimator(model)

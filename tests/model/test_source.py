@@ -146,7 +146,7 @@ def test_results_name_the_commit(repository: Repository, text: Path, tmp_path: P
 def test_a_recipe_starts_from_a_revision(
     repository: Repository, recipe: Recipe, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """Its branches are others than those of another revision, and say which it was."""
+    """Branches differ between revisions, and record theirs."""
     folders, variant = [], Variant.full_attention()
     for revision, commit in (("v1", OLD), ("main", NEW)):
         model = ModelConfig(path=f"{repository.name}@{revision}")

@@ -103,7 +103,7 @@ class TestExport:
 
     @pytest.mark.usefixtures("unchecked")
     def test_a_model_beyond_memory(self, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its weights stay in their files; but a config that asks for more than these hold is refused as before."""
+        """Weights stay in their files; a config larger than these files is still refused."""
         model, _ = load(dense)
         enough = max(4 * sum(p.numel() for p in part.parameters()) for part in verify_export.parts(model))
         monkeypatch.setattr("spkv_nas.base.memory.available_bytes", lambda *_: enough)

@@ -61,7 +61,7 @@ class TestOneRule:
         assert spkv_nas.head_gates(tiny_model(vocab_size=300), blocks, steps=2).window == 8
 
     def test_a_hybrid_keeps_its_window(self, blocks: TokenBlocks) -> None:
-        """Also one whose other layers are local by design, to fewer keys."""
+        """Also if its other layers are local by design, with fewer keys."""
         from spkv_nas.model.windows import default_window
 
         for family in ("llama", "gemma3_text"):

@@ -60,7 +60,7 @@ def output(installed: Path, *words: str | Path) -> str:
 def test_the_command_line_takes_a_signal_of_a_package(
     installed: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """From --help to the report, which shows the table where the package is no longer installed too."""
+    """Run --help up to the report, which also shows the table once the package is no longer installed."""
     model, text = tiny_model(vocab_size=300), tmp_path / "text.txt"
     save(model, tiny_tokenizer, tmp_path / "mine")
     text.write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))

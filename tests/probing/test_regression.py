@@ -120,7 +120,7 @@ class TestTable:
         assert np.isfinite(table.standard_error).all()
 
     def test_scores_that_are_there_count(self, blocks: TokenBlocks, tmp_path: Path) -> None:
-        """Those of the same window and budget, whoever asked for them; the second time there is nothing to run."""
+        """Existing scores of the same window and budget are reused; a second run computes nothing."""
         model = loud()
         masks = [np.arange(8).reshape(4, 2) % 8 < 3, np.arange(8).reshape(4, 2) > 4, np.arange(8).reshape(4, 2) > 5]
         others = [Layout.from_mask(mask, window=WINDOW) for mask in masks]

@@ -61,7 +61,7 @@ class TestAttentionMass:
     def test_is_the_mass_of_the_full_softmax_outside_the_window(
         self, family: str, sinks: int, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In small chunks of queries; a Gemma's own local layers, of 4 keys, have one key outside a window of 3."""
+        """Queries are chunked; a Gemma's local layers, of 4 keys, have one key outside a window of 3."""
         window = 3 if family == "gemma3_text" else WINDOW
         monkeypatch.setattr(heads, "_CHUNK_BYTES", 1)
         monkeypatch.setattr(heads, "_CHUNK_ROWS", 7)
@@ -89,7 +89,7 @@ class TestAttentionMass:
         assert (table.signal, table.window, table.tau) == ("attention-mass", window, 0.5)
 
     def test_gates_and_windows_do_not_count(self, blocks: TokenBlocks) -> None:
-        """It is the model's own attention that is measured; gates and layout are there again afterwards."""
+        """The model's original attention is measured; gates and layout are restored afterwards."""
         expected = attention_mass(tiny_model(vocab_size=300), blocks, WINDOW).density
         hybrid = tiny_model(vocab_size=300)
         apply_layout(hybrid, Layout(("LL",) * 4, window=3))
@@ -214,7 +214,7 @@ class TestDuo:
         assert self.value(torch.ones(4, 2)) == 0.0
 
     def test_sinks_are_visible_to_local_heads(self) -> None:
-        """With as many sinks as make every key visible the mixture is full attention at any alpha."""
+        """Enough sinks to make every key visible turn the mixture into full attention at any alpha."""
         assert self.value(torch.zeros(4, 2), LENGTH) == pytest.approx(0.0, abs=1e-12)
         assert 0.0 < self.value(torch.zeros(4, 2), 3) != self.value(torch.zeros(4, 2))
 

@@ -191,7 +191,7 @@ def test_one_of_several_processes(recipe: Recipe, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.filterwarnings("ignore:out of memory for")
 @pytest.mark.parametrize("fitting", slow_after(1, [0, 1]), ids=["first pass", "second pass"])
 def test_gates_learn_alike(fitting: int, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where some passes of a step have left their gradients."""
+    """Also if some passes of a step have left gradients."""
     config = GateConfig(window=4, hidden_size=8, target_density=0.3)
     monkeypatch.setattr(priced, "passes", lambda *_: (3, False))
 

@@ -108,7 +108,7 @@ class TestExport:
     def test_a_layerwise_hybrid_loads_with_plain_transformers(
         self, tmp_path: Path, tiny_tokenizer: object, tokens: torch.Tensor
     ) -> None:
-        """In a process that never imports spkv_nas: the same logits, and the same greedy text with a cache."""
+        """A process that never imports spkv_nas computes the same logits, and the same greedy text with a cache."""
         model = tiny_model()
         save(model, tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
         self.layerwise.write(tmp_path / "layout.yaml")
@@ -138,8 +138,8 @@ text = model.generate(expected["tokens"], max_new_tokens=12, do_sample=False, pa
 assert torch.equal(text, expected["text"])
 assert not [m for m in sys.modules if m.startswith(("spkv_nas", "spkv_kernels"))]
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert completed.returncode == 0, completed.stderr
 
     def test_a_mixed_layout_says_that_it_has_no_native_form(
         self, tmp_path: Path, tiny_tokenizer: object, tokens: torch.Tensor, capsys: pytest.CaptureFixture[str]
@@ -264,7 +264,7 @@ class TestBadInput:
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Training asked for CUDA went on without a word on the CPU."""
+        """Training on a missing CUDA device silently continued on the CPU."""
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         message = fails(capsys, "train", recipe_file, "--workspace", workspace, "--device", "cuda")
         assert "no CUDA device is available" in message

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import Heard, make_table
+from helpers import MessageLog, make_table
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
@@ -95,7 +95,7 @@ def _quietly(workspace: Workspace, budget: int) -> None:
     from spkv_nas.stages.propose.command import ProposeOptions
     from spkv_nas.stages.propose.stage import propose as stage
 
-    stage(ProposeOptions(probe="mine", budget=budget, workspace=workspace.root), Heard().reporter)
+    stage(ProposeOptions(probe="mine", budget=budget, workspace=workspace.root), MessageLog().reporter)
 
 
 def test_a_comparison_names_the_one_that_it_replaces(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -301,7 +301,7 @@ class TestCommands:
         ]
 
     def test_show_with_coverage(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """At the threshold that the layout was proposed at, so that it is the coverage of its provenance."""
+        """Coverage at the proposal's threshold equals that of the layout's provenance."""
         shutil.copytree(ROOT / "probes" / "stdlib-21x3", tmp_path / "probes" / "stdlib-21x3")
         options = ("--probe", "stdlib-21x3", "--workspace", tmp_path)
         run(capsys, "propose", "--budget", 18, "--tau", 0.3, *options)

@@ -259,7 +259,7 @@ class TestProposal:
         assert other.table(bare) is bare  # knows no other threshold
 
     def test_different_thresholds_are_warned_of(self, tmp_path: Path) -> None:
-        """They were counted at the probe's own threshold, and nothing said so."""
+        """Heads were counted at the probe's threshold without a warning."""
         table = histogram_table()
         mine = Layout(("GL", "LL", "LL"), 32, "mine", {"tau": 0.8})
         proposal = Proposal.read(write_layouts(tmp_path, {**propose(table.at_tau(0.7), 2), "mine": mine}))

@@ -139,7 +139,7 @@ def test_what_cannot_be_told_apart_is_tagged(folder: Path) -> None:
 
 
 def test_sp_kv_competes_at_its_density(folder: Path) -> None:
-    """Within a point of what was asked for, it is a rival of the rules."""
+    """Within a percentage point of the target density it competes with the rules."""
     result = BASELINES.read(folder)
     assert result is not None
     rows, origin = result

@@ -69,7 +69,7 @@ def watched(workspace: Path, steps: Iterator[Callable[[], None]]) -> list[str]:
 def test_scores_of_a_search_are_shown_as_they_come(
     workspace: Path, drawn: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No picture is drawn again for them; a search that was killed is not said to be at work."""
+    """No picture is drawn again for them; a killed search is not shown as running."""
     folder = workspace / "runs/mine/search"
 
     def study(name: str, **settings: Any) -> Queue:

@@ -78,7 +78,7 @@ def test_page_file_and_command_have_one_coverage(
 
 
 def test_files_of_every_budget_are_those_of_propose(open_page: Any, workspace: Path) -> None:
-    """At some thresholds: among so many hashes are such as YAML must quote."""
+    """Several thresholds are compared: some of the many hashes must be quoted in YAML."""
     table = HeadScores.read(workspace / "probes/stdlib-21x3")
     for tau in (0.05, 0.5, 0.65, 0.95):
         texts = open_page(f"#budget=1&tau={tau:g}").evaluate(ALL_FILES)
@@ -203,7 +203,7 @@ def test_a_link_shows_the_same(open_page: Any) -> None:
 
 
 def test_a_watched_page_is_loaded_again_as_it_is_now(open_page: Any, tmp_path: Path) -> None:
-    """At once after the slider has moved, when the address does not say so yet."""
+    """The page reloads right after the slider has moved, before the address is updated."""
     table = make_domain_table()
     layouts = propose(table, 4, num_random=0)
     write_report(tmp_path, ReportInputs(table, layouts), written=datetime(2026, 1, 1, tzinfo=timezone.utc))
@@ -227,7 +227,7 @@ def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
 
 
 def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
-    """On the map, beside each other, in numbers, and in what a cell says; by the keyboard."""
+    """Compare on the map, side by side, in numbers, in cell titles, and by keyboard."""
     page = open_page()
     for control, name in (("selected", "duo"), ("compared", "sparsest")):
         # Typed letters are one search only if they arrive within a second; arrow keys do not depend on time

@@ -154,8 +154,8 @@ def answers(workspace: Path) -> dict[str, tuple[int, str, bool]]:
         lines.append([*words, *(["-w", str(workspace)] if has_place else [])])
     command = [sys.executable, "-c", SCRIPT]
     how: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
-    done = subprocess.run(command, input=json.dumps(lines), timeout=300, cwd=workspace, **how)
-    return {line: tuple(answer) for (line, _), answer in zip(MISTAKES, json.loads(done.stdout), strict=True)}
+    completed = subprocess.run(command, input=json.dumps(lines), timeout=300, cwd=workspace, **how)
+    return {line: tuple(answer) for (line, _), answer in zip(MISTAKES, json.loads(completed.stdout), strict=True)}
 
 
 def _options(command: str) -> type:

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from helpers import Heard, fails, gated
+from helpers import MessageLog, fails, gated
 from task_cases import WORDS, WRITING, hybrid, write_tasks
 from transformers import PreTrainedTokenizerBase
 
@@ -248,8 +248,8 @@ class TestCommand:
 
     def test_the_papers_tasks_are_named_with_their_data(self) -> None:
         """All sixteen, or the fourteen that run no code: here is the data of none."""
-        heard = Heard()
-        reporter = replace(heard.reporter, cautioned=heard.announced.append)
+        messages = MessageLog()
+        reporter = replace(messages.reporter, cautioned=messages.announced.append)
         with pytest.raises(UserError, match="no data for 14 of 14 tasks") as error:
             tasks(TasksOptions(names=["paper"]), reporter)
         assert len(str(error.value).splitlines()) == 3
@@ -257,5 +257,5 @@ class TestCommand:
         assert "hf download --repo-type dataset" in str(error.value)
         assert (
             "left out humaneval_plus, mbpp: they execute code that the model generates (--allow-code)"
-            in heard.announced
+            in messages.announced
         )

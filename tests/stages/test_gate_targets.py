@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import Heard, Page, fails, gated, make_table, scatter_gates, tiny_model, write_project
+from helpers import MessageLog, Page, fails, gated, make_table, scatter_gates, tiny_model, write_project
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas import GateConfig, attach_gates, probe
@@ -97,8 +97,8 @@ class TestCommands:
         monkeypatch.setattr(train_stage.hybrids, "train_hybrids", stop)
         recipe = write_project(tmp_path / "project")
         fails(capsys, "train-hybrid", *workspace, "--recipe", recipe)
-        heard = Heard()
+        messages = MessageLog()
         options = TrainHybridOptions(probe="mine", workspace=tmp_path / "w", recipe=recipe)
         with pytest.raises(UserError, match="before any training"):
-            train_stage.train_hybrid(options, replace(heard.reporter, cautioned=heard.announced.append))
-        assert sum(MISSED in line for line in heard.announced) == 1
+            train_stage.train_hybrid(options, replace(messages.reporter, cautioned=messages.announced.append))
+        assert sum(MISSED in line for line in messages.announced) == 1

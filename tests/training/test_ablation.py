@@ -37,7 +37,7 @@ def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     workspace = tmp_path / "w"
     arguments = ["reproduce", "ablate", str(file), "--workspace", str(workspace), "--device", "cpu"]
     main(arguments)
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     rows = pd.read_csv(workspace / "reports" / "tiny-ablations" / "ablations.csv").set_index("name")
     assert (rows.index.name, *rows.columns) == COLUMNS
     assert list(rows.index) == ["baseline", "window 4", "soft to the end", "local", "full"]
@@ -49,8 +49,8 @@ def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     expected = 100 * (rows["nll"] / base["nll"] - 1)
     assert rows["delta_nll_percent"].tolist() == pytest.approx(expected.tolist(), abs=2e-3)
     assert rows["nll"].nunique() == 5
-    assert "window 4" in shown
-    assert "counts from the first row" in " ".join(shown.split())
+    assert "window 4" in output
+    assert "counts from the first row" in " ".join(output.split())
     assert (workspace / "reports" / "tiny-ablations" / "ablations.yaml").is_file()
     monkeypatch.setattr(trainer.SPKVTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
     main(arguments)

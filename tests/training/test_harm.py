@@ -63,7 +63,7 @@ def rows(recipe: Recipe) -> pd.DataFrame:
     return comparison_rows(finished, variants, {"a": 0.5}, untrained, recipe, {})
 
 
-class Heard:
+class MessageLog:
     """Records the messages of a reporter."""
 
     def __init__(self) -> None:
@@ -117,10 +117,10 @@ class TestTable:
 class TestHarm:
     def test_a_harmed_control_is_cautioned_against_with_what_to_change(self, recipe: Recipe) -> None:
         """A decayed checkpoint restarted at 1e-3 lost 1.15 %, and no command said so."""
-        heard = Heard()
-        compare_control(nll(1.15), nll(0.0), recipe, heard.reporter)
-        assert heard.announced == []
-        (caution,) = heard.cautioned
+        messages = MessageLog()
+        compare_control(nll(1.15), nll(0.0), recipe, messages.reporter)
+        assert messages.announced == []
+        (caution,) = messages.cautioned
         assert "1.15 ± 0.00 % more NLL than the dense model as it is" in caution
         assert "branch.learning_rate: 0.0003 (now 0.001) and branch.warmup_steps: 4 (now 0)" in caution
 
@@ -134,31 +134,31 @@ class TestHarm:
         ids=["better", "little", "uncertain"],
     )
     def test_any_other_change_is_announced(self, percent: float, spread: float, message: str, recipe: Recipe) -> None:
-        heard = Heard()
-        compare_control(nll(percent, spread), nll(0.0, 0.0), recipe, heard.reporter)
-        assert heard.cautioned == []
-        assert len(heard.announced) == 1
-        assert message in heard.announced[0]
+        messages = MessageLog()
+        compare_control(nll(percent, spread), nll(0.0, 0.0), recipe, messages.reporter)
+        assert messages.cautioned == []
+        assert len(messages.announced) == 1
+        assert message in messages.announced[0]
 
     def test_one_document_has_no_error_to_hide_behind(self, recipe: Recipe) -> None:
-        heard = Heard()
+        messages = MessageLog()
         one, other = (DocumentNLL(np.array([total]), np.array([100])) for total in (202.0, 200.0))
-        compare_control(one, other, recipe, heard.reporter)
-        assert len(heard.cautioned) == 1
+        compare_control(one, other, recipe, messages.reporter)
+        assert len(messages.cautioned) == 1
 
     def test_what_has_warm_up_gets_a_lower_rate_alone(self, recipe: Recipe) -> None:
-        heard = Heard()
+        messages = MessageLog()
         warmed = recipe.model_copy(update={"branch": recipe.branch.model_copy(update={"warmup_steps": 4})})
-        compare_control(nll(1.0), nll(0.0), warmed, heard.reporter)
-        assert "warmup_steps" not in heard.cautioned[0]
+        compare_control(nll(1.0), nll(0.0), warmed, messages.reporter)
+        assert "warmup_steps" not in messages.cautioned[0]
 
     def test_a_layout_that_retraining_made_worse_is_named(self) -> None:
         """Interleaved layouts went from 2.392 to 2.403 nats, and no command said so."""
-        heard = Heard()
-        caution_if_worse("interleaved-last", nll(0.5), nll(0.0), heard.reporter)
-        caution_if_worse("densest", nll(-0.5), nll(0.0), heard.reporter)
-        assert len(heard.cautioned) == 1
-        assert "interleaved-last has 0.50 ± 0.00 % more NLL retrained" in heard.cautioned[0]
+        messages = MessageLog()
+        caution_if_worse("interleaved-last", nll(0.5), nll(0.0), messages.reporter)
+        caution_if_worse("densest", nll(-0.5), nll(0.0), messages.reporter)
+        assert len(messages.cautioned) == 1
+        assert "interleaved-last has 0.50 ± 0.00 % more NLL retrained" in messages.cautioned[0]
 
 
 @pytest.mark.parametrize("file", ["demo.yaml", "search.yaml"])

@@ -173,8 +173,10 @@ for number, (folder, tokens) in enumerate(json.load(open("own.json"))):
         logits[str(number)] = model(torch.tensor([tokens])).logits[0].contiguous()
 save_file(logits, "own.safetensors")
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert completed.returncode == 0, completed.stderr
     result = load_file(tmp_path / "own.safetensors")
     for number, one in enumerate(custom):
         logits = result[str(number)][-len(one.hybrid.logits) :]

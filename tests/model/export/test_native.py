@@ -60,7 +60,7 @@ def test_a_native_config_says_everything(name: str, tmp_path: Path) -> None:
 
 
 def test_scaled_positions_are_said_twice(tmp_path: Path) -> None:
-    """For transformers 5 and, as it was, for 4, where engines would take the default."""
+    """Configs have the keys of transformers 5 and those of 4, without which engines would use the default."""
     config = published("Llama-3-8B", rope_scaling=dict(YARN))
     write_stock_config(stock_config(config, layerwise(on_meta(config))), tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
