@@ -12,8 +12,8 @@ from spkv_nas.cli.app import explained
 @pytest.mark.parametrize(
     ("error", "code", "expected"),
     [
-        (ZeroDivisionError("division\nby zero"), 1, "ZeroDivisionError: division\nthis is a bug of spkv-nas"),
-        (AssertionError(), 1, "AssertionError\nthis is a bug of spkv-nas"),
+        (ZeroDivisionError("division\nby zero"), 1, "ZeroDivisionError: division\nthis is a bug in spkv-nas"),
+        (AssertionError(), 1, "AssertionError\nthis is a bug in spkv-nas"),
         (OSError(28, "No space left on device", "/x/y"), 2, "No space left on device: '/x/y'"),
         (MemoryError(), 2, "out of memory"),
         (UserError("wrong"), 2, "wrong"),
