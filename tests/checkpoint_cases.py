@@ -17,7 +17,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.manifest import MANIFEST
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import save
-from spkv_nas.model.custom_model_type import set_own_type
+from spkv_nas.model.custom_model_type import set_custom_model_type
 from spkv_nas.model.weight_files import FILE
 from spkv_nas.model.windows import apply_layout
 
@@ -35,7 +35,7 @@ def write(
     elif kind == "hybrid":
         apply_layout(model, Layout(("GL", "LL", "LG", "GG"), window=5))
     if stock_type:
-        set_own_type(model.config, False)
+        set_custom_model_type(model.config, False)
     save(model, tokenizer, folder)
     (folder / MANIFEST).unlink()
     return folder

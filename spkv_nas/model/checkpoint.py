@@ -30,7 +30,7 @@ from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, r
 from spkv_nas.base.memory import require
 from spkv_nas.model.config_section import saved_gates, saved_layers
 from spkv_nas.model.custom_model_type import stock_class
-from spkv_nas.model.device_map import spread
+from spkv_nas.model.device_map import dispatch
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.model_shape import check_counts, check_size, config_size
 from spkv_nas.model.restore import check_attention, restoring_class
@@ -282,7 +282,7 @@ def load_on(
         _convert(model, choose_dtype(device, model.dtype, dtype))
     # Move it to the device
     if spreads:
-        return spread(model), tokenizer
+        return dispatch(model), tokenizer
     if device != "cpu":
         size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
         require(size, f"the weights on {device}", "use --device cpu", device=device)

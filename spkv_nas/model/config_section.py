@@ -16,7 +16,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.model.attention import GLOBAL_WINDOW, attention_layers, layer_state, layer_states
-from spkv_nas.model.custom_model_type import set_own_type
+from spkv_nas.model.custom_model_type import set_custom_model_type
 from spkv_nas.model.model_shape import MOST_LAYERS
 
 _Window = Annotated[int, Field(ge=1, le=GLOBAL_WINDOW)]
@@ -76,14 +76,14 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
 def restore_section(model: PreTrainedModel, section: dict[str, Any]) -> None:
     """Set the section of a model's config, which gives it our model type."""
     model.config.spkv = section
-    set_own_type(model.config, True)
+    set_custom_model_type(model.config, True)
 
 
 def remove_section(model: PreTrainedModel) -> None:
     """Remove the section of a model without gates or a layout, which restores the stock model type."""
     if hasattr(model.config, "spkv"):
         del model.config.spkv
-        set_own_type(model.config, False)
+        set_custom_model_type(model.config, False)
 
 
 def write_tau(model: nn.Module, tau: float) -> None:

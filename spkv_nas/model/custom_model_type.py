@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 
 from spkv_nas.base.errors import UserError
 
-OWN_TYPE = "spkv"
+CUSTOM_MODEL_TYPE = "spkv"
 _PREFIX = "SPKV"  # of class names
 _LAYERS, _TEXT = "num_hidden_layers", "text_config"
 _DAMAGED = "the config is damaged: copy it again"
@@ -35,7 +35,7 @@ _HINT = "said in the section spkv, because a stock class would run this model de
 _model_class: Callable[[Any], Any]  # set by ``register``, because its module imports this one
 
 
-def set_own_type(config: PreTrainedConfig, own: bool) -> None:
+def set_custom_model_type(config: PreTrainedConfig, own: bool) -> None:
     """Choose the type under which the config of a model with a section is saved: ours (``own``) or its stock one."""
     stock = stock_class(config)
     config.__class__ = _own_class(stock) if own else stock  # type: ignore[arg-type]  # a class is hashable
@@ -57,7 +57,7 @@ def register(model_class: Callable[[Any], Any]) -> None:
 
     global _model_class
     _model_class = model_class
-    CONFIG_MAPPING.register(OWN_TYPE, SPKVConfig, exist_ok=True)
+    CONFIG_MAPPING.register(CUSTOM_MODEL_TYPE, SPKVConfig, exist_ok=True)
     AutoConfig.from_pretrained = staticmethod(_recognising_sections(AutoConfig.from_pretrained))
 
 
@@ -69,8 +69,8 @@ def _recognising_sections(read: Callable[..., Any]) -> Callable[..., Any]:
         """Read a config, and give it our type if it has a section."""
         result = read(*args, **kwargs)
         config = result[0] if isinstance(result, tuple) else result  # with return_unused_kwargs
-        if hasattr(config, OWN_TYPE):
-            set_own_type(config, True)
+        if hasattr(config, CUSTOM_MODEL_TYPE):
+            set_custom_model_type(config, True)
         return result
 
     return from_pretrained
@@ -79,7 +79,7 @@ def _recognising_sections(read: Callable[..., Any]) -> Callable[..., Any]:
 class SPKVConfig(PreTrainedConfig):
     """Config class registered for our type; it loads a file into a subclass of the original model's config."""
 
-    model_type = OWN_TYPE
+    model_type = CUSTOM_MODEL_TYPE
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -123,13 +123,13 @@ def _empty(stock: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 def _own_form(content: dict[str, Any]) -> dict[str, Any]:
     """Convert the content of ``config.json`` to our type; return it unchanged if it has no section (any more)."""
-    if OWN_TYPE not in content:
+    if CUSTOM_MODEL_TYPE not in content:
         return content
     text = content.get(_TEXT) or content
     key = _layers_key(text["model_type"])
-    section = {**content[OWN_TYPE], "stock_type": content["model_type"], _LAYERS: text[key]}
+    section = {**content[CUSTOM_MODEL_TYPE], "stock_type": content["model_type"], _LAYERS: text[key]}
     architectures = [f"{_PREFIX}{name}" for name in content.get("architectures") or []]
-    own_fields = {"model_type": OWN_TYPE, "architectures": architectures, OWN_TYPE: section}
+    own_fields = {"model_type": CUSTOM_MODEL_TYPE, "architectures": architectures, CUSTOM_MODEL_TYPE: section}
     return {**_with_layers(content, key, _HINT), **own_fields}
 
 
@@ -157,9 +157,9 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     from spkv_nas.model.model_shape import check_counts
 
     # Read type and number of layers from the section
-    section = dict(content[OWN_TYPE]) if isinstance(content.get(OWN_TYPE), dict) else {}
-    kind, num_layers = section.pop("stock_type", OWN_TYPE), section.pop(_LAYERS, None)
-    if kind == OWN_TYPE or kind not in CONFIG_MAPPING or num_layers is None:
+    section = dict(content[CUSTOM_MODEL_TYPE]) if isinstance(content.get(CUSTOM_MODEL_TYPE), dict) else {}
+    kind, num_layers = section.pop("stock_type", CUSTOM_MODEL_TYPE), section.pop(_LAYERS, None)
+    if kind == CUSTOM_MODEL_TYPE or kind not in CONFIG_MAPPING or num_layers is None:
         raise UserError(
             f"section 'spkv' of the model's config lacks the original model type and number of layers\n{_DAMAGED}"
         )
@@ -170,4 +170,4 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
         raise UserError(f"the model's config lacks the text model's section '{_TEXT}'\n{_DAMAGED}")
     stock = {**_with_layers(content, _layers_key(text["model_type"]), num_layers), "model_type": kind}
     check_counts(stock, "the model")  # now that they are under their usual keys
-    return {**stock, "architectures": architectures, OWN_TYPE: section}, CONFIG_MAPPING[kind]
+    return {**stock, "architectures": architectures, CUSTOM_MODEL_TYPE: section}, CONFIG_MAPPING[kind]

@@ -20,7 +20,7 @@ from spkv_nas.base.units import format_bytes
 _ROOM = 0.8  # share of a GPU's free memory for weights; activations take the rest
 
 
-def spread(model: PreTrainedModel) -> PreTrainedModel:
+def dispatch(model: PreTrainedModel) -> PreTrainedModel:
     """Distribute a model in main memory over all GPUs of the machine; without a GPU return it unchanged.
 
     Warns:

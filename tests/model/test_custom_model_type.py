@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load
-from spkv_nas.model.custom_model_type import set_own_type
+from spkv_nas.model.custom_model_type import set_custom_model_type
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus
@@ -93,7 +93,7 @@ def test_an_earlier_version_saved_the_familys_type(make: object, tokens: Tensor,
     """Such checkpoints load correctly, by the Auto class too, and are saved again under the custom type."""
     model = make()  # type: ignore[operator]
     expected = logits(model, tokens)
-    set_own_type(model.config, False)
+    set_custom_model_type(model.config, False)
     model.save_pretrained(tmp_path / "old")
     assert model_type(tmp_path / "old") == "llama"
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "old")
@@ -107,7 +107,7 @@ def test_an_earlier_version_saved_the_familys_type(make: object, tokens: Tensor,
 
 def test_an_old_checkpoint_loads(tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     model = hybrid()
-    set_own_type(model.config, False)
+    set_custom_model_type(model.config, False)
     model.save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path)[0], tokens), logits(model, tokens))

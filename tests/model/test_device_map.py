@@ -82,7 +82,7 @@ def test_layers_are_parted_by_memory(free: int, expected: set[int | str], monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(device_map, "available_bytes", lambda device: free)
     monkeypatch.setattr(accelerate, "dispatch_model", dispatch)
-    device_map.spread(model)
+    device_map.dispatch(model)
     assert set(made.values()) == expected
     assert made["model.embed_tokens"] == 0  # where tokens go
     layers = {name: where for name, where in made.items() if name.startswith("model.layers.")}

@@ -44,20 +44,20 @@ class SpkvTarget(ExportTarget):
 
     def write(self, hybrid: Hybrid, folder: Path) -> Written:
         """Write the checkpoint with its section."""
-        from spkv_nas.model.custom_model_type import OWN_TYPE, set_own_type
+        from spkv_nas.model.custom_model_type import CUSTOM_MODEL_TYPE, set_custom_model_type
 
         if self.allow_dense:
-            set_own_type(hybrid.model.config, False)
+            set_custom_model_type(hybrid.model.config, False)
             form = "loads with spkv_nas.load; plain transformers silently runs it dense"
         else:
             form = (
                 "loads with spkv_nas.load, or with AutoModelForCausalLM after import spkv_nas; plain transformers "
-                f"refuses its model type '{OWN_TYPE}' (--allow-dense keeps the stock one)"
+                f"refuses its model type '{CUSTOM_MODEL_TYPE}' (--allow-dense keeps the stock one)"
             )
         try:
             weights = hybrid.save(folder)
         finally:
-            set_own_type(hybrid.model.config, True)
+            set_custom_model_type(hybrid.model.config, True)
         return Written(form, weights.done, weights.hashes)
 
 
