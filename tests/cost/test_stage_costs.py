@@ -250,7 +250,7 @@ class TestCommand:
         ]
         assert all(stage["fits"] and stage["seconds"] is None for stage in result["stages"])
         assert "train gates, frozen model" not in stages
-        assert any("nothing was measured here" in remark for remark in result["remarks"])
+        assert any("unknown for this machine" in remark for remark in result["remarks"])
         assert set(recipe_file.parent.rglob("*")) == before
 
     def test_training_is_what_init_writes(
@@ -270,9 +270,9 @@ class TestCommand:
         assert f"160 steps of {written // 160:,} tokens (with --device cuda at most 16,384)" in str(result["remarks"])
 
     def test_mistakes(self, llama: Path, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "give a recipe, or --model" in fails(capsys, "plan")
-        assert "give a recipe, or --model" in fails(capsys, "plan", recipe_file, "--model", llama)
-        assert "sets its text, blocks and steps" in fails(capsys, "plan", recipe_file, "--steps", "3")
+        assert "give either a recipe, or --model" in fails(capsys, "plan")
+        assert "give either a recipe, or --model" in fails(capsys, "plan", recipe_file, "--model", llama)
+        assert "sets the text, block size and steps" in fails(capsys, "plan", recipe_file, "--steps", "3")
         assert "unknown hardware 'tpu'" in fails(capsys, "plan", "--model", llama, "--hardware", "tpu")
         llama.write_text(json.dumps({**CONFIGS["Llama-3-8B"], "model_type": "mixtral", "num_hidden_layers": 1}))
         assert "mixture of experts" in fails(capsys, "plan", "--model", llama)

@@ -306,7 +306,7 @@ class TestInit:
         assert recipe.micro_batch_size is None
         needed = fails(capsys, *command, "1", "--force")
         assert "20 steps of every run, the minimum, take" in needed
-        assert "give more --minutes" in needed
+        assert "allow more minutes" in needed
         assert "not both" in fails(capsys, *command, "1", "--force", "--steps", "3")
 
     @pytest.mark.usefixtures("fixed_cost")

@@ -39,11 +39,11 @@ def check(options: CalibrateOptions) -> None:
     from spkv_nas.base.units import parse_context
     from spkv_nas.stages.checks import check_model_size
 
-    options.folders.check_writable()
     parse_context(options.context)
     check_dtype(options.dtype)
     check_model_size(options.level, None if options.train_step else options.model)
     if not options.train_step:
+        options.folders.check_writable()
         return
     for name in _OF_ATTENTION:
         if getattr(options, name) != type(options).__dataclass_fields__[name].default:
