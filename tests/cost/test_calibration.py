@@ -379,4 +379,4 @@ class TestCommands:
     def test_a_calibration_of_another_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         make_calibration().write(tmp_path / "reports" / "mine")
         message = fails(capsys, "plan", "attention", "micro-3", "--calibration=mine", "-w", tmp_path)
-        assert "of 4 query heads, 2 KV heads of size 8; this model has 8 query heads" in message
+        assert "measured for 4 query heads, 2 KV heads of size 8; this model has 8 query heads" in message
