@@ -30,7 +30,7 @@ from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.search.driver import Search
 from spkv_nas.stages.search.command import SearchOptions
-from spkv_nas.stages.search.question import ask
+from spkv_nas.stages.search.specification import specify
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator
@@ -39,17 +39,17 @@ ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 65_536
 
 
-class TimedJudge(RecipeEvaluator):
+class TimedEvaluator(RecipeEvaluator):
     """Evaluator that counts the CPU seconds of its scores and retrains nothing."""
 
     seconds = 0.0
 
     def score(
-        self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
+        self, layouts: Sequence[Layout], incumbents: Sequence[Layout | None], finished: Sequence[Layout]
     ) -> list[Score]:
         """Score as the base class does, and add the CPU time."""
         start = time.process_time()
-        scores = super().score(layouts, rivals, finished)
+        scores = super().score(layouts, incumbents, finished)
         self.seconds += time.process_time() - start
         return scores
 
@@ -64,7 +64,7 @@ class TimedJudge(RecipeEvaluator):
 def measure(context: BranchContext, options: SearchOptions) -> None:
     """Run a search and print a row of the table."""
     # Load the model and the text
-    question = ask(options)
+    specification = specify(options)
     model = context.load_dense()
     blocks = context.corpus.heldout.take(TOKENS // context.corpus.heldout.block_size)
 
@@ -76,19 +76,21 @@ def measure(context: BranchContext, options: SearchOptions) -> None:
 
     # Run the search, timing plain passes before and after it
     with tempfile.TemporaryDirectory() as folder:
-        judge = TimedJudge(replace(context, runs=Path(folder)), max_tokens=TOKENS, racing=options.racing)
-        judge.score([], [], [])  # full attention's score, once per search
-        judge.seconds = 0.0
+        evaluator = TimedEvaluator(replace(context, runs=Path(folder)), max_tokens=TOKENS, racing=options.racing)
+        evaluator.score([], [], [])  # full attention's score, once per search
+        evaluator.seconds = 0.0
         plain_seconds = [plain_pass()]
-        starts, others = question.candidates.starts, question.candidates.others
-        trials = Search(judge, question.space, starts, others, question.effort, Path(folder), name="racing").run()
+        starts, others = specification.candidates.starts, specification.candidates.others
+        trials = Search(
+            evaluator, specification.space, starts, others, specification.effort, Path(folder), name="racing"
+        ).run()
         plain_seconds += [plain_pass(), plain_pass()]
     # Print the cost per score in plain passes
     scores = [trial.zero_shot for trial in trials if trial.sampler == SAMPLER]
     best = min(score.percent for score in scores if not score.stopped)
     say(
         f"{'raced' if options.racing else 'whole':5}  {options.seed:4}  {options.num_short:5}  "
-        f"{judge.seconds / len(scores) / statistics.median(plain_seconds):21.2f}  "
+        f"{evaluator.seconds / len(scores) / statistics.median(plain_seconds):21.2f}  "
         f"{sum(score.stopped for score in scores):7} of {len(scores)}  {best:+.3f}"
     )
 

@@ -47,8 +47,8 @@ class Formula:
 
     shape, settings = SHAPE, {"name": "a formula"}
     identity = "a formula"
-    tokens_chosen_on = 1
-    judged_on = np.array([1])
+    num_selection_tokens = 1
+    evaluation_tokens = np.array([1])
 
     def __init__(self, folder: Path, seconds: float) -> None:
         """Draw the weights; scores are cached in ``folder`` and take ``seconds``."""
@@ -58,7 +58,7 @@ class Formula:
         self._folder, self._seconds = folder, seconds
 
     def score(
-        self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
+        self, layouts: Sequence[Layout], incumbents: Sequence[Layout | None], finished: Sequence[Layout]
     ) -> list[Score]:
         """Score every layout to the end."""
         return [self._score(layout) for layout in layouts]

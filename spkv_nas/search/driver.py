@@ -26,7 +26,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.paired import Score
 from spkv_nas.search.evaluator import Evaluator
-from spkv_nas.search.incumbents import Finished
+from spkv_nas.search.incumbents import FinishedLayouts
 from spkv_nas.search.queue import Queue
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.space import Space
@@ -79,7 +79,7 @@ class Search:
         grid = (evaluator.shape.num_layers, evaluator.shape.num_kv_heads)
         density = f"the density table '{space.table.name}'"
         check_grid(density, space.grid, "the recipe's model", grid, "give the recipe of that model")
-        if evaluator.judged_on.sum() == 0:
+        if evaluator.evaluation_tokens.sum() == 0:
             raise UserError(
                 "no held-out document is left to judge the search by: lower --max-tokens, or give more text"
             )
@@ -214,20 +214,20 @@ class Search:
             finished = self._finished_before(num_known, trials)
             group = {number: layouts[number] for number in group_numbers}
             # Baselines, and trials known to run to the end, have no incumbent
-            rivals = [
+            incumbents = [
                 None
                 if layout.heads in baselines or (number in trials and not trials[number].stopped)
-                else finished.rival(self._costs_of(layout))
+                else finished.incumbent(self._costs_of(layout))
                 for number, layout in group.items()
             ]
-            scores += self.evaluator.score(list(group.values()), rivals, finished.layouts)
+            scores += self.evaluator.score(list(group.values()), incumbents, finished.layouts)
         return scores
 
-    def _finished_before(self, known: int, trials: Mapping[int, Result]) -> Finished:
+    def _finished_before(self, known: int, trials: Mapping[int, Result]) -> FinishedLayouts:
         """Return the fully scored layouts among the first ``known`` trials."""
         fully_scored = [trials[number] for number in range(known) if not trials[number].stopped]
         values = {self.space.layout(trial.point): trial.values for trial in fully_scored}
-        return Finished(list(values), list(values.values()))
+        return FinishedLayouts(list(values), list(values.values()))
 
     def _costs_of(self, layout: Layout) -> list[float]:
         """Return the objectives besides the NLL."""

@@ -36,11 +36,11 @@ class Evaluator(Protocol):
         """Return an identifier that changes with the model's weights and with the selection text."""
 
     @property
-    def tokens_chosen_on(self) -> int:
+    def num_selection_tokens(self) -> int:
         """Return the held-out tokens used for scores and short retrainings. Raises ``UserError`` if too few."""
 
     @property
-    def judged_on(self) -> NDArray[np.int64]:
+    def evaluation_tokens(self) -> NDArray[np.int64]:
         """Return the tokens per held-out document used for full retrainings; unseen by the search."""
 
     @property
@@ -51,14 +51,14 @@ class Evaluator(Protocol):
         """Return the number of training steps of a retraining."""
 
     def score(
-        self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
+        self, layouts: Sequence[Layout], incumbents: Sequence[Layout | None], finished: Sequence[Layout]
     ) -> list[Score]:
         """Return the change of NLL of each layout without training; cached for layouts scored before.
 
         Args:
             layouts: layouts to score.
-            rivals: incumbent of each layout, one of ``finished``, or None. A layout that falls behind its incumbent may
-                be stopped early with an estimate.
+            incumbents: incumbent of each layout, one of ``finished``, or None. A layout that falls behind may be
+                stopped early with an estimate.
             finished: layouts scored on the whole text. Estimates must depend on the layout, its incumbent and these
                 only.
         """

@@ -1,4 +1,4 @@
-"""Choose the incumbent (rival) that a layout has to keep up with, or else be stopped (``evaluation.early_stopping``).
+"""Choose the incumbent that a layout has to keep up with, or else be stopped (``evaluation.early_stopping``).
 
 The incumbent of a trial is the best layout that finished before it and costs no more; a layout that does worse is never
 on the Pareto front. It depends only on trials that every worker knows at that point, so any number of workers, however
@@ -16,7 +16,7 @@ from spkv_nas.artifacts.layout import Layout
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedLayouts:
     """The distinct layouts of a study that were scored on the whole text before a trial begins.
 
     Attributes:
@@ -27,7 +27,7 @@ class Finished:
     layouts: Sequence[Layout]
     values: Sequence[Sequence[float]]
 
-    def rival(self, costs: Sequence[float] = ()) -> Layout | None:
+    def incumbent(self, costs: Sequence[float] = ()) -> Layout | None:
         """Return the best layout by the first objective among those that cost no more; None if there is none.
 
         Args:

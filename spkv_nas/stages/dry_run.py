@@ -27,7 +27,7 @@ from spkv_nas.stages.reproduce.ablate.command import EMBEDDED_FILE, AblateOption
 from spkv_nas.stages.reproduce.palindrome.command import NAME, PalindromeOptions
 from spkv_nas.stages.reproduce.palindrome.stage import palindrome_settings
 from spkv_nas.stages.search.command import SearchOptions
-from spkv_nas.stages.search.question import ask
+from spkv_nas.stages.search.specification import specify
 from spkv_nas.stages.train.command import TrainOptions
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 from spkv_nas.training.ablation_plan import AblationPlan
@@ -35,7 +35,7 @@ from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.palindrome.plan import plan_palindrome as palindrome_plan
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_evaluator import shortened
-from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun, Planner, combined, together
+from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun, Planner, merge_plans, summarize_runs
 from spkv_nas.training.variants import Variant
 
 
@@ -98,19 +98,19 @@ def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:
         dense = [] if planner.dense_path in trained else planner.dense()  # a dense model that rows share counts once
         trained.add(planner.dense_path)
         plans.append(planner.plan([*dense, planner.branch(name, ablations.variants[name])]))
-    return combined(ablations.name, plans)
+    return merge_plans(ablations.name, plans)
 
 
 def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``search``: its retrainings, with upper bounds for the layouts that it has yet to find."""
-    question = ask(options, reporter)
-    effort, known_layouts = question.effort, {**question.candidates.starts, **question.candidates.others}
-    planner = _planner(options, question.file, reporter)
+    specification = specify(options, reporter)
+    effort, known_layouts = specification.effort, {**specification.candidates.starts, **specification.candidates.others}
+    planner = _planner(options, specification.file, reporter)
     full_attention = Variant.full_attention()
     # Score the known layouts and those yet to be found
     num_layouts = len(known_layouts) + effort.trials * len(effort.samplers) * len(effort.seeds)
-    num_tokens = min(options.max_tokens, planner.text.heldout(question.recipe.data) // 2)
-    short = planner.other(shortened(question.recipe, options.short_steps))
+    num_tokens = min(options.max_tokens, planner.text.heldout(specification.recipe.data) // 2)
+    short = planner.other(shortened(specification.recipe, options.short_steps))
     runs = [*planner.dense(), planner.heldout_pass("scores (at most)", full_attention, 1 + num_layouts, num_tokens)]
     # Retrain the best, briefly and in full
     for fidelity, fidelity_planner, number in (("short", short, effort.num_short), ("full", planner, effort.num_full)):
@@ -118,13 +118,13 @@ def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
             break
         branches = [fidelity_planner.branch(name, Variant.hybrid(layout)) for name, layout in known_layouts.items()]
         runs.append(
-            together(
+            summarize_runs(
                 f"{fidelity}, known layouts",
                 [fidelity_planner.branch(FULL_ATTENTION, full_attention), *branches],
             )
         )
         any_branch = fidelity_planner.new_branch("", Variant.hybrid(next(iter(known_layouts.values()))))
-        runs.append(together(f"{fidelity}, new layouts (at most)", [any_branch] * number * len(effort.samplers)))
+        runs.append(summarize_runs(f"{fidelity}, new layouts (at most)", [any_branch] * number * len(effort.samplers)))
     return planner.plan(runs)
 
 

@@ -97,7 +97,7 @@ class RecipeEvaluator:
         return self._context.recipe.model_dump(mode="json")
 
     @property
-    def tokens_chosen_on(self) -> int:
+    def num_selection_tokens(self) -> int:
         """Return the number of held-out tokens used for scores and short retrainings.
 
         Raises:
@@ -106,7 +106,7 @@ class RecipeEvaluator:
         return self._chosen_on.tokens.size
 
     @property
-    def judged_on(self) -> NDArray[np.int64]:
+    def evaluation_tokens(self) -> NDArray[np.int64]:
         """Return the number of tokens of each held-out document used for full retrainings, int64 [documents].
 
         These documents are not used for selection.
@@ -172,28 +172,30 @@ class RecipeEvaluator:
         if schedule is None:
             return None
         batch_size = self._context.recipe.evaluation.batch_size
-        return Race(self._model, schedule, batch_size, self._cache, [self._cache_of(lap) for lap in schedule.laps[:-1]])
+        return Race(
+            self._model, schedule, batch_size, self._cache, [self._cache_of(rung) for rung in schedule.rungs[:-1]]
+        )
 
     def score(
-        self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
+        self, layouts: Sequence[Layout], incumbents: Sequence[Layout | None], finished: Sequence[Layout]
     ) -> list[Score]:
         """Score each layout by its change of NLL on the dense checkpoint without training.
 
         Args:
             layouts: layouts to score.
-            rivals: incumbent of each layout for early stopping, one of ``finished``; None scores on the whole text.
+            incumbents: incumbent of each layout for early stopping, one of ``finished``; None scores on the whole text.
             finished: layouts scored on the whole text, which estimates are based on.
 
         Returns:
             One score per layout; an estimate if it was stopped early.
         """
         if self._race is not None:
-            return self._race.run(layouts, rivals, finished)
+            return self._race.run(layouts, incumbents, finished)
         batch_size = self._context.recipe.evaluation.batch_size
         full, *scores = zero_shot(
             self._model, [None, *layouts], self._chosen_on, batch_size=batch_size, cache=self._cache
         )
-        return [Score.of(paired_difference(score, full), self.tokens_chosen_on) for score in scores]
+        return [Score.of(paired_difference(score, full), self.num_selection_tokens) for score in scores]
 
     def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
         """Return the name of the branch's folder, which encodes everything that determines its result.

@@ -88,7 +88,7 @@ class Plan:
         return self.memory <= self.available
 
 
-def together(name: str, runs: Sequence[PlannedRun]) -> PlannedRun:
+def summarize_runs(name: str, runs: Sequence[PlannedRun]) -> PlannedRun:
     """Summarize runs with the same number of steps as one."""
     finished = sum(run.state == FINISHED for run in runs)
     state = FINISHED if finished == len(runs) else f"{finished} of {len(runs)} finished" if finished else ""
@@ -97,7 +97,7 @@ def together(name: str, runs: Sequence[PlannedRun]) -> PlannedRun:
     )
 
 
-def combined(name: str, plans: Sequence[Plan]) -> Plan:
+def merge_plans(name: str, plans: Sequence[Plan]) -> Plan:
     """Merge plans, with the remarks of the one that needs the most memory and the warnings of all."""
     first = max(plans, key=lambda plan: plan.memory)
     warned = [remark for plan in plans for remark in plan.remarks if remark.startswith(_WARNING)]

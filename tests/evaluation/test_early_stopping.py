@@ -16,7 +16,7 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.early_stopping import Estimate, Race, RungSchedule
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.search.incumbents import Finished
+from spkv_nas.search.incumbents import FinishedLayouts
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.space import Space
 from spkv_nas.search.study_sampler import StudySampler
@@ -34,16 +34,16 @@ def text() -> TokenBlocks:
 
 
 @pytest.fixture
-def course(text: TokenBlocks) -> RungSchedule:
+def schedule(text: TokenBlocks) -> RungSchedule:
     """Stages of 10, 11 and 22 blocks."""
-    course = RungSchedule.of(text)
-    assert course is not None
-    return course
+    schedule = RungSchedule.of(text)
+    assert schedule is not None
+    return schedule
 
 
 @pytest.fixture
-def race(course: RungSchedule, tmp_path: Path) -> Race:
-    return Race(tiny_model(), course, 8, tmp_path / "whole", [tmp_path / "first", tmp_path / "second"])
+def race(schedule: RungSchedule, tmp_path: Path) -> Race:
+    return Race(tiny_model(), schedule, 8, tmp_path / "whole", [tmp_path / "first", tmp_path / "second"])
 
 
 def planted(blocks: TokenBlocks, losses: Iterable[float]) -> DocumentNLL:
@@ -54,29 +54,31 @@ def planted(blocks: TokenBlocks, losses: Iterable[float]) -> DocumentNLL:
 
 
 class TestCourse:
-    def test_laps_double_what_was_seen_and_are_the_text(self, course: RungSchedule, text: TokenBlocks) -> None:
-        assert [lap.num_blocks for lap in course.laps] == [10, 11, 22]
-        assert sorted(row for lap in course.laps for row in lap.tokens.tolist()) == sorted(text.tokens.tolist())
+    def test_rungs_double_what_was_seen_and_are_the_text(self, schedule: RungSchedule, text: TokenBlocks) -> None:
+        assert [rung.num_blocks for rung in schedule.rungs] == [10, 11, 22]
+        assert sorted(row for rung in schedule.rungs for row in rung.tokens.tolist()) == sorted(text.tokens.tolist())
 
-    def test_a_piece_is_what_a_block_holds_of_a_document(self, course: RungSchedule, text: TokenBlocks) -> None:
-        for lap, blocks, documents in zip(course.laps, course.block, course.document, strict=True):
-            for number, (tokens, piece) in enumerate(zip(lap.tokens, lap.document, strict=True)):
+    def test_a_piece_is_what_a_block_holds_of_a_document(self, schedule: RungSchedule, text: TokenBlocks) -> None:
+        for rung, blocks, documents in zip(schedule.rungs, schedule.block, schedule.document, strict=True):
+            for number, (tokens, piece) in enumerate(zip(rung.tokens, rung.document, strict=True)):
                 row = int((text.tokens == tokens).all(1).argmax())
                 assert (documents[piece] == text.document[row]).all()
                 assert set(blocks[piece]) == {number}
-            assert len(lap.documents) == sum(len(set(row)) for row in lap.document)
+            assert len(rung.documents) == sum(len(set(row)) for row in rung.document)
 
     def test_every_lap_is_of_the_whole_text(self, text: TokenBlocks) -> None:
         numbers = np.arange(1000, dtype=np.int32).reshape(-1, 1)
-        laps = replace(text, tokens=numbers, document=numbers).nested([62, 125, 250, 1000])
-        seen = np.sort(np.concatenate([lap.tokens.ravel() for lap in laps[:3]]))
+        rungs = replace(text, tokens=numbers, document=numbers).nested([62, 125, 250, 1000])
+        seen = np.sort(np.concatenate([rung.tokens.ravel() for rung in rungs[:3]]))
         assert np.diff(seen).max() <= 6  # 4 on average
-        assert np.diff(laps[0].tokens.ravel()).max() <= 26  # 16 on average
+        assert np.diff(rungs[0].tokens.ravel()).max() <= 26  # 16 on average
 
-    @pytest.mark.parametrize(("blocks", "laps"), [(15, None), (16, [8, 8]), (33, [8, 8, 17])])
-    def test_a_short_text_has_fewer_laps_or_none(self, text: TokenBlocks, blocks: int, laps: list[int] | None) -> None:
+    @pytest.mark.parametrize(("blocks", "rungs"), [(15, None), (16, [8, 8]), (33, [8, 8, 17])])
+    def test_a_short_text_has_fewer_rungs_or_none(
+        self, text: TokenBlocks, blocks: int, rungs: list[int] | None
+    ) -> None:
         result = RungSchedule.of(text.take(blocks))
-        assert laps == (None if result is None else [lap.num_blocks for lap in result.laps])
+        assert rungs == (None if result is None else [rung.num_blocks for rung in result.rungs])
 
 
 class TestEstimate:
@@ -107,17 +109,17 @@ class TestEstimate:
 
 class TestRace:
     def put(self, race: Race, layout: Layout | None, *losses: float) -> None:
-        """Say what a layout loses on the laps, more in some blocks than in others; of all three the score is kept."""
+        """Say what a layout loses on the rungs, more in some blocks than in others; of all three the score is kept."""
         name = FULL_ATTENTION if layout is None else layout.content_hash
         generator = np.random.default_rng(len(name) if layout is None else int(name[:8], 16))
-        laps = [
-            planted(lap, loss + generator.normal(size=lap.num_blocks))
-            for lap, loss in zip(race.course.laps, losses, strict=False)
+        rungs = [
+            planted(rung, loss + generator.normal(size=rung.num_blocks))
+            for rung, loss in zip(race.schedule.rungs, losses, strict=False)
         ]
-        for cache, lap in zip(race.lap_caches, laps, strict=False):
-            lap.save(cache / f"{name}.npz")
-        if len(laps) == 3:
-            race.course.whole(laps).save(race.cache / f"{name}.npz")
+        for cache, rung in zip(race.rung_caches, rungs, strict=False):
+            rung.save(cache / f"{name}.npz")
+        if len(rungs) == 3:
+            race.schedule.whole(rungs).save(race.cache / f"{name}.npz")
 
     def test_without_rivals_it_is_the_score_of_the_whole_text(self, race: Race, text: TokenBlocks) -> None:
         scores = race.run(LAYOUTS, [None] * 4, [])
@@ -130,13 +132,13 @@ class TestRace:
             assert (score.num_tokens, score.stopped) == (text.tokens.size, False)
 
     def test_what_is_behind_is_stopped_and_estimated(self, race: Race) -> None:
-        """Layouts stop at once, after the second stage, or never."""
-        rival, *others = LAYOUTS
+        """Layouts stop at once, after the second rung, or never."""
+        incumbent, *others = LAYOUTS
         losses = [(-8, -8, -8), (0, 0, 0), (4, 4), (-2, 10), (-4, -4, -4)]
         for layout, some in zip([None, *LAYOUTS], losses, strict=True):
             self.put(race, layout, *some)
-        best = race.run([rival], [None], [])[0]
-        scores = race.run(others, [rival] * 3, [rival])
+        best = race.run([incumbent], [None], [])[0]
+        scores = race.run(others, [incumbent] * 3, [incumbent])
         assert [score.num_tokens for score in scores] == [10 * BLOCK, 21 * BLOCK, 43 * BLOCK]
         assert [score.stopped for score in scores] == [True, True, False]
         assert scores[0].percent - best.percent == pytest.approx(100 * 4 / 32, abs=3)
@@ -144,16 +146,16 @@ class TestRace:
         assert [(race.cache / f"{layout.content_hash}.npz").is_file() for layout in others] == [False, False, True]
 
     def test_nothing_is_run_twice(self, race: Race, monkeypatch: pytest.MonkeyPatch) -> None:
-        rival = LAYOUTS[0]
+        incumbent = LAYOUTS[0]
         for layout, loss in zip(LAYOUTS, (-20, 0, 0, 0), strict=True):
             self.put(race, layout, loss)
-        rivals = [None, rival, rival, None]
-        scores = race.run(LAYOUTS, rivals, [rival])
+        incumbents = [None, incumbent, incumbent, None]
+        scores = race.run(LAYOUTS, incumbents, [incumbent])
         assert [score.stopped for score in scores] == [False, True, True, False]
         monkeypatch.setattr("spkv_nas.evaluation.zero_shot.score_windows", lambda *_, **__: pytest.fail("run again"))
-        again = Race(race.model, race.course, 8, race.cache, race.lap_caches)  # of another worker
-        assert again.run(LAYOUTS, rivals, [rival]) == scores
-        assert again.run(LAYOUTS[::-1], rivals[::-1], [rival]) == scores[::-1]
+        again = Race(race.model, race.schedule, 8, race.cache, race.rung_caches)  # of another worker
+        assert again.run(LAYOUTS, incumbents, [incumbent]) == scores
+        assert again.run(LAYOUTS[::-1], incumbents[::-1], [incumbent]) == scores[::-1]
 
 
 TRIED = tuple(Layout((f"{number:012b}".replace("0", "L").replace("1", "G"),), 4) for number in range(12))
@@ -162,17 +164,17 @@ TRIED = tuple(Layout((f"{number:012b}".replace("0", "L").replace("1", "G"),), 4)
 class TestRivals:
     values = tuple([float(value)] for value in (5, 3, 4, 1, 2, 9, 8, 7, 6, 10, 0, 0))
 
-    def rival(self, *costs: float) -> int | None:
-        result = Finished(TRIED, self.values).rival(costs)
+    def incumbent(self, *costs: float) -> int | None:
+        result = FinishedLayouts(TRIED, self.values).incumbent(costs)
         return None if result is None else TRIED.index(result)
 
     def test_is_the_first_of_the_best(self) -> None:
-        assert self.rival() == 10
-        assert Finished([], []).rival() is None
+        assert self.incumbent() == 10
+        assert FinishedLayouts([], []).incumbent() is None
 
     def test_costs_no_more(self) -> None:
         self.values = [[value, 12.0 - number] for number, (value,) in enumerate(self.values)]  # the later, the cheaper
-        assert [self.rival(most) for most in (12.0, 2.0, 1.0, 0.0)] == [10, 10, 11, None]
+        assert [self.incumbent(most) for most in (12.0, 2.0, 1.0, 0.0)] == [10, 10, 11, None]
 
     def test_starts_are_known_to_their_own_generation(self) -> None:
         """They serve as incumbents; proposals depend on whole generations only."""

@@ -21,7 +21,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (spkv-nas[tasks]
 from lm_eval.api.instance import Instance
 
 from spkv_nas.evaluation.tasks.language_model import CheckpointLM
-from spkv_nas.evaluation.tasks.run import Found, run_task
+from spkv_nas.evaluation.tasks.run import TaskResult, run_task
 from spkv_nas.evaluation.tasks.suite import load_suite
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load, save
@@ -42,7 +42,7 @@ def dense() -> PreTrainedModel:
 
 def ask(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, names: str, kept: Path, **options: Any
-) -> list[Found]:
+) -> list[TaskResult]:
     """Return the model's answers to tasks, with hard gates if it has any."""
     lm = CheckpointLM(model, tokenizer, **options)
     with nullcontext() if gate_config(model) is None else gate_mode(model, "hard", 0.5):

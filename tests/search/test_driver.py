@@ -191,13 +191,13 @@ class TestResults:
 class TableJudge:
     """Scores layouts by a table's densities, without any model; ``done`` are its retrainings, in order.
 
-    With ``racing`` it stops whatever is behind its rival.
+    With ``racing`` it stops whatever is behind its incumbent.
     """
 
     shape = Shape(6, 6, 3, 4, 1000)
     identity = "none"
-    tokens_chosen_on = 100
-    judged_on = np.array([100])
+    num_selection_tokens = 100
+    evaluation_tokens = np.array([100])
 
     def __init__(self, table: HeadScores, racing: bool = False) -> None:
         self._table, self.settings, self.done, self._racing = table, {"name": "no model"}, list[str](), racing
@@ -206,14 +206,14 @@ class TableJudge:
         return {"short": 1, "full": 4}[fidelity]
 
     def score(
-        self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
+        self, layouts: Sequence[Layout], incumbents: Sequence[Layout | None], finished: Sequence[Layout]
     ) -> list[Score]:
-        assert {rival.heads for rival in rivals if rival} <= {layout.heads for layout in finished}
-        return [self._score(*pair) for pair in zip(layouts, rivals, strict=True)]
+        assert {incumbent.heads for incumbent in incumbents if incumbent} <= {layout.heads for layout in finished}
+        return [self._score(*pair) for pair in zip(layouts, incumbents, strict=True)]
 
-    def _score(self, layout: Layout, rival: Layout | None) -> Score:
+    def _score(self, layout: Layout, incumbent: Layout | None) -> Score:
         reached = value(layout, self._table)
-        behind = self._racing and rival is not None and reached > value(rival, self._table)
+        behind = self._racing and incumbent is not None and reached > value(incumbent, self._table)
         return Score(reached, 0.1, 25 if behind else 100, stopped=behind)
 
     def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:

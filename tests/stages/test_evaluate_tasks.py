@@ -25,8 +25,8 @@ from spkv_nas.base.statistics import unseen_share
 from spkv_nas.cli import main
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.evaluation.tasks.documents import by_article
-from spkv_nas.evaluation.tasks.run import Found
-from spkv_nas.evaluation.tasks.suite import Asked, load_suite
+from spkv_nas.evaluation.tasks.run import TaskResult
+from spkv_nas.evaluation.tasks.suite import SelectedTasks, load_suite
 from spkv_nas.evaluation.tasks.table import Results, tasks_table
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.evaluate.tasks.command import TasksOptions
@@ -39,10 +39,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 class TestTable:
-    def answers(self, *values: float, density: float = 0.25, **others: Any) -> Found:
-        return Found({"acc": list(values), **others}, density)
+    def answers(self, *values: float, density: float = 0.25, **others: Any) -> TaskResult:
+        return TaskResult({"acc": list(values), **others}, density)
 
-    def entry(self, folder: Path, name: str) -> Asked:
+    def entry(self, folder: Path, name: str) -> SelectedTasks:
         (entry,) = load_suite(name, [str(folder)], [], allow_code=False)
         return entry
 
@@ -101,19 +101,22 @@ class TestTable:
         values = [[-float(size) * 2 - float(rng.normal()), int(size)] for size in rng.integers(5, 50, 40)]
         (task,) = self.entry(folder, "reading").tasks
         whole = task.aggregation()["word_perplexity"]
-        first = Found({"word_perplexity": values}, 0.5, {"word_perplexity": whole})
+        first = TaskResult({"word_perplexity": values}, 0.5, {"word_perplexity": whole})
         other = replace(first, values={"word_perplexity": [[2 * total, size] for total, size in values]})
-        rows = tasks_table([Results(Asked("reading", [task]), [first], [other])])
+        rows = tasks_table([Results(SelectedTasks("reading", [task]), [first], [other])])
         assert rows.loc[0, "value"] == pytest.approx(math.exp(-sum(t for t, _ in values) / sum(s for _, s in values)))
         ratios = np.array([(-total, size) for total, size in values])
         spread = (ratios[:, 0] - ratios[:, 0].sum() / ratios[:, 1].sum() * ratios[:, 1]).std(ddof=1)
         expected = rows.loc[0, "value"] * spread * math.sqrt(40) / ratios[:, 1].sum()
         assert rows.loc[0, "standard_error"] == pytest.approx(expected, rel=0.3)
         assert rows.loc[0, "difference"] < -40
-        same = tasks_table([Results(Asked("reading", [task]), [first], [first])])
+        same = tasks_table([Results(SelectedTasks("reading", [task]), [first], [first])])
         assert list(same.loc[0, ["difference", "difference_standard_error"]]) == [0, 0]
         mixed = tasks_table(
-            [Results(Asked("reading", [task]), [first]), Results(self.entry(folder, "choices"), [self.answers(1)])]
+            [
+                Results(SelectedTasks("reading", [task]), [first]),
+                Results(self.entry(folder, "choices"), [self.answers(1)]),
+            ]
         )
         assert list(mixed["task"]) == ["reading", "choices"]  # a perplexity and a share have no average
 

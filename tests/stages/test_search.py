@@ -263,8 +263,8 @@ class TestCommand:
         lengths = np.bincount(heldout.document.ravel(), minlength=len(heldout.documents))
         nll = DocumentNLL(np.ones(len(heldout.documents)), lengths)
         chosen, judged = (judge._part(nll, fidelity).num_tokens for fidelity in ("short", "full"))
-        assert judge.tokens_chosen_on == 640
-        assert judge.judged_on.tolist() == judged[judged > 0].tolist()
+        assert judge.num_selection_tokens == 640
+        assert judge.evaluation_tokens.tolist() == judged[judged > 0].tolist()
         assert set(np.flatnonzero(chosen)) == seen
         assert set(np.flatnonzero(judged)) == set(range(len(heldout.documents))) - seen
 

@@ -31,7 +31,7 @@ _KEPT = ("doc_id", "filter", "target", "resps", "filtered_resps")  # keys kept o
 
 
 @dataclass(frozen=True)
-class Found:
+class TaskResult:
     """Results of a checkpoint on a task.
 
     Attributes:
@@ -49,7 +49,7 @@ class Found:
 
 def run_task(
     lm: CheckpointLM, task: Task, folder: Path, identity: str, *, limit: int | None = None, allow_code: bool = False
-) -> Found:
+) -> TaskResult:
     """Run a task, or read its cached answers; must be called on all ranks.
 
     Args:
@@ -109,7 +109,7 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read(file: Path, task: Task, was_kept: bool) -> Found:
+def _read(file: Path, task: Task, was_kept: bool) -> TaskResult:
     """Read a finished task."""
     header, *samples = read_samples(file)
     has_filters = len({sample["filter"] for sample in samples}) > 1
@@ -122,7 +122,7 @@ def _read(file: Path, task: Task, was_kept: bool) -> Found:
             aggregate = task.aggregation().get(metric, mean)
             if aggregate is not mean:
                 wholes[name] = aggregate
-    return Found(values, header["density"], wholes, was_kept)
+    return TaskResult(values, header["density"], wholes, was_kept)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ Index = dict[str, Any]  # entries of lm-eval's task index by name
 
 
 @dataclass(frozen=True)
-class Asked:
+class SelectedTasks:
     """Tasks selected by one name.
 
     Attributes:
@@ -74,7 +74,7 @@ class Asked:
 
 def load_suite(
     names: str, include: Sequence[str], data: Sequence[str], *, allow_code: bool, caution: Announce = silent
-) -> list[Asked]:
+) -> list[SelectedTasks]:
     """Load the tasks of ``names`` with their data.
 
     Args:
@@ -109,7 +109,7 @@ def load_suite(
         caution(f"left out {', '.join(unsafe)}: they execute code that the model generates (--allow-code)")
         task_options = {name: options for name, options in task_options.items() if name not in unsafe}
     # Load tasks with their data, and report everything that is missing at once
-    suite: list[Asked] = []
+    suite: list[SelectedTasks] = []
     missing = {}
     for name, options in task_options.items():
         try:
@@ -196,7 +196,7 @@ def _local(index: Index, name: str, folders: Sequence[str]) -> dict[str, str]:
     return {}
 
 
-def _load(index: Index, name: str, options: dict[str, Any]) -> list[Asked]:
+def _load(index: Index, name: str, options: dict[str, Any]) -> list[SelectedTasks]:
     """Load the tasks of one name, with ``options`` overriding their YAML files; a group with a mean stays together."""
     built = TaskFactory().build(index[name], overrides=options, registry=index)
     is_group = isinstance(built, Group)
@@ -207,8 +207,10 @@ def _load(index: Index, name: str, options: dict[str, Any]) -> list[Asked]:
         task.set_fewshot_seed(seed=_FEWSHOT_SEED)
     means = (is_group and built.aggregate_metric_list) or []
     if not means:
-        return [Asked(task.task_name, [task]) for task in tasks]
-    return [Asked(name, tasks, tuple(mean.metric for mean in means), all(mean.weight_by_size for mean in means))]
+        return [SelectedTasks(task.task_name, [task]) for task in tasks]
+    return [
+        SelectedTasks(name, tasks, tuple(mean.metric for mean in means), all(mean.weight_by_size for mean in means))
+    ]
 
 
 def _no_data(index: Index, missing: Mapping[str, OSError], number: int) -> UserError:

@@ -11,8 +11,8 @@ import pandas as pd
 
 from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base.statistics import mean_and_error
-from spkv_nas.evaluation.tasks.run import Found
-from spkv_nas.evaluation.tasks.suite import Asked
+from spkv_nas.evaluation.tasks.run import TaskResult
+from spkv_nas.evaluation.tasks.suite import SelectedTasks
 
 _RESAMPLES = 200  # bootstrap resamples for the error of metrics that are not means over samples
 
@@ -22,14 +22,14 @@ class Results:
     """Task results for one name, of a checkpoint and optionally of another.
 
     Attributes:
-        asked: tasks that the name stands for.
-        own: results of the checkpoint, by task.
+        selected: tasks that the name stands for.
+        results: results of the checkpoint, by task.
         against: results of another checkpoint, by task; None without one.
     """
 
-    asked: Asked
-    own: Sequence[Found]
-    against: Sequence[Found] | None = None
+    selected: SelectedTasks
+    results: Sequence[TaskResult]
+    against: Sequence[TaskResult] | None = None
 
 
 class _Cell(NamedTuple):
@@ -56,8 +56,8 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
     firsts = []
     for result in results:
         cells = _cells(result)
-        rows += [(result.asked.name, metric, result.asked.num_fewshot, *cell) for metric, cell in cells]
-        if cells[0][0] not in result.own[0].wholes:
+        rows += [(result.selected.name, metric, result.selected.num_fewshot, *cell) for metric, cell in cells]
+        if cells[0][0] not in result.results[0].wholes:
             firsts.append(cells[0][1])
     if len(firsts) > 1:
         rows.append((f"average of {len(firsts)}", "first metric of each", np.nan, *_mean(firsts, by_size=False)))
@@ -66,8 +66,8 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
 
 def _cells(results: Results) -> list[tuple[str, _Cell]]:
     """Return (metric, its cell) of each row of a name."""
-    named, found = results.asked, results.own
-    against: Sequence[Found | None] = results.against or [None] * len(found)
+    named, found = results.selected, results.results
+    against: Sequence[TaskResult | None] = results.against or [None] * len(found)
     return [
         (metric, _mean([_cell(metric, *pair) for pair in zip(found, against, strict=True)], by_size=named.by_size))
         for metric in found[0].values
@@ -75,7 +75,7 @@ def _cells(results: Results) -> list[tuple[str, _Cell]]:
     ]
 
 
-def _cell(metric: str, found: Found, against: Found | None) -> _Cell:
+def _cell(metric: str, found: TaskResult, against: TaskResult | None) -> _Cell:
     """Return the cell of a metric of one task."""
     values = found.values[metric]
     aggregate = found.wholes.get(metric)

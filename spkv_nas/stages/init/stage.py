@@ -37,7 +37,7 @@ from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.next_steps import after_init
 from spkv_nas.training.first_recipe import FEWEST_STEPS, Draft
-from spkv_nas.training.run_plan import ROOM, Plan, PlannedRun, Planner, together
+from spkv_nas.training.run_plan import ROOM, Plan, PlannedRun, Planner, summarize_runs
 from spkv_nas.training.text_size import count_text
 from spkv_nas.training.variants import Variant
 
@@ -120,7 +120,7 @@ def _all_runs(planner: Planner) -> list[PlannedRun]:
         gates,
         planner.branch(FULL_ATTENTION, Variant.full_attention()),
         planner.branch(SP_KV, Variant.sp_kv()),
-        together("layouts", [planner.new_branch("", _any_layout(planner))] * _num_layouts()),
+        summarize_runs("layouts", [planner.new_branch("", _any_layout(planner))] * _num_layouts()),
         scores,
     ]
 

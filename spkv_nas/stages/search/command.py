@@ -97,10 +97,10 @@ class SearchOptions(ConstraintOptions, Trains, InPrecision):
 def check(options: SearchOptions) -> None:
     """Check the options by making the search's specification, and the recipe's files."""
     from spkv_nas.stages.checks import check_files
-    from spkv_nas.stages.search.question import ask
+    from spkv_nas.stages.search.specification import specify
 
-    question = ask(options)
-    check_files(question.recipe, question.file.parent)
+    specification = specify(options)
+    check_files(specification.recipe, specification.file.parent)
 
 
 def search(options: SearchOptions, reporter: Reporter) -> Result:

@@ -37,7 +37,7 @@ def show(result: SearchResult) -> None:
     out.print(grid)
     # What the numbers mean
     if rows["full_delta_percent"].notna().any():
-        about_errors(int((result.judged_on > 0).sum()), effective_number(result.judged_on))
+        about_errors(int((result.evaluation_tokens > 0).sum()), effective_number(result.evaluation_tokens))
     say("zero-shot ΔNLL counts from the dense model as it is, short and full from full attention retrained alike")
     if stopped := len(rows) - len(whole_scores(rows)):
         say(f"{stopped} of {len(rows)} layouts were clearly behind before the end of the text, and stopped")
@@ -73,8 +73,8 @@ def document(result: SearchResult) -> dict[str, Any]:
     """Return all layouts of a search, what each sampler reached, and the rank correlations of cheap measures."""
     return {
         "layouts": result.rows,
-        "num_documents": int((result.judged_on > 0).sum()),
-        "effective_documents": effective_number(result.judged_on),
+        "num_documents": int((result.evaluation_tokens > 0).sum()),
+        "effective_documents": effective_number(result.evaluation_tokens),
         "cost": result.cost_name,
         "guidance": {sampler: reached.as_mapping() for sampler, reached in guidance(result.rows).items()},
         "rank_correlation": correlations(result.rows),

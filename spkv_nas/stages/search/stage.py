@@ -22,7 +22,7 @@ from spkv_nas.search.space import Space
 from spkv_nas.search.trials import LayoutCost
 from spkv_nas.stages.attention_times import find_times
 from spkv_nas.stages.search.command import SearchOptions
-from spkv_nas.stages.search.question import ask
+from spkv_nas.stages.search.specification import specify
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
 
@@ -34,13 +34,13 @@ class SearchResult:
         rows: table of all layouts.
         cost_name: name of the second objective; None without one.
         folder: folder of the table.
-        judged_on: int64 [documents], tokens per document of the text on which full retrainings are compared.
+        evaluation_tokens: int64 [documents], tokens per document of the text on which full retrainings are compared.
     """
 
     rows: pd.DataFrame
     cost_name: str | None
     folder: Path
-    judged_on: NDArray[np.int64]
+    evaluation_tokens: NDArray[np.int64]
 
 
 def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
@@ -48,31 +48,33 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     quiet_transformers(reporter)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     # Check options and read their files
-    question = ask(options, reporter)
-    space, name, workspace = question.space, question.name, options.folders
-    cost = _cache_bytes(question.requirements, space) if question.second == "kv-bytes" else None  # before any training
+    specification = specify(options, reporter)
+    space, name, workspace = specification.space, specification.name, options.folders
+    cost = (
+        _cache_bytes(specification.requirements, space) if specification.second_objective == "kv-bytes" else None
+    )  # before any training
     workspace.check_writable()
     folder = workspace.report_dir(name)
     # Prepare the dense model and the costs
     evaluator = RecipeEvaluator.prepare(
-        question.recipe,
-        question.file.parent,
-        workspace.run_dir(question.recipe.name),
+        specification.recipe,
+        specification.file.parent,
+        workspace.run_dir(specification.recipe.name),
         max_tokens=options.max_tokens,
         short_steps=options.short_steps,
         racing=options.racing,
         device=options.device,
         reporter=reporter,
     )
-    if question.second == "time":
-        cost = _decode_time(options, question.requirements, space.window, evaluator.shape, name, reporter)
+    if specification.second_objective == "time":
+        cost = _decode_time(options, specification.requirements, space.window, evaluator.shape, name, reporter)
     # Run trials and retrainings
     work = Search(
         evaluator,
         space,
-        question.candidates.starts,
-        question.candidates.others,
-        question.effort,
+        specification.candidates.starts,
+        specification.candidates.others,
+        specification.effort,
         workspace.run_dir(name) / "search",
         name=name,
         cost=cost,
@@ -82,13 +84,13 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     cost_name = None if cost is None else cost.name
     rows = write_results(work, work.run(), folder, workspace.layout_dir(name) / SEARCH)
     write_study_figures(folder, rows, cost_name)
-    return SearchResult(rows, cost_name, folder, evaluator.judged_on)
+    return SearchResult(rows, cost_name, folder, evaluator.evaluation_tokens)
 
 
 def _cache_bytes(requirements: Requirements, space: Space) -> LayoutCost:
     """Return the objective kv-bytes. Raises ``UserError`` if head dimension or dtype is unknown."""
     memory = requirements.cache_cost(space.table, space.window)
-    assert memory is not None  # ``ask`` requires a context
+    assert memory is not None  # ``specify`` requires a context
     return LayoutCost("KV bytes", lambda layout: float(memory.total(layout.num_global, layout.num_heads)))
 
 

@@ -22,8 +22,8 @@ from spkv_nas.stages.evaluate.tasks.command import TasksOptions
 from spkv_nas.stages.names import result_name
 
 if TYPE_CHECKING:
-    from spkv_nas.evaluation.tasks.run import Found
-    from spkv_nas.evaluation.tasks.suite import Asked
+    from spkv_nas.evaluation.tasks.run import TaskResult
+    from spkv_nas.evaluation.tasks.suite import SelectedTasks
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,13 @@ def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> TasksResult:
 
 
 def _run_tasks(
-    options: TasksOptions, source: str, tau: float | None, suite: Sequence[Asked], samples: Path, reporter: Reporter
-) -> tuple[list[list[Found]], dict[str, Any]]:
+    options: TasksOptions,
+    source: str,
+    tau: float | None,
+    suite: Sequence[SelectedTasks],
+    samples: Path,
+    reporter: Reporter,
+) -> tuple[list[list[TaskResult]], dict[str, Any]]:
     """Run every task on one checkpoint, reusing finished ones; return results by requested name, and the origin."""
     from spkv_nas.evaluation.tasks.language_model import CheckpointLM
     from spkv_nas.evaluation.tasks.run import run_task
@@ -99,7 +104,7 @@ def _run_tasks(
     origin_record = origin(source, model, tau)
     answer_identity = identity(source, loaded, f"{origin_record['tau']} lm-eval {version('lm-eval')}")
     num_tasks = sum(len(group.tasks) for group in suite)
-    results: list[list[Found]] = []
+    results: list[list[TaskResult]] = []
     # Run every task, with hard gates
     with hard(model, tau), reporter.bar("answering") as bar:
         lm = CheckpointLM(*loaded)

@@ -43,13 +43,13 @@ class _Candidates:
 
 
 @dataclass(frozen=True)
-class Question:
+class SearchSpecification:
     """Validated specification of a search, made without training.
 
     Attributes:
         requirements: constraints and cache that layouts are for.
         effort: trials, samplers and seeds.
-        second: second objective, "kv-bytes" or "time"; None without one.
+        second_objective: second objective, "kv-bytes" or "time"; None without one.
         space: search space.
         file: path of the recipe.
         recipe: recipe to retrain layouts by.
@@ -59,7 +59,7 @@ class Question:
 
     requirements: Requirements
     effort: Effort
-    second: str | None
+    second_objective: str | None
     space: Space
     file: Path
     recipe: Recipe
@@ -67,7 +67,7 @@ class Question:
     candidates: _Candidates
 
 
-def ask(options: SearchOptions, reporter: Reporter = SILENT) -> Question:
+def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecification:
     """Make a search's specification from its options. Raises ``UserError`` if they are invalid."""
     # Read the table and resolve its threshold
     requirements = read_requirements(options)
@@ -85,7 +85,7 @@ def ask(options: SearchOptions, reporter: Reporter = SILENT) -> Question:
     # Read the recipe
     file = chosen_recipe(options, table, "search.yaml")
     recipe = Recipe.read(file).with_precision(options.dtype)
-    return Question(
+    return SearchSpecification(
         requirements,
         _effort(options),
         _parse_objective(options.objective, requirements.context),
