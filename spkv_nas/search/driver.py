@@ -81,7 +81,7 @@ class Search:
         check_grid(density, space.grid, "the recipe's model", grid, "give the recipe of that model")
         if evaluator.evaluation_tokens.sum() == 0:
             raise UserError(
-                "no held-out document is left to judge the search by: lower --max-tokens, or give more text"
+                "no held-out document is left to evaluate full retrainings on: lower --max-tokens, or give more text"
             )
         self._storage = Storage(storage or f"sqlite:///{folder / 'study.db'}", folder / "queue.lock")
 

@@ -78,14 +78,14 @@ class Queue:
         recorded = self._attributes()[SETTINGS]
         if recorded.get(_FORMAT) != FORMAT:
             raise UserError(
-                f"the study '{name}' is of another version of spkv-nas\n"
-                "give another --name, or remove its file: what was scored and retrained is kept beside it"
+                f"the study '{name}' was created by another version of spkv-nas\n"
+                "set another --name, or remove its file: scores and retrained checkpoints are kept in other files"
             )
         for key in settings:
             if recorded.get(key) != settings[key]:
                 raise UserError(
-                    f"the study '{name}' is there with another {key}: {recorded.get(key)}, not {settings[key]}\n"
-                    "give the same options to go on with it, or another --name"
+                    f"the study '{name}' exists with another {key}: {recorded.get(key)}, not {settings[key]}\n"
+                    "use the same options to continue it, or set another --name"
                 )
         # Name the metrics and register this worker
         self._name_metrics(metrics)

@@ -29,7 +29,7 @@ _COLUMNS = ("sampler", "seed", "trial", "heads", "stopped", "zero_shot_delta_per
 
 @dataclass
 class SearchProgress:
-    """What the workers of a search have finished.
+    """Results of a running search so far.
 
     Attributes:
         scored: scored layouts with columns name, sampler, seed, trial, heads, stopped, zero_shot_delta_percent (an

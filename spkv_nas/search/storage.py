@@ -21,7 +21,7 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.locks import shared_lock
 
-IF_DAMAGED = "if its file is damaged, remove it: what was scored and retrained is kept beside it"
+IF_DAMAGED = "if its file is damaged, remove it: scores and retrained checkpoints are kept in other files"
 _SERVER = "postgresql"
 _TURN = 5353118  # key of the server's advisory lock
 _OPTIONS = {
@@ -76,7 +76,7 @@ def storage_errors() -> Iterator[None]:
     except (SQLAlchemyError, OptunaError) as error:
         raise UserError(
             f"the study cannot be read or written: {first_line(error.__cause__ or error)}\n"
-            f"the same command goes on when it can; {IF_DAMAGED}"
+            f"run the same command again to resume; {IF_DAMAGED}"
         ) from error
 
 
@@ -88,7 +88,7 @@ def _cannot_open(url: str, error: Exception) -> UserError:
         shown = make_url(url).render_as_string()  # without its password
     except ArgumentError:
         shown = url
-    remedy = "give an SQLAlchemy URL, such as sqlite:///study.db or postgresql://user@host/database"
+    remedy = "use an SQLAlchemy URL, such as sqlite:///study.db or postgresql://user@host/database"
     if type(error) is DatabaseError:  # the file exists, but is no database
         remedy = IF_DAMAGED
     return UserError(f"cannot open the storage {shown}: {first_line(error)}\n{remedy}")

@@ -31,7 +31,7 @@ class Effort:
 
     Attributes:
         trials: layouts to score without training, per sampler and seed.
-        samplers: kinds of sampler; the main ones first, then controls.
+        samplers: names of samplers; the main ones first, then the baselines.
         seeds: random seeds, one study each.
         num_short: number of best layouts per sampler to retrain briefly.
         num_full: number of the best of those to retrain in full.

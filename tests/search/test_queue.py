@@ -146,7 +146,7 @@ class TestQueue:
     def test_another_search_of_the_same_name_is_refused(self, make_queue: Callable[..., Queue]) -> None:
         make_queue(budget=[3, 3])
         make_queue(budget=[3, 3])
-        with pytest.raises(UserError, match=r"'study' is there with another budget: \[3, 3\], not \[4, 4\]"):
+        with pytest.raises(UserError, match=r"'study' exists with another budget: \[3, 3\], not \[4, 4\]"):
             make_queue(budget=[4, 4])
 
     @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ class TestQueue:
         with monkeypatch.context() as patch:
             patch.setattr(queue_module, "FORMAT", 1)
             make_queue()
-        with pytest.raises(UserError, match="'study' is of another version of spkv-nas"):
+        with pytest.raises(UserError, match="'study' was created by another version of spkv-nas"):
             make_queue()
 
     def test_optuna_sees_the_results(self, tmp_path: Path, make_queue: Callable[..., Queue]) -> None:

@@ -202,7 +202,10 @@ def test_a_server_that_was_restarted_and_one_that_is_gone(server: Server, tmp_pa
         server.start()
         assert queue.claim(3, 1) == [1]
         server.stop()
-        with pytest.raises(UserError, match=r"cannot be read or written.*\nthe same command goes on"), storage_errors():
+        with (
+            pytest.raises(UserError, match=r"cannot be read or written.*\nrun the same command again"),
+            storage_errors(),
+        ):
             queue.claim(3, 1)
         server.start()
         assert Queue(storage, "study", {}).claim(3, 3) == [2]  # the other is still this process's

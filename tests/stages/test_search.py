@@ -88,7 +88,7 @@ class TestCommand:
         shown = capsys.readouterr()
         assert "rank correlation of zero-shot and full" in shown.out
         assert "short retraining: full-attention" in shown.err
-        assert "short and full from full attention retrained alike" in " ".join(shown.out.split())
+        assert "short and full to retrained full attention" in " ".join(shown.out.split())
         assert shown.err.count("full attention retrained (the control) has") == 2  # briefly and in full
         reports = workspace / "reports" / "tiny"
         rows = pd.read_csv(reports / "search.csv")
@@ -178,8 +178,8 @@ class TestCommand:
             (["--budget", "3", "--storage", "nowhere://x"], "cannot open the storage"),
             (["--budget", "3..5", "--tau", "match-budget"], "needs one budget"),
             (["--budget", "3", "narrow.yaml"], "is for 2 layers x 2 KV heads"),
-            (["--budget", "3", "wide.yaml"], "has a window of 9, the search one of 4"),
-            (["--budget", "3", "--start", "full.yaml"], "breaks the budget"),
+            (["--budget", "3", "wide.yaml"], "has a window of 9 tokens, the search of 4"),
+            (["--budget", "3", "--start", "full.yaml"], "does not meet the budget"),
             (["--budget", "3", "full.yaml", "full.yaml"], "two layouts are called"),
             (
                 ["--budget", "3", "--recipe", "small/recipe.yaml"],

@@ -18,19 +18,25 @@ from spkv_nas.stages.result import Result
 
 _EFFORT = "How much to search"  # panel of the help
 
-Start = Annotated[list[Path] | None, Flag("Layout to start from too; repeat for several.")]
+Start = Annotated[list[Path] | None, Flag("Layout to start from, beside the strategies'; repeat for several.")]
 Objective = Annotated[
     str,
     Flag(
-        "nll; or nll,kv-bytes or nll,time for the front of both.", metavar="NAMES",
+        "Objectives: nll; or nll,kv-bytes or nll,time for the Pareto front of both.", metavar="NAMES",
         values=("nll", "nll,kv-bytes", "nll,time"),
     ),
 ]  # fmt: skip
 Trials = Annotated[
-    int, Flag("Layouts scored without training, per sampler and seed.", low=1, high=10**6, panel=_EFFORT)
+    int, Flag("Number of layouts to score without training, per sampler and seed.", low=1, high=10**6, panel=_EFFORT)
 ]
 TrialsPerRound = Annotated[
-    int, Flag("Layouts chosen together, which workers share.", low=1, high=MOST_REPEATS, panel=_EFFORT)
+    int,
+    Flag(
+        "Number of layouts sampled at once; workers share the layouts of a round.",
+        low=1,
+        high=MOST_REPEATS,
+        panel=_EFFORT,
+    ),
 ]
 Sampler = Annotated[
     str,
@@ -41,34 +47,43 @@ Sampler = Annotated[
 ]  # fmt: skip
 CompareSamplers = Annotated[
     str,
-    Flag("Samplers to compare with, or none.", metavar="NAMES", values=(*SAMPLERS.names, "none"), panel=_EFFORT),
+    Flag(
+        "Baseline samplers to compare with, comma-separated, or none.",
+        metavar="NAMES",
+        values=(*SAMPLERS.names, "none"),
+        panel=_EFFORT,
+    ),
 ]
 Signals = Annotated[
     list[str] | None,
     Flag(
-        "A further probe, such as of a rival signal, for surrogate to start from; repeat for several.",
+        "Further head scores that surrogate learns from, such as a probe of another signal; repeat for several.",
         metavar="NAME|FILE", is_probe=True, panel=_EFFORT,
     ),
 ]  # fmt: skip
 Racing = Annotated[
     bool,
     Flag(
-        "Stop scoring a layout once it is two standard errors behind those that would be retrained.",
+        "Stop scoring a layout once it is two standard errors behind the best finished one of at most its cost.",
         ("--racing/--no-racing",),
         panel=_EFFORT,
     ),
 ]
-NumShort = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_EFFORT)]
-NumFull = Annotated[int, Flag("Best of those to retrain in full.", low=0, high=10**6, panel=_EFFORT)]
-ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, high=MOST_STEPS, panel=_EFFORT)]
-Storage = Annotated[str | None, Flag("Database of the study, such as postgresql://...")]
+NumShort = Annotated[
+    int, Flag("Number of best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_EFFORT)
+]
+NumFull = Annotated[int, Flag("Number of the best of those to retrain in full.", low=0, high=10**6, panel=_EFFORT)]
+ShortSteps = Annotated[
+    int | None, Flag("Number of steps of a short retraining.", low=1, high=MOST_STEPS, panel=_EFFORT)
+]
+Storage = Annotated[str | None, Flag("URL of the study's database, such as postgresql://...")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(ConstraintOptions, Trains, InPrecision):
     """Options of the ``search`` command."""
 
-    layouts: flags.OptionalLayoutFiles = default(note="To compare with, beside the strategies'.")
+    layouts: flags.OptionalLayoutFiles = default(note="Compared with the search, beside the strategies' layouts.")
     start: Start = None
     budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
     probe: flags.OptionalProbe = default(None, ONLY_PROBE, note="Guides the search.")
@@ -84,8 +99,8 @@ class SearchOptions(ConstraintOptions, Trains, InPrecision):
     racing: Racing = True
     num_short: NumShort = 8
     num_full: NumFull = 4
-    short_steps: ShortSteps = default(None, "a fourth of the recipe's")
-    max_tokens: flags.MaxTokens = default(65_536, note="Held-out text to choose on; half of it at most.")
+    short_steps: ShortSteps = default(None, "a quarter of the recipe's")
+    max_tokens: flags.MaxTokens = default(65_536, note="Held-out text for selection; at most half of it.")
     calibration: flags.CalibrationName = default(None, "this name's")
     hardware: flags.Hardware = None
     window: flags.OptionalWindow = default(None, "the probe's")
@@ -106,11 +121,11 @@ def check(options: SearchOptions) -> None:
 def search(options: SearchOptions, reporter: Reporter) -> Result:
     """Search for better layouts than the strategies'. Writes reports/NAME/search.csv and layouts/NAME/search/.
 
-    Many are scored without training, the best retrained briefly, the best of those in full, and judged on text that
-    the search has not seen (--max-tokens, at most half of the held-out text, are those it sees). A layout that is
-    clearly behind after a part of the text is not scored on the rest (--no-racing). With a second objective --budget
-    may be a range or a list. Start the same command again, here or on another machine with the same workspace, and both
-    work on one study; killed or interrupted, it goes on where it was.
+    Many layouts are scored without training; the best are retrained briefly, and the best of those in full. Full
+    retrainings are evaluated on held-out text that was not used for selection (--max-tokens, at most half of it, is).
+    Scoring stops early for a layout that is clearly behind after a part of the text, unless --no-racing is set. With a
+    second objective, --budget may be a range or a list. The same command, started again here or on another machine with
+    the same workspace, is another worker of the same study; after an interruption it resumes.
     """
     from spkv_nas.stages.search import output, stage
 

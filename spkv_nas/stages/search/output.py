@@ -38,9 +38,9 @@ def show(result: SearchResult) -> None:
     # What the numbers mean
     if rows["full_delta_percent"].notna().any():
         about_errors(int((result.evaluation_tokens > 0).sum()), effective_number(result.evaluation_tokens))
-    say("zero-shot ΔNLL counts from the dense model as it is, short and full from full attention retrained alike")
+    say("zero-shot ΔNLL is relative to the unchanged dense model, short and full to retrained full attention")
     if stopped := len(rows) - len(whole_scores(rows)):
-        say(f"{stopped} of {len(rows)} layouts were clearly behind before the end of the text, and stopped")
+        say(f"{stopped} of {len(rows)} layouts were clearly behind after a part of the text: scoring stopped there")
     # What each sampler reached
     quality = "hypervolume" if cost else "lowest zero-shot ΔNLL, %"
     for sampler, reached in guidance(rows).items():
@@ -63,8 +63,8 @@ def _sentences(sampler: str, reached: Reached, quality: str) -> list[str]:
         sentences.append(f"{sampler}: {quality}: {steps}{spread}")
     if (best := reached.retrained) is not None:
         sentences.append(
-            f"{sampler}: retrained in full, the best of the short retraining, {best.layout}: ΔNLL "
-            f"{change(best.delta_nll_percent, best.standard_error)} %"
+            f"{sampler}: ΔNLL of {best.layout}, the best after short retraining, is "
+            f"{change(best.delta_nll_percent, best.standard_error)} % after full retraining"
         )
     return sentences
 

@@ -153,18 +153,20 @@ def _check_given(
         coverage(space.table, layout)  # raises for another grid
         if layout.window != space.window:
             raise UserError(
-                f"layout '{key}' has a window of {layout.window}, the search one of {space.window}: give --window"
+                f"layout '{key}' has a window of {layout.window} tokens, the search of {space.window}: set --window"
             )
         if key in user_starts and not space.contains(layout):
-            raise UserError(f"--start: layout '{key}' breaks the budget or a constraint; name it without --start")
+            raise UserError(
+                f"--start: layout '{key}' does not meet the budget or a constraint: pass it without --start"
+            )
 
 
 def _distinct(starts: Mapping[str, Layout], others: Mapping[str, Layout], announce: Announce) -> _Candidates:
-    """Drop layouts that are already there under another name."""
+    """Drop layouts that equal another one of a different name."""
     names = distinct({**starts, **others})
     for first, *same in names.values():
         for key in same:
-            announce(f"{key} is the same layout as {first}: one of them is tried")
+            announce(f"{key} and {first} are the same layout, which is tried once")
     return _Candidates(*({key: layout for key, layout in part.items() if key in names} for part in (starts, others)))
 
 
@@ -174,7 +176,7 @@ def _parse_objective(objective: str, context: int | None) -> str | None:
     if names == ["nll"]:
         return None
     if names not in (["nll", "kv-bytes"], ["nll", "time"]):
-        raise UserError(f"--objective '{objective}' is unknown; there are nll, nll,kv-bytes and nll,time")
+        raise UserError(f"--objective '{objective}' is unknown; expected nll, nll,kv-bytes or nll,time")
     if context is None:
-        raise UserError(f"--objective {objective} needs --context: the tokens per sequence")
+        raise UserError(f"--objective {objective} needs --context, the number of tokens per sequence")
     return names[1]
