@@ -169,7 +169,7 @@ class TestPasses:
             reporter = Recorder(announced=messages.append)
             measured = Subject.of(self.options(folder, text, 64), "", "measure").load(reporter)
             sizes.append(measured.batch_size)
-            assert any("pass at once" in line for line in messages) == (measured.batch_size < 8)
+            assert any("using a micro-batch of" in line for line in messages) == (measured.batch_size < 8)
             assert nll(options).evaluation.nll.mean == pytest.approx(whole.mean, rel=1e-6)
         assert sizes[0] == 8 > sizes[1] > sizes[2] == 1
 

@@ -243,7 +243,7 @@ class TestRoofline:
 
     def test_hardware(self) -> None:
         assert find_hardware("H200").bandwidth == 4.8e12
-        with pytest.raises(UserError, match="unknown hardware 'tpu'; there are: h200, h100, a100"):
+        with pytest.raises(UserError, match="unknown hardware 'tpu'; expected one of h200, h100, a100"):
             find_hardware("tpu")
 
 

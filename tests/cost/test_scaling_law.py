@@ -97,8 +97,8 @@ class TestScalingCommand:
         output = " ".join(capsys.readouterr().out.split())
         assert "R² 0.99968 over 11 runs" in output
         assert "held out: level-13 predicted 1.9365" in output
-        assert "is 1.9500 (-0.69 %)" in output
-        assert "level-10 predicted 2.1437, is 2.1400 (+0.17 %)" in output
+        assert "1.9500 (-0.69 %)" in output
+        assert "level-10 predicted 2.1437, measured 2.1400 (+0.17 %)" in output
         folder = tmp_path / "reports" / "paper"
         assert {p.name for p in folder.glob("[!.]*")} == {"scaling.yaml", "scaling.png", "scaling.svg"}
         written = yaml.safe_load((folder / "scaling.yaml").read_text())

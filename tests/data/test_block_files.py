@@ -96,7 +96,7 @@ class TestShare:
         messages: list[str] = []
         share = heldout_share(DataConfig(sources=["text"], block_size=16, heldout=1e-6), tmp_path, messages.append)
         assert sum(heldout(d, share) for d in documents(["text"], tmp_path)) == 2
-        assert messages[0].startswith("data.heldout 1e-06 would hold out 0 of 8 documents: 2 are")
+        assert messages[0].startswith("data.heldout 1e-06 would hold out 0 of 8 documents; 2 are held out")
 
     def test_one_long_file_is_parted(self, tmp_path: Path) -> None:
         """It used to end with "the held-out text is empty"."""

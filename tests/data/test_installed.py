@@ -131,7 +131,7 @@ class TestVersions:
             site.pin(pin)
         site.install("beta", "2.1", {"beta/b.py": "other text"})
         site.install("delta", "4.0+cpu", {"delta/d.py": "second"})
-        with pytest.warns(UserWarning, match="lacks packages") as caught:
+        with pytest.warns(UserWarning, match="skips packages") as caught:
             result = texts()
         assert [str(warning.message) for warning in caught] == [
             "source 'installed' skips packages whose installed version is not the pinned one: beta (2.1, not "

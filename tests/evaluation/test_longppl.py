@@ -305,6 +305,6 @@ class TestCommand:
     ) -> None:
         save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "other")
         options = ["evaluate", "longppl", "--model", checkpoint, "--data", text, "-w", tmp_path / "w", *self.ANY]
-        assert "has another tokenizer" in fails(capsys, *options, "--against", tmp_path / "other")
+        assert "has a different tokenizer" in fails(capsys, *options, "--against", tmp_path / "other")
         main([str(one) for one in (*options, "--evaluator", tmp_path / "other")])
         assert pd.read_csv(tmp_path / "w" / "reports" / "mine" / "longppl.csv").loc[0, "num_keys"] > 100

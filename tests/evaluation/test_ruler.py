@@ -269,4 +269,4 @@ class TestCommand:
         save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "other")
         options = ["--lengths", "512", "--tasks", "vt", "--samples", "1", "--against", tmp_path / "other"]
         message = fails(capsys, "evaluate", "ruler", "--model", checkpoint, *options, "-w", tmp_path / "w")
-        assert "has another tokenizer" in message
+        assert "has a different tokenizer" in message

@@ -181,7 +181,7 @@ class TestAppend:
         cache = filled_cache([9], 4, (1.0,), window=4, page_size=1)
         token = (normal(1, 1, 4), normal(1, 1, 4), torch.ones(1, 1, device=DEVICE).bool())
         monkeypatch.setattr("spkv_kernels.pages._captures", lambda _: True)
-        with pytest.raises(RuntimeError, match="reserve the pages of all its replays before capturing"):
+        with pytest.raises(RuntimeError, match="call reserve for the tokens of all replays before capturing"):
             cache.append(*token, backend="triton")
         cache.reserve(8)
         cache.append(*token, backend="triton")

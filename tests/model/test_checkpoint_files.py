@@ -150,7 +150,7 @@ class TestFullDisk:
             raise error
 
         monkeypatch.setattr(type(model), "save_pretrained", fail)
-        with pytest.raises(UserError, match=r"cannot write checkpoint .*\nmake room"):
+        with pytest.raises(UserError, match=r"cannot write checkpoint .*\nfree space"):
             save(model, None, tmp_path)
 
     def test_of_the_tokenizer(

@@ -131,7 +131,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(generate(model, first, mask, past_key_values=loaded), expected)
     other = tiny_model()
     attach_gates(other, GateConfig(window=7), seed=0)
-    with pytest.raises(UserError, match="another window"):
+    with pytest.raises(UserError, match="a different window than the model"):
         SPKVCache.load(other, tmp_path / "cache.safetensors")
     (tmp_path / "cut").write_bytes((tmp_path / "cache.safetensors").read_bytes()[:-100])
     with pytest.raises(UserError, match="cannot read cache"):

@@ -112,7 +112,7 @@ class TestCheckpoints:
             assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
     def test_an_unknown_one(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(UserError, match="there are float32, bfloat16, float16"):
+        with pytest.raises(UserError, match="expected one of float32, bfloat16, float16"):
             load_on(checkpoint, "cpu", "float8")
         assert "--dtype 'int8'" in fails(capsys, "generate", "a", "--model", checkpoint, "--dtype", "int8")
 

@@ -120,7 +120,7 @@ class TestExport:
 
         monkeypatch.setattr(weight_files, "_clone", lambda *_: False)
         monkeypatch.setattr("shutil.copyfile", fail)
-        with pytest.raises(UserError, match="No space left on device\nmake room"):
+        with pytest.raises(UserError, match="No space left on device\nfree space"):
             export(MIXED, dense, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 

@@ -340,7 +340,7 @@ class TestCommands:
             (("layout", "show", tmp_path / "none.yaml"), "layout not found"),
             (("layout", "convert", duo, tmp_path / "x.yaml"), "--budget N"),
             (("propose", "--probe", scores, "-b", "6", "--tau", "0.7"), "--tau applies to densities only"),
-            (("schema", "letter"), "there is one of layout and of recipe"),
+            (("schema", "letter"), "expected layout or recipe"),
         ]:
             code, _, error = run(capsys, *arguments)
             assert code == 2

@@ -176,7 +176,7 @@ class TestCommand:
             (["--budget", "3", "--objective", "nll,time"], "needs --context"),
             (["--budget", "3", "--granularity", "layer", "--min-per-layer", "1"], "no layout meets"),
             (["--budget", "3", "--storage", "nowhere://x"], "cannot open the storage"),
-            (["--budget", "3..5", "--tau", "match-budget"], "needs one budget"),
+            (["--budget", "3..5", "--tau", "match-budget"], "needs a single budget"),
             (["--budget", "3", "narrow.yaml"], "is for 2 layers x 2 KV heads"),
             (["--budget", "3", "wide.yaml"], "has a window of 9 tokens, the search of 4"),
             (["--budget", "3", "--start", "full.yaml"], "does not meet the budget"),

@@ -50,7 +50,7 @@ def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert rows["delta_nll_percent"].tolist() == pytest.approx(expected.tolist(), abs=2e-3)
     assert rows["nll"].nunique() == 5
     assert "window 4" in output
-    assert "counts from the first row" in " ".join(output.split())
+    assert "relative to the first row" in " ".join(output.split())
     assert (workspace / "reports" / "tiny-ablations" / "ablations.yaml").is_file()
     monkeypatch.setattr(trainer.SPKVTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
     main(arguments)

@@ -24,8 +24,9 @@ from spkv_nas.artifacts.comparison import (
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
-from spkv_nas.cli import main, show
+from spkv_nas.cli import main
 from spkv_nas.evaluation.paired import DocumentNLL
+from spkv_nas.stages.train_hybrid import output
 from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.harm import caution_if_worse, compare_control
 from spkv_nas.training.hybrids import Comparison, comparison_rows
@@ -106,10 +107,10 @@ class TestTable:
 
     def test_people_see_both_baselines(self, rows: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
         written = io.StringIO()
-        monkeypatch.setattr(show, "out", Console(file=written, width=120))
-        show.comparison(Comparison(rows, (), Path(), {DENSE: nll(0.0)}))
+        monkeypatch.setattr(output, "out", Console(file=written, width=120))
+        output.show(Comparison(rows, (), Path(), {DENSE: nll(0.0)}))
         printed = written.getvalue()
-        assert "counts from that checkpoint as it is" in printed
+        assert "relative to that checkpoint as it is" in printed
         assert [line for line in printed.splitlines() if "dense, as it is" in line and "2.0000" in line]
         assert [line for line in printed.splitlines() if "control: full attention" in line and "+1.000" in line]
 

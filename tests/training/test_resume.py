@@ -310,9 +310,11 @@ class TestText:
         first.write_text(first.read_text() + " and more")
         changed = load_corpus(recipe, recipe_file.parent, tmp_path / "runs")
         tokenizer_folder(recipe, tmp_path).mkdir()
-        with pytest.raises(UserError, match=r"since .*dense was begun(.|\n)*that folder and tokenizer-\w+ beside it$"):
+        with pytest.raises(
+            UserError, match=r"since the run in .*dense started(.|\n)*that folder and tokenizer-\w+ beside it$"
+        ):
             train_dense(recipe, changed, tmp_path / "dense", device="cpu")
-        with pytest.raises(UserError, match=r"the text has changed since .*whole was begun(.|\n)*that folder$"):
+        with pytest.raises(UserError, match=r"text has changed since the run in .*whole started(.|\n)*that folder$"):
             train_branch(recipe, changed, dense, tmp_path / "whole", Variant.sp_kv(), device="cpu")
 
 
@@ -326,7 +328,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(train: Train, tmp_path: Path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "_save_optimizer_and_scheduler", full)
-        with pytest.raises(UserError, match=r"cannot write .*checkpoint-6: .*No space left on device\nmake room"):
+        with pytest.raises(UserError, match=r"cannot write .*checkpoint-6: .*No space left on device\nfree disk space"):
             train("torn")
     assert [path.name for path in (tmp_path / "torn").glob("checkpoint-*")] == ["checkpoint-3"]
     assert_same(train("whole"), train("torn"))

@@ -114,7 +114,7 @@ def _page(
 def _write_paper(
     folder: Path, table: HeadScores, layouts: Mapping[str, Layout], comparison: pd.DataFrame | None
 ) -> Path:
-    """Write the figures for a paper to ``paper/``, with results of ``train`` and ``evaluate --tau-sweep``."""
+    """Write the figures for a paper to ``paper/``, with results of ``train`` and ``evaluate sweep``."""
     evolution_file, sweep_file = folder / "density-evolution.csv", folder / "tau-sweep.csv"
     sweep_rows = None
     if sweep_file.is_file():
