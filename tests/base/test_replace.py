@@ -196,6 +196,7 @@ def test_what_a_file_holds_neither_fills_nor_drives_the_terminal() -> None:
     assert message.endswith("'\nlast line")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_ends_a_command_with_one_line(name: str, code: int, tmp_path: Path) -> None:
     program = (

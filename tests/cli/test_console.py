@@ -104,6 +104,7 @@ class TestTerminal:
         )
         assert {"between", "result", "afterwards"} <= {*seen.lines}
 
+    @pytest.mark.slow
     def test_a_command_says_how_far_it_is(self, tmp_path: Path) -> None:
         recipe = write_project(tmp_path / "project")
         seen = terminal.run("train", recipe, "--workspace", tmp_path / "w")
@@ -216,6 +217,7 @@ class TestJson:
         assert result["layouts"][0]["delta_nll_percent"] is None
         assert all(Path(model["checkpoint"]).is_dir() for model in result["checkpoints"])
 
+    @pytest.mark.slow
     def test_every_command_with_a_table(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
         probe, model = ["--probe", "tiny"], ["--model", dense(workspace), *text(recipe)]

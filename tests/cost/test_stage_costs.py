@@ -36,6 +36,7 @@ FIXED = "its fixed memory alone does not fit: use a device with more memory"
 FULL_BLOCKS = {"block_size": 512, "batch_size": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_real_model_on_the_device_meta(name: str) -> None:
     """Parameters equal those counted and published; gates and a layout are added without loading weights."""

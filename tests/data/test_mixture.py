@@ -209,6 +209,7 @@ class TestTraining:
         cut(train, "torn", monkeypatch)
         assert_same(whole, train("torn"))
 
+    @pytest.mark.slow
     def test_a_probe_has_a_domain_of_samples(self, mixed: Recipe, recipe_file: Path, tmp_path: Path) -> None:
         """Half of the training blocks are, and half of those that are probed."""
         recipe_file.write_text(yaml.safe_dump(mixed.model_dump(mode="json")))

@@ -93,6 +93,7 @@ def test_it_fills_the_length_and_never_more(
         assert len(set(sample.answers)) == len(sample.answers) > 0
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_same_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
     script, environment = TESTS / "ruler_bytes.py", {**os.environ, "PYTHONHASHSEED": "7"}
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)

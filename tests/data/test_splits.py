@@ -73,6 +73,7 @@ class TestSources:
         with pytest.warns(UserWarning, match="skipped 1 files"):
             assert len(read(str(tmp_path), base=tmp_path)) == 1
 
+    @pytest.mark.slow
     def test_the_standard_library_has_its_domains(self) -> None:
         result = [(domain, name) for _, domain, name in stdlib.texts()]
         assert {"code", "docs"} <= {domain for domain, _ in result}

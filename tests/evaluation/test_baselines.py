@@ -288,6 +288,7 @@ class TestCommand:
         save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "dense")
         return tmp_path / "dense"
 
+    @pytest.mark.slow
     def test_all_methods(
         self,
         dense: Path,

@@ -195,6 +195,7 @@ class TestCommand:
         save(gated(), tiny_tokenizer, tmp_path / "mine")
         return tmp_path / "mine"
 
+    @pytest.mark.slow
     def test_scores_of_two_checkpoints(
         self,
         checkpoint: Path,

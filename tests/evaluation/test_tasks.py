@@ -160,6 +160,7 @@ class TestAnswers:
         assert [one.values for one in kept] == [one.values for one in plain]
         assert samples(tmp_path / "0") == pytest.approx(samples(tmp_path / "open"), abs=1e-5)
 
+    @pytest.mark.slow
     def test_a_native_export_gives_the_same(
         self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
     ) -> None:
@@ -179,6 +180,7 @@ class TestAnswers:
             assert result[0][0].values == result[1][0].values
             assert samples(tmp_path / f"{name}0") == pytest.approx(samples(tmp_path / f"{name}1"), abs=1e-4)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("work", ["_read", "_generate"])
     def test_short_of_memory_it_goes_on_with_fewer(
         self,

@@ -42,6 +42,7 @@ def test_windows_per_head(gate: str) -> None:
     check(inputs((1, 6, 3, 110, 16), gate), torch.tensor([16, 1 << 30, 109]), "triton", device=DEVICE)
 
 
+@pytest.mark.slow
 def test_dead_full_and_single_key_heads_side_by_side() -> None:
     tensors = inputs((2, 8, 4, 150, 16), "nothing")
     assert tensors["keep"] is not None
@@ -108,6 +109,7 @@ def test_memory_that_nobody_wrote_does_not_show(gate: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["soft", "hard"])
 def test_runs_repeat_bitwise(gate: str) -> None:
     tensors = inputs((1, 4, 2, 100, 16), gate)
@@ -121,19 +123,23 @@ class TestLaws:
     def out(self, tensors: dict[str, Tensor | None], window: int) -> Tensor:
         return run(tensors, torch.float32, device=DEVICE, window=window, backend="triton")["out"]
 
+    @pytest.mark.slow
     def test_open_gates_are_causal_attention(self) -> None:
         causal = self.out(inputs(self.shape, "none"), 100)
         assert torch.allclose(self.out(inputs(self.shape, "all"), 10), causal, atol=1e-5)
 
+    @pytest.mark.slow
     def test_closed_gates_are_the_window(self) -> None:
         window = self.out(inputs(self.shape, "none"), 10)
         assert torch.allclose(self.out(inputs(self.shape, "nothing"), 10), window, atol=1e-5)
 
+    @pytest.mark.slow
     def test_a_window_of_everything_ignores_the_gate(self) -> None:
         result = run(inputs(self.shape, "soft"), torch.float32, device=DEVICE, window=100, backend="triton")
         assert torch.allclose(result["out"], self.out(inputs(self.shape, "none"), 100), atol=1e-5)
         assert not result["dlog_utility"].any()
 
+    @pytest.mark.slow
     def test_hard_is_soft_at_zero_and_one(self) -> None:
         hard = inputs(self.shape, "hard")
         keep = hard["keep"]
@@ -152,6 +158,7 @@ class TestTorch:
             for name, x in tensors.items()
         }
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
     def test_is_a_well_formed_operator(self, gate: str) -> None:
         tensors = self.leaves(gate)

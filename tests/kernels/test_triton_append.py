@@ -52,6 +52,7 @@ class TestAppend:
         max_size=12,
     )
 
+    @pytest.mark.slow
     @settings(deadline=None, max_examples=40)
     @given(operations, st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**20))
     def test_equals_torch(self, operations: list[tuple[str, int]], window: int, page_size: int, seed: int) -> None:

@@ -102,6 +102,7 @@ def places(content: Any) -> list[tuple[Any, Any]]:
     return [child for key in keys for child in ((content, key), *places(content[key]))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", MANIFEST, "tokenizer.json", "tokenizer_config.json"])
 def test_hostile_files_are_refused_or_change_nothing(
     name: str, tmp_path: Path, tokens: Tensor, tiny_tokenizer: PreTrainedTokenizerBase

@@ -63,6 +63,7 @@ def refused_by_plain_transformers(*folders: Path) -> None:
         assert ("num_hidden_layers" if "LlamaFor" in line else "model type `spkv`") in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", slow_after(1, [hybrid, gated]))
 def test_save_pretrained_keeps_what_the_model_is(make: object, tokens: Tensor, tmp_path: Path) -> None:
     """It wrote the family's type, and the Auto class gave the dense model's logits without a word."""
@@ -113,6 +114,7 @@ def test_an_old_checkpoint_loads(tokens: Tensor, tmp_path: Path, tiny_tokenizer:
     assert torch.equal(logits(load(tmp_path)[0], tokens), logits(model, tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant", slow_after(1, [Variant.hybrid(Layout(("GL", "LL"), 8)), Variant.sp_kv()]), ids=["hybrid", "gates"]
 )

@@ -223,6 +223,7 @@ class TestWhoComputesLosses:
             result.append({name: p for name, p in model.named_parameters() if "utility_predictor" in name})
         assert all(torch.allclose(result[1][name], p, atol=1e-5) for name, p in result[0].items())
 
+    @pytest.mark.slow
     def test_training(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As in test_distributed, where every process computes its loss in chunks."""
         recipe = Recipe.read(write_project(tmp_path / "project"))

@@ -195,6 +195,7 @@ class TestWatch:
 
 
 class TestCompile:
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore")  # of torch, about what it traces
     @pytest.mark.parametrize("mode", ["soft", "hard"])
     @pytest.mark.parametrize("recompute", slow_after(1, [False, True]))

@@ -52,6 +52,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "is_native", lambda _, dtype: True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86")
 def test_a_processor_of_avx2_emulates_bfloat16() -> None:
     older = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -154,6 +155,7 @@ class TestRecipes:
     def test_training_in_float16_is_refused(self, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "training knows float32 and bfloat16" in fails(capsys, "train", recipe_file, "--dtype", "float16")
 
+    @pytest.mark.slow
     def test_results_say_what_they_were_made_in(self, recipe_file: Path, tmp_path: Path, emulating: None) -> None:
         recipe_file.write_text(recipe_file.read_text().replace("precision: float32", "precision: auto"))
         rows = "name: some\nrecipe: recipe.yaml\nrows:\n  full: {variant: full-attention}\n"

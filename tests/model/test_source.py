@@ -159,6 +159,7 @@ def test_a_recipe_starts_from_a_revision(
     assert folders[0] != folders[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [("GG", "LL", "LL", "GG"), ("GL", "LL", "LG", "GG")], ids=["native", "custom"])
 def test_an_export_has_files_and_no_links(rows: tuple[str, ...], repository: Repository, tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -58,6 +58,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestExport:
+    @pytest.mark.slow
     @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["custom", "native"])
     def test_files_stay_what_they_are(self, layout: Layout, dense: Path, tmp_path: Path) -> None:
         form = export(layout, dense, tmp_path / "out").form
@@ -180,6 +181,7 @@ def private(process: int) -> int:
     return int(kib) << 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_weights_are_never_held(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     """An export of 90 MB in bfloat16 takes the memory of a layer in float32; in float32 as a whole it took 180 MB."""

@@ -102,6 +102,7 @@ def test_projection(budget: int) -> None:
         assert float((values - near).norm()) <= float((values - other).norm()) + 1e-9
 
 
+@pytest.mark.slow
 def test_heads_that_look_back_get_the_budget() -> None:
     """Heads of layer 6 of the embedded model save most by far (reports/stdlib-21x3); the model is unchanged."""
     model, tokenizer = spkv_nas.load("embedded:dense")

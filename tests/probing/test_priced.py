@@ -61,6 +61,7 @@ class TestLearning:
         assert equal(learn(blocks)[0], learn(blocks)[0])
         assert not equal(learn(blocks)[0], learn(blocks, seed=1)[0])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("target", slow_after(1, [0.1, 0.3]))
     def test_it_reaches_the_target(self, target: float, blocks: TokenBlocks) -> None:
         model = tiny_model()
@@ -88,6 +89,7 @@ class TestLearning:
         assert 1 <= result[1][0] < 8
         assert result[2] == (1, True)
 
+    @pytest.mark.slow
     def test_a_model_in_bfloat16_has_predictors_in_float32(
         self, blocks: TokenBlocks, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:

@@ -57,6 +57,7 @@ def output(installed: Path, *words: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_signal_of_a_package(
     installed: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:

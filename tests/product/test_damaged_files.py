@@ -133,6 +133,7 @@ class TestArrays:
         with pytest.raises(UserError, match=f"x.npz is damaged: {message}.*\nmake it again"):
             self.read(tmp_path, **changes)
 
+    @pytest.mark.slow
     def test_a_file_made_to_fill_the_memory(self, tmp_path: Path) -> None:
         write_npz(tmp_path / "x.npz", {**SOUND, "tokens": np.zeros((2, (1 << 30) // 2 + 1), np.int8)})
         with pytest.raises(UserError, match="bytes claim to hold"):
@@ -225,6 +226,7 @@ class TestRecords:
         for file in (ROOT / "reports").rglob("*.yaml"):
             read_record(file, "record")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["comparison.csv", "search.csv", "agreement.csv"])
     def test_a_report_says_what_was_edited(self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         table, folder = make_table([[0.5, 0.25], [0.1, 0.7], [0.2, 0.3], [0.4, 0.6]]), tmp_path / "reports" / "p"

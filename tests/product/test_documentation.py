@@ -36,9 +36,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 FRESH = {"README.md", "own-model.md", "retrain.md"}  # start from a model and a text alone
 EMBEDDED = {"install.md", "budget.md", "compare-signals.md"}  # on the embedded models, in the repository's workspace
-SLOW = {  # whole workflows, of half a minute and more
+SLOW = {  # whole workflows, of twenty seconds and more
     *("install.md", "cost.md", "decoding.md", "evaluation.md", "report.md", "scores.md"),
-    *("budget.md", "compare-signals.md", "own-model.md", "retrain.md"),
+    *("budget.md", "compare-signals.md", "own-model.md", "retrain.md", "python.md", "serve.md"),
 }
 OTHERS = {"make", "pip", "uv", "optuna-dashboard"}  # programs that install, or serve a page
 PARSED = ("evaluate tasks paper", "--train-step")  # data from the hub; a minute of timing

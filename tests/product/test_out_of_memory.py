@@ -150,6 +150,7 @@ class TestMeasuring:
             assert np.allclose(one.total, other.total, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:out of memory for")
 @pytest.mark.parametrize("fails_at", slow_after(1, [1, 6]), ids=["first step", "after a checkpoint"])
 def test_steps_of_training_have_the_same_tokens(

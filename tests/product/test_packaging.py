@@ -25,6 +25,7 @@ def build(target: str, root: Path, folder: Path) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_a_build_knows_its_commit(tmp_path: Path) -> None:
     """The wheel of a checkout, and the wheel of its source distribution, which has no git to ask."""
     commit = checkout_commit(ROOT)

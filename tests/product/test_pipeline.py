@@ -105,6 +105,7 @@ class TestExport:
     def export(self, folder: Path) -> None:
         main(["export", f"{folder}/layout.yaml", "--model", f"{folder}/dense", "--out", f"{folder}/out"])
 
+    @pytest.mark.slow
     def test_a_layerwise_hybrid_loads_with_plain_transformers(
         self, tmp_path: Path, tiny_tokenizer: object, tokens: torch.Tensor
     ) -> None:

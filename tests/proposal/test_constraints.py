@@ -74,6 +74,7 @@ def searches(draw: st.DrawFn) -> tuple[np.ndarray, Constraints, np.ndarray | Non
     return density, constraints, weights, draw(st.integers(1, layers * heads))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(searches())
 def test_the_optimum_is_that_of_brute_force(search: tuple[np.ndarray, Constraints, np.ndarray | None, int]) -> None:

@@ -292,6 +292,7 @@ class TestCommands:
         make_probe(1, name="q").write(tmp_path / "probes" / "q")
         return tmp_path
 
+    @pytest.mark.slow
     def test_from_probe_to_report(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         options = ["--workspace", str(workspace)]
         main(["propose", "--probe", "p", "--budget", "3", "--tau", "match-budget", "--uniform", *options])

@@ -77,6 +77,7 @@ def test_page_file_and_command_have_one_coverage(
     assert (shown, printed["densest"]) == (f"{100 * table['densest']:.2f} %", table["densest"])
 
 
+@pytest.mark.slow
 def test_files_of_every_budget_are_those_of_propose(open_page: Any, workspace: Path) -> None:
     """Several thresholds are compared: some of the many hashes must be quoted in YAML."""
     table = HeadScores.read(workspace / "probes/stdlib-21x3")
@@ -137,6 +138,7 @@ def _plain(text: str) -> str:
     return yaml_line({"x": text})[4:-1]
 
 
+@pytest.mark.slow
 def test_costs_beside_the_map_are_those_of_the_commands(open_page: Any, workspace: Path, tmp_path: Path) -> None:
     """Attention's time as the calibration has it, or as the roofline of an H200; and the search's prediction."""
     page = open_page("#budget=18&context=1000")
@@ -186,6 +188,7 @@ def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:
     assert page.inner_text("#explorer-heads") == "1 of 63 KV heads"
 
 
+@pytest.mark.slow
 def test_a_link_shows_the_same(open_page: Any) -> None:
     page = open_page()
     page.select_option("#explorer-signal", label=f"{OTHER}: duo score")
@@ -202,6 +205,7 @@ def test_a_link_shows_the_same(open_page: Any) -> None:
     assert open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#explorer-heads") == "18 of 63 KV heads"
 
 
+@pytest.mark.slow
 def test_a_watched_page_is_loaded_again_as_it_is_now(open_page: Any, tmp_path: Path) -> None:
     """The page reloads right after the slider has moved, before the address is updated."""
     table = make_domain_table()
@@ -226,6 +230,7 @@ def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
     assert "both 18 · only here 0 · only in densest 0" in page.inner_text("form.controls")
 
 
+@pytest.mark.slow
 def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
     """Compare on the map, side by side, in numbers, in cell titles, and by keyboard."""
     page = open_page()

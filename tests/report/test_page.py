@@ -250,6 +250,7 @@ def test_csv_cells_that_act_are_quoted(text: str) -> None:
     assert read["delta"].tolist() == [-0.5, 1.0]
 
 
+@pytest.mark.slow
 def test_figures_are_well_formed_and_the_same_every_time(folder: Path, tmp_path: Path) -> None:
     names = {"density", "layouts", "cache-nll", "coverage-nll", "coverage-budget", "domains", "positions", "histogram"}
     files = {f"{name}.{suffix}" for name in names for suffix in ("png", "svg")}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
 from browser_cases import NEEDED, browser, num_outlined, open_file, open_page, workspace
 
 from spkv_nas.artifacts.layout import Layout
@@ -34,6 +35,7 @@ def test_the_page_begins_with_the_layout_of_its_headline(open_page: Any, workspa
     assert num_outlined(page) == 18
 
 
+@pytest.mark.slow
 def test_changes_of_nll_are_seen_on_a_phone(open_page: Any) -> None:
     """Every table's change of NLL lies beside the names; it was cut off at a width of 390 pixels."""
     page = open_page()

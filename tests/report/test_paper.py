@@ -36,6 +36,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_figures_of_the_paper_come_with_their_widths(workspace: Path) -> None:
     folder = workspace / "reports" / NAME / "paper"
     runs = []
@@ -56,6 +57,7 @@ def test_figures_of_the_paper_come_with_their_widths(workspace: Path) -> None:
     assert all(content.startswith(b"%PDF-") for content in runs[0].values())
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_has_no_figure(workspace: Path) -> None:
     folder = workspace / "reports" / NAME
     for name in ("comparison", "density-evolution", "tau-sweep"):

@@ -120,6 +120,7 @@ class TestPair:
 
 
 class TestName:
+    @pytest.mark.slow
     def test_the_report_of_the_probe_shows_it(self, workspace: Path, text: Path) -> None:
         """It was filed under the run's folder, so that ``report --probe mine`` never showed it."""
         hybrid, dense = checkpoints(workspace)
@@ -133,6 +134,7 @@ class TestName:
         assert "Checkpoints side by side" in page.texts["h2"]
         assert "densest (densest-0123456789abcdef)" in page.texts["th"]
 
+    @pytest.mark.slow
     def test_every_evaluation_takes_the_recipes_name(self, workspace: Path, text: Path) -> None:
         """A sweep and RULER too; --name is stronger, and a checkpoint without a run has its folder's name."""
         hybrid, _ = checkpoints(workspace)

@@ -122,6 +122,7 @@ class TestTable:
 
 
 class TestData:
+    @pytest.mark.slow
     def test_a_local_copy_by_its_id_will_do(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """Two of the paper's tasks: one with few examples, one with a separate index."""
         piqa = tmp_path / "baber" / "piqa"

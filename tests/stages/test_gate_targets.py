@@ -72,6 +72,7 @@ class TestCommands:
         options = ["--model", tmp_path / "mine", "--data", text, "--block-size", 32, "--workspace", tmp_path / "w"]
         return [*map(str, options)]
 
+    @pytest.mark.slow
     def test_all_of_them_say_it(
         self, subject: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

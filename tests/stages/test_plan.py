@@ -89,6 +89,7 @@ class TestModelSize:
 
 
 class TestDryRun:
+    @pytest.mark.slow
     def test_of_training(self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Nothing is written, then what was trained is found."""
         workspace, before = tmp_path / "w", everything(tmp_path)
@@ -132,6 +133,7 @@ class TestDryRun:
         assert newest_step(tmp_path) == 6
         assert newest_step(tmp_path / "nothing") == 0
 
+    @pytest.mark.slow
     def test_of_the_other_commands(self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         workspace = tmp_path / "w"
         make_table([[0.9, 0.1], [0.2, 0.3]]).write(workspace / "probes" / "p")
@@ -276,6 +278,7 @@ class TestInit:
         )
         monkeypatch.setattr(Planner, "_cost", lambda planner, variant: cost)
 
+    @pytest.mark.slow
     def test_says_what_the_path_takes_and_writes_the_recipe_alone(
         self, model: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -357,6 +360,7 @@ class TestInit:
         assert recipe.data.block_size == 128  # as with memory
         assert (recipe.gradient_checkpointing, recipe.micro_batch_size) == expected
 
+    @pytest.mark.slow
     def test_the_path_of_the_readme(
         self,
         corpus_folder: Path,

@@ -61,6 +61,7 @@ def command(recipe: Path, workspace: Path, *more: str) -> list[str]:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_a_search_from_zero_shot_to_full_retraining(
         self, project: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -126,6 +127,7 @@ class TestCommand:
         assert "retraining:" not in output
         assert (reports / "search.csv").read_bytes() == before
 
+    @pytest.mark.slow
     def test_fewer_and_more_trials_than_before(self, project: tuple[Path, Path]) -> None:
         recipe, workspace = project
         counts = []
@@ -135,12 +137,14 @@ class TestCommand:
             counts.append(rows[rows["sampler"] != BASELINE].groupby("sampler").size().tolist())
         assert counts == [[8, 8], [5, 5], [12, 12]]
 
+    @pytest.mark.slow
     def test_another_cost_is_refused(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
         more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--head-dim", "4", "--kv-dtype", "float32"]
         more += ["--trials", "3", "--num-short", "0", "--context"]
         main(command(*project, *more, "1k"))
         assert "another objective" in fails(capsys, *command(*project, *more, "2k"))
 
+    @pytest.mark.slow
     def test_a_front_of_nll_and_bytes(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
         more = ["--budget", "2..8", *_BYTES, "--trials", "15", "--num-short", "0", "--global-layers", "0"]

@@ -44,6 +44,7 @@ def test_a_model_in_this_folder_is_called_after_it(
     assert (workspace / "probes" / "checkpoint" / "density.csv").is_file()
 
 
+@pytest.mark.slow
 def test_an_embedded_model_on_other_text_leaves_the_demo_alone(text: Path, tmp_path: Path) -> None:
     """``probe --model embedded:reference --data x`` made a folder ``embedded:reference``."""
     probe(ProbeOptions(model="embedded:reference", data=[str(text)], block_size=64, workspace=tmp_path / "w"))

@@ -33,6 +33,7 @@ def file(recipe_file: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = tmp_path / "w"
     arguments = ["reproduce", "ablate", str(file), "--workspace", str(workspace), "--device", "cpu"]

@@ -81,6 +81,7 @@ class TestBranches:
         assert branch.density is not None
         assert 0.0 <= branch.density <= 1.0
 
+    @pytest.mark.slow
     def test_branches_see_the_same_data_in_the_same_order(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -199,6 +200,7 @@ def test_less_text_than_a_batch(recipe: Recipe, corpus: Corpus, tmp_path: Path) 
         train_dense(wide, corpus, tmp_path / "wide", device="cpu")
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up_to_the_batch(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
     """Four blocks in passes of two or of one are the same steps, gates and all."""
     whole = train_branch(recipe, corpus, dense, tmp_path / "whole", Variant.sp_kv(), device="cpu")

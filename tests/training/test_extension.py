@@ -157,6 +157,7 @@ class TestTraining:
         assert other.extended is not None
         assert np.array_equal(other.extended.total, one.nll.total)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("step", slow_after(1, [5, 2, 4, 7]))
     def test_killed_in_either_segment_it_resumes_bit_for_bit(
         self, step: int, train: Callable[..., Branch], recipe: Recipe, monkeypatch: pytest.MonkeyPatch

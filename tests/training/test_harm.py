@@ -169,6 +169,7 @@ def test_the_embedded_recipes_warm_up_to_a_rate_that_does_no_harm(file: str) -> 
     assert branch.warmup_steps == branch.steps // 10
 
 
+@pytest.mark.slow
 def test_the_control_is_compared_before_a_layout_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

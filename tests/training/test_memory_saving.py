@@ -48,6 +48,7 @@ def changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     return Recipe(**merged(recipe.model_dump(), changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -79,6 +80,7 @@ def test_a_killed_run_resumes_bit_for_bit(
 class TestRecomputed:
     """``gradient_checkpointing``."""
 
+    @pytest.mark.slow
     def test_a_run_ends_alike(self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
         """With a price on keys, sampled gates, and logits in several passes of a step."""
         gates = {"target_density": 0.3, "mode": "sampled"}
@@ -146,6 +148,7 @@ class TestCompiled:
         model(input_ids=tokens, use_cache=False)
         assert not counters["stats"]
 
+    @pytest.mark.slow
     def test_where_there_is_no_compiler(self, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_model()
         monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nowhere/g++",))

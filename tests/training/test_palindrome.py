@@ -164,6 +164,7 @@ class TestModels:
 class TestCommand:
     options = ("--steps", "7", "--batch-size", "2", "--seed", "3")
 
+    @pytest.mark.slow
     def test_end_to_end(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -42,6 +42,7 @@ def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
 
 
 class TestKilled:
+    @pytest.mark.slow
     def test_the_same_command_resumes_bit_for_bit(
         self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -53,6 +54,7 @@ class TestKilled:
         assert_same(whole, train("torn"))
         assert not list((tmp_path / "torn").glob("checkpoint-*"))
 
+    @pytest.mark.slow
     def test_after_the_last_step_none_is_added(
         self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -79,6 +81,7 @@ class TestKilled:
             assert old.keys() == new.keys()
             assert all(torch.equal(old[name], new[name]) for name in old)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", slow_after(1, ["run.json", "heldout-nll.npz"]))
     def test_a_branch_that_lacks_a_part_is_finished_anew(self, name: str, train: Train) -> None:
         """A kill between manifest and record left a branch that every later command failed on, for ever."""
@@ -148,6 +151,7 @@ class TestCheckpoints:
         with pytest.warns(UserWarning, match="starting over"):
             assert newest_checkpoint(tmp_path) is None
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "name", slow_after(1, ["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"])
     )
@@ -175,6 +179,7 @@ class TestSignals:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("number", slow_after(1, [signal.SIGTERM, signal.SIGINT]))
     def test_training_saves_the_step_and_ends(
         self, number: signal.Signals, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

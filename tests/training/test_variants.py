@@ -59,6 +59,7 @@ def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
 
 
 class TestRuns:
+    @pytest.mark.slow
     def test_frozen_model(self, train: Train, dense: Path) -> None:
         before, after = weights(dense), weights(train(training="frozen-model").checkpoint)
         assert all(torch.equal(before[name], after[name]) for name in before)
@@ -76,6 +77,7 @@ class TestRuns:
         with pytest.raises(ValidationError, match=r"dense\.learning_rate and branch\.learning_rate must be equal"):
             train("other", training="from-scratch", top=top)
 
+    @pytest.mark.slow
     def test_a_price_moves_density(self, train: Train) -> None:
         result = [
             train(f"price{price}", price=price, learning_rate_multiplier=20.0, bias=0.0).density
@@ -83,6 +85,7 @@ class TestRuns:
         ]
         assert result[0] < 0.3 < 0.7 < result[1]
 
+    @pytest.mark.slow
     def test_variants_differ(self, train: Train) -> None:
         """Each of them changes what is learned."""
         variants: list[dict[str, Any]] = [
@@ -121,6 +124,7 @@ class TestRuns:
         assert log["density"].between(0, 1).all()
         assert list(tmp_path.rglob("events.out.tfevents.*"))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("gates", "at"),
         [

@@ -41,6 +41,7 @@ def write(layout: Layout | None, folder: Path, tokenizer: PreTrainedTokenizerBas
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["mixed", "layerwise"])
 def test_a_hybrid_is_exported_as_what_it_is(
     layout: Layout, tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
