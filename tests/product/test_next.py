@@ -137,7 +137,7 @@ class TestProbe:
         main([*shlex.split(suggested[0])[1:], "--steps", "2"])
         capsys.readouterr()
         main(["propose", "--budget", "3"])  # of two probes of one model
-        assert "probe 'mine-head-gates' (head-gates), of 2 of one model" in capsys.readouterr().err
+        assert "probe 'mine-head-gates' (head-gates), one of 2 of this model" in capsys.readouterr().err
         suggested = _suggested(capsys, "propose", "--probe", "mine", "--budget", "3")
         assert Path("layouts/mine/head-gates.yaml").is_file()  # beside those by density, so nothing is to be measured
         assert [line.split()[1] for line in suggested] == ["score", "init"]
