@@ -54,8 +54,7 @@ def say(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a report in which every name that a user chooses is hostile."""
-    folder = tmp_path_factory.mktemp("report")
-    names = ("<script>alert(1)<script>", QUOTED, "=cmd()$a_b$ 漢字")  # those of layouts can name files
+    folder, names = tmp_path_factory.mktemp("report"), ("<script>alert(1)<script>", QUOTED, "=cmd()$a_b$ 漢字")
     table = make_domain_table((HOSTILE, QUOTED), positions=make_positions(), metadata={HOSTILE: {QUOTED: [HOSTILE, 1]}})
     write_report(
         folder,
