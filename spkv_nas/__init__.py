@@ -49,11 +49,11 @@ def _register() -> None:
     register(_restoring_class)
 
 
-def _restoring_class(stock: Any) -> Any:
+def _restoring_class(native: Any) -> Any:
     """Return a subclass of a transformers model that restores gates and windows from its config on loading."""
     from spkv_nas.model.restore import restoring_class  # imports torch: only once a model is loaded
 
-    return restoring_class(stock)
+    return restoring_class(native)
 
 
 when_imported("transformers.models.auto.configuration_auto", _register)

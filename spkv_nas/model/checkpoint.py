@@ -29,7 +29,7 @@ from spkv_nas.base.files import StrPath, read_json
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.base.memory import require
 from spkv_nas.model.config_section import saved_gates, saved_layers
-from spkv_nas.model.custom_model_type import stock_class
+from spkv_nas.model.custom_model_type import native_class
 from spkv_nas.model.device_map import dispatch
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.model_shape import check_counts, check_size, config_size
@@ -363,7 +363,7 @@ def _as_user_error(what: str) -> Iterator[None]:
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the transformers decoder class for a config. Raises ``UserError`` if there is none."""
-    kind = stock_class(config)
+    kind = native_class(config)
     if kind not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"models of type '{config.model_type}' are not text-generating decoders")
     model_class: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[kind]

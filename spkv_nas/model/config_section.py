@@ -57,7 +57,7 @@ class _Saved(Section):
 def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
     """Write the section of a hooked model with its gates or layout, and give its config our model type.
 
-    Under its stock type other loaders would silently run it dense (``custom_model_type.py``).
+    Under its original type other loaders would silently run it dense (``custom_model_type.py``).
     """
     layers = {
         name: {
@@ -80,7 +80,7 @@ def restore_section(model: PreTrainedModel, section: dict[str, Any]) -> None:
 
 
 def remove_section(model: PreTrainedModel) -> None:
-    """Remove the section of a model without gates or a layout, which restores the stock model type."""
+    """Remove the section of a model without gates or a layout, which restores the original model type."""
     if hasattr(model.config, "spkv"):
         del model.config.spkv
         set_custom_model_type(model.config, False)

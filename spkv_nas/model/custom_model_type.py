@@ -3,15 +3,15 @@
 ``config_section.write_section`` gives it to every model with gates or a layout, so that every way to save the model
 (this package, ``save_pretrained``, a trainer's checkpoint) writes it. In memory the config is still of its original
 kind, such as a ``LlamaConfig`` with a section. Only ``config.json`` differs: ``model_type`` and ``architectures`` are
-ours, and the number of layers is in the section together with the original type, so that even loading with a stock
+ours, and the number of layers is in the section together with the original type, so that even loading with a native
 class instead of an Auto class fails::
 
     {"model_type": "spkv", "architectures": ["SPKVLlamaForCausalLM"], "num_hidden_layers": "<what to do>", ...,
      "spkv": {"stock_type": "llama", "num_hidden_layers": 4, ...}}
 
 ``import spkv_nas`` registers the type with the Auto classes, and wraps ``AutoConfig.from_pretrained``: a config with
-the section but its stock type, as earlier versions saved it, gets the type too, because the Auto classes would build a
-dense model from it. Configs without a section are not changed.
+the section but its original type, as earlier versions saved it, gets the type too, because the Auto classes would build
+a dense model from it. Configs without a section are not changed.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _model_class: Callable[[Any], Any]  # set by ``register``, because its module im
 
 
 def set_custom_model_type(config: PreTrainedConfig, own: bool) -> None:
-    """Choose the type under which the config of a model with a section is saved: ours (``own``) or its stock one."""
-    stock = stock_class(config)
-    config.__class__ = _own_class(stock) if own else stock  # type: ignore[arg-type]  # a class is hashable
+    """Choose the type under which the config of a model with a section is saved: ours (``own``) or its native one."""
+    native = native_class(config)
+    config.__class__ = _own_class(native) if own else native  # type: ignore[arg-type]  # a class is hashable
 
 
-def stock_class(config: PreTrainedConfig) -> type[PreTrainedConfig]:
+def native_class(config: PreTrainedConfig) -> type[PreTrainedConfig]:
     """Return the class of a config in transformers, whichever type it is saved under."""
     kind = type(config)
     return kind.__bases__[0] if issubclass(kind, _Own) else kind
 
 
 def register(model_class: Callable[[Any], Any]) -> None:
-    """Let transformers' Auto classes load models of our type, and models saved with a section under their stock type.
+    """Let transformers' Auto classes load models of our type, and those saved with a section under their original type.
 
     Args:
-        model_class: makes, from a stock model class, the class that restores the content of the section.
+        model_class: makes, from an original model class, the class that restores the content of the section.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
@@ -84,8 +84,8 @@ class SPKVConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Return a config of the original class from the content of a file of our type."""
-        content, stock = _stock_form(config_dict)
-        return _own_class(stock).from_dict(content, **kwargs)  # type: ignore[arg-type]  # as above
+        content, native = _stock_form(config_dict)
+        return _own_class(native).from_dict(content, **kwargs)  # type: ignore[arg-type]  # as above
 
 
 class _Own:
@@ -93,12 +93,12 @@ class _Own:
 
 
 @cache
-def _own_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Make a subclass of ``stock`` that is saved under our type, and register it if ``stock`` is registered."""
+def _own_class(native: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Make a subclass of ``native`` that is saved under our type, and register it if ``native`` is registered."""
     from transformers import AutoModelForCausalLM
 
-    class OwnConfig(stock, _Own):
-        """Subclass of ``stock`` that converts the content of ``config.json``."""
+    class OwnConfig(native, _Own):
+        """Subclass of ``native`` that converts the content of ``config.json``."""
 
         def to_json_string(self, use_diff: bool = True) -> str:
             """Return the content under our type."""
@@ -106,18 +106,18 @@ def _own_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
             return json.dumps(_own_form(content), indent=2, sort_keys=True) + "\n"
 
         def __reduce__(self) -> tuple[Any, ...]:  # pickle cannot find the class by name
-            return _empty, (stock,), self.__dict__
+            return _empty, (native,), self.__dict__
 
-    OwnConfig.__name__ = OwnConfig.__qualname__ = f"{_PREFIX}{stock.__name__}"
+    OwnConfig.__name__ = OwnConfig.__qualname__ = f"{_PREFIX}{native.__name__}"
     registry = AutoModelForCausalLM._model_mapping
-    if stock in registry:
-        registry.register(OwnConfig, _model_class(registry[stock]))
+    if native in registry:
+        registry.register(OwnConfig, _model_class(registry[native]))
     return OwnConfig
 
 
-def _empty(stock: type[PreTrainedConfig]) -> PreTrainedConfig:
+def _empty(native: type[PreTrainedConfig]) -> PreTrainedConfig:
     """Make a config without values, for pickle and copies to fill."""
-    config: PreTrainedConfig = object.__new__(_own_class(stock))  # type: ignore[arg-type]  # as above
+    config: PreTrainedConfig = object.__new__(_own_class(native))  # type: ignore[arg-type]  # as above
     return config
 
 
@@ -147,7 +147,7 @@ def _with_layers(content: dict[str, Any], key: str, value: Any) -> dict[str, Any
 
 
 def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTrainedConfig]]:
-    """Undo ``_own_form``: return the content under its stock type, and the class of the original config.
+    """Undo ``_own_form``: return the content under its original type, and the class of the original config.
 
     Raises:
         UserError: the section lacks type or number of layers, or the number exceeds that of any model.
@@ -168,6 +168,6 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     text = content.get(_TEXT) or {"model_type": kind}
     if not isinstance(text, dict) or text.get("model_type") not in CONFIG_MAPPING:
         raise UserError(f"the model's config lacks the text model's section '{_TEXT}'\n{_DAMAGED}")
-    stock = {**_with_layers(content, _layers_key(text["model_type"]), num_layers), "model_type": kind}
-    check_counts(stock, "the model")  # now that they are under their usual keys
-    return {**stock, "architectures": architectures, CUSTOM_MODEL_TYPE: section}, CONFIG_MAPPING[kind]
+    native = {**_with_layers(content, _layers_key(text["model_type"]), num_layers), "model_type": kind}
+    check_counts(native, "the model")  # now that they are under their usual keys
+    return {**native, "architectures": architectures, CUSTOM_MODEL_TYPE: section}, CONFIG_MAPPING[kind]

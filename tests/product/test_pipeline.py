@@ -75,7 +75,7 @@ def test_the_whole_path(
     assert f"densest, seed 0: {densest.checkpoint}" in printed
     main(["export", "--model", str(densest.checkpoint), "--out", str(tmp_path / "hybrid")])
     mixed = any(len(set(row)) > 1 for row in layout.heads)
-    assert ("loads with spkv_nas.load" if mixed else "a stock") in capsys.readouterr().out
+    assert ("loads with spkv_nas.load" if mixed else "a native") in capsys.readouterr().out
     monkeypatch.setattr("spkv_nas.training.trainer.SPKVTrainer.train", lambda *_, **__: pytest.fail("trained again"))
     main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *options])
     checkpoint = next((workspace / "runs" / "tiny" / "branches").glob("sp-kv-*")) / "final"

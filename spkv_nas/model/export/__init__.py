@@ -1,1 +1,1 @@
-"""Export checkpoints with a layout, in the form that a target, such as a stock architecture, needs."""
+"""Export checkpoints with a layout, in the form that a target, such as a native architecture, needs."""

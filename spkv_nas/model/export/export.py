@@ -58,7 +58,7 @@ def export(
 ) -> Exported:
     """Write a checkpoint with ``layout`` to the folder ``out``.
 
-    By default a layer-wise layout becomes a stock architecture where one computes the same, which a subprocess with
+    By default a layer-wise layout becomes a native architecture where one computes the same, which a subprocess with
     plain ``transformers`` verifies (``native.py``). Any other hybrid gets the model type ``spkv``, which
     ``spkv_nas.load`` loads and plain ``transformers`` refuses (``spkv.py``). The checkpoint's gates are dropped.
 
@@ -69,7 +69,7 @@ def export(
         to: a target or its name; "auto" takes the first of the registry that can express the layout.
         link: make hard links to the checkpoint's files, which use no disk space; writing to either changes both.
             Otherwise files are cloned if the file system supports it, or copied.
-        options: options of the targets by name, such as ``allow_dense=True`` of ``spkv``, which keeps the stock model
+        options: options of the targets by name, such as ``allow_dense=True`` of ``spkv``, which keeps the native model
             type so that plain ``transformers`` runs the model dense.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Export target ``native``: stock architectures, which plain ``transformers`` and serving engines load.
+"""Export target ``native``: architectures of transformers, which plain ``transformers`` and serving engines load.
 
 A layout whose layers are all-global or all-local can be expressed by ``layer_types`` and ``sliding_window`` (Hugging
 Face counts the query's own key in the window, as this package does). Classes that ignore ``layer_types`` have a
@@ -31,31 +31,31 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class NativeTarget(ExportTarget):
-    """Write a layer-wise layout as a stock architecture where one computes the same, checked in a subprocess."""
+    """Write a layer-wise layout as a native architecture where one computes the same, checked in a subprocess."""
 
     name = "native"
     help = "a standard transformers architecture with layer_types, for layouts of whole layers"
 
     def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
-        """Return why no stock architecture can express the layout, or None."""
+        """Return why no native architecture can express the layout, or None."""
         try:
-            stock_config(config, layout)
+            native_config(config, layout)
         except TargetError as error:
             return str(error)
         return None
 
     def write(self, hybrid: Hybrid, folder: Path) -> Written:
-        """Write the checkpoint with the config of the stock architecture."""
+        """Write the checkpoint with the config of the native architecture."""
         from spkv_nas.model.attach import detached
 
         model = hybrid.model
-        config = stock_config(model.config, hybrid.layout)
+        config = native_config(model.config, hybrid.layout)
         with detached(model):
             if model.generation_config is not None:
                 model.generation_config.use_cache = True  # False was for the hooks
             weights = hybrid.save(folder)
-        write_stock_config(config, folder)
-        form = f"a stock {config.model_type} checkpoint, which plain transformers loads without this package"
+        write_native_config(config, folder)
+        form = f"a native {config.model_type} checkpoint, which plain transformers loads without this package"
         return Written(form, weights.done, weights.hashes)
 
     def verify(self, hybrid: Hybrid, folder: Path) -> str:
@@ -73,11 +73,11 @@ class NativeTarget(ExportTarget):
 NATIVE = NativeTarget()
 
 
-def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
-    """Build the config of a stock architecture with the layers of ``layout`` and the weights of ``config``'s model.
+def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+    """Build the config of a native architecture with the layers of ``layout`` and the weights of ``config``'s model.
 
     Raises:
-        TargetError: no stock architecture can express it.
+        TargetError: no native architecture can express it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -107,22 +107,22 @@ def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         options["max_window_layers"] = 0  # vLLM's native Qwen classes, which ignore layer windows, refuse 0
     if target.model_type == "olmo3" and kind != "olmo3":
         options["rope_parameters"] = {layer_type: dict(config.rope_parameters) for layer_type in (_FULL, _SLIDING)}
-    stock: PreTrainedConfig = AutoConfig.for_model(**options)
+    native: PreTrainedConfig = AutoConfig.for_model(**options)
     # Check that position encodings stay the same
     changed = [
         i
-        for i, encodings in enumerate(zip(_positions(config), _positions(stock), strict=True))
+        for i, encodings in enumerate(zip(_positions(config), _positions(native), strict=True))
         if encodings[0] != encodings[1]
     ]
     if changed:
         raise TargetError(
-            f"layer_types of '{stock.model_type}' also chooses the position encoding, which would change in layers "
+            f"layer_types of '{native.model_type}' also chooses the position encoding, which would change in layers "
             f"{_numbers(changed)}"
         )
-    return stock
+    return native
 
 
-def write_stock_config(config: PreTrainedConfig, folder: Path) -> None:
+def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
     """Write ``config.json`` with the RoPE settings in the formats of both transformers 5 and 4.
 
     Engines on transformers 4 ignore ``rope_parameters`` and silently use a base of 10,000.

@@ -30,7 +30,7 @@ class SpkvTarget(ExportTarget):
     ``custom_model_type.py`` says why. This package reads what it wrote, so there is no check.
 
     Attributes:
-        allow_dense: keep the stock model type, so that plain ``transformers`` runs the model dense.
+        allow_dense: keep the original model type, so that plain ``transformers`` runs the model dense.
     """
 
     name = "spkv"
@@ -52,7 +52,7 @@ class SpkvTarget(ExportTarget):
         else:
             form = (
                 "loads with spkv_nas.load, or with AutoModelForCausalLM after import spkv_nas; plain transformers "
-                f"refuses its model type '{CUSTOM_MODEL_TYPE}' (--allow-dense keeps the stock one)"
+                f"refuses its model type '{CUSTOM_MODEL_TYPE}' (--allow-dense keeps the original one)"
             )
         try:
             weights = hybrid.save(folder)

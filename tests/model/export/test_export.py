@@ -51,7 +51,7 @@ def test_a_hybrid_is_exported_as_what_it_is(
     result = export(None, hybrid, tmp_path / "out")
     expected = logits(load(hybrid)[0], tokens)
     if layout is LAYERWISE:
-        assert "a stock ministral checkpoint" in result.form
+        assert "a native ministral checkpoint" in result.form
         assert "over 70 tokens in a process of its own" in result.form
         assert (result.target, result.rejected) == ("native", {})
         assert torch.allclose(

@@ -148,7 +148,7 @@ def test_plain_transformers_runs_the_hybrid_or_refuses(
         assert "model type `spkv` but Transformers does not recognize" in answer.error
         assert json.loads((exported.folder / "config.json").read_text())["model_type"] == "spkv"
     else:
-        assert f"a stock {kind} checkpoint" in exported.message
+        assert f"a native {kind} checkpoint" in exported.message
         assert verify_export.compare(answer, exported.hybrid) <= verify_export.TOLERANCE
     if split == "layers" and types == "native" and "layer_types" not in CASES[case]:
         return  # all layers global, the dense model itself
@@ -186,7 +186,7 @@ save_file(logits, "own.safetensors")
 def test_native_exports_have_the_weights_of_the_dense_model(exports: dict[Key, Exported]) -> None:
     """Tensors of the checkpoint, all of them and no others; settings for hooks are gone from the config."""
     for (case, split, types), one in exports.items():
-        if "a stock" not in one.message or case == "llama-bias":
+        if "a native" not in one.message or case == "llama-bias":
             continue
         dense = load_file(one.folder.parent / "dense" / "model.safetensors")
         weights = load_file(one.folder / "model.safetensors")

@@ -10,7 +10,7 @@ from configs import CONFIGS, on_meta, published
 from transformers import AutoConfig, PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.model.export.native import stock_config, write_stock_config
+from spkv_nas.model.export.native import native_config, write_native_config
 from spkv_nas.model.export.target import TargetError
 from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import apply_layout
@@ -38,7 +38,7 @@ def test_a_native_config_says_everything(name: str, tmp_path: Path) -> None:
     tensors = {key: value.shape for key, value in model.state_dict().items()}
     chosen = layerwise(model)
     apply_layout(model, chosen)
-    write_stock_config(stock_config(model.config, chosen), tmp_path)
+    write_native_config(native_config(model.config, chosen), tmp_path)
     content, original = json.loads((tmp_path / "config.json").read_text()), CONFIGS[name]
 
     kind, architecture = CLASSES[name]
@@ -62,7 +62,7 @@ def test_a_native_config_says_everything(name: str, tmp_path: Path) -> None:
 def test_scaled_positions_are_said_twice(tmp_path: Path) -> None:
     """Configs have the keys of transformers 5 and those of 4, without which engines would use the default."""
     config = published("Llama-3-8B", rope_scaling=dict(YARN))
-    write_stock_config(stock_config(config, layerwise(on_meta(config))), tmp_path)
+    write_native_config(native_config(config, layerwise(on_meta(config))), tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     assert (content["rope_theta"], content["rope_scaling"]) == (500000.0, YARN)
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == {**YARN, "rope_theta": 500000.0}
@@ -74,7 +74,7 @@ def test_a_model_that_sees_images_gets_our_type(tmp_path: Path) -> None:
     chosen = layerwise(model)
     apply_layout(model, chosen)
     with pytest.raises(TargetError, match="'gemma3'"):
-        stock_config(model.config, chosen)
+        native_config(model.config, chosen)
     model.config.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["model_type"] == "spkv"
