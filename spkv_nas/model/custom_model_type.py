@@ -36,7 +36,7 @@ _model_class: Callable[[Any], Any]  # set by ``register``, because its module im
 
 
 def set_custom_model_type(config: PreTrainedConfig, own: bool) -> None:
-    """Choose the type under which the config of a model with a section is saved: ours (``own``) or its native one."""
+    """Choose the type under which the config of a model with a section is saved: ours (``own``) or the original one."""
     native = native_class(config)
     config.__class__ = _own_class(native) if own else native  # type: ignore[arg-type]  # a class is hashable
 

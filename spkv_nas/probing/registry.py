@@ -17,10 +17,10 @@ from spkv_nas.probing.signals.opening import OPENING
 from spkv_nas.probing.signals.regression import REGRESSION
 from spkv_nas.probing.signals.retrieval import RETRIEVAL
 
-SIGNALS = Registry(
+SIGNALS: Registry[Signal] = Registry(
     "spkv_nas.signals",
     "signal",
-    Signal,
+    Signal,  # type: ignore[type-abstract]
     (DENSITY, HEAD_GATES, OPENING, CLOSING, REGRESSION, DUO, RETRIEVAL, ATTENTION_MASS),
 )
 
@@ -72,8 +72,8 @@ def signal_options() -> tuple[SharedOption, ...]:
     for signal in SIGNALS:
         for option in signal.options:
             others = declared.setdefault(option.name, {})
-            for other, known in others.items():
-                if (known.type, known.flag) != (option.type, option.flag):
+            for other, shared in others.items():
+                if (shared.type, shared.flag) != (option.type, option.flag):
                     raise UserError(
                         f"signals {other} and {signal.name} declare --{_dashed(option.name)} with different flags\n"
                         f"rename the option of {signal.name}, or reuse the flag of {other}"

@@ -17,6 +17,7 @@ A module of a signal is imported by every ``--help``, so it must import torch in
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ class Work:
     tokens: int
 
 
-class Signal:
+class Signal(ABC):
     """Score of every KV head, higher for heads that need global attention.
 
     Attributes:
@@ -98,6 +99,7 @@ class Signal:
     cached_layers: float = 0.0
     is_bounded: bool = False
 
+    @abstractmethod
     def measure(
         self,
         model: PreTrainedModel,
@@ -120,7 +122,6 @@ class Signal:
             progress: called with (blocks or steps done, total).
             options: values by the names in ``self.options``; those that the user left out are absent.
         """
-        raise NotImplementedError
 
     def table(self, means: Sequence[HeadMeans], window: int, **facts: Any) -> HeadScores:
         """Build the table of measured means; ``facts`` are ``passes``, ``tokens``, ``name`` and ``metadata``."""

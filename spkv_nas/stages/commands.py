@@ -1,6 +1,6 @@
 """Format every command that the product suggests: complete, quoted for a shell, made from a stage's options.
 
-A suggestion is an options dataclass of ``stages.options`` with everything that the command needs (model, text, budget,
+A suggestion is the options dataclass of a command with everything that the command needs (model, text, budget,
 workspace), so it repeats the user's model and text and never falls back to the embedded ones::
 
     command_line(ProposeOptions(probe="mine", workspace=Path("w")))  # spkv-nas propose --probe mine --workspace w
@@ -10,7 +10,6 @@ Users see a suggestion as one line, ``next: spkv-nas ...``; programs find it und
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields
@@ -99,10 +98,8 @@ def in_folder(command: str, folder: Path) -> str:
 
 def _name(kind: type) -> str:
     """Return the command of an options class: train-hybrid for that of ``stages.train_hybrid.command``."""
-    parts = kind.__module__.removeprefix("spkv_nas.stages.").split(".")
-    if parts[-1] == "command":
-        return " ".join(parts[:-1]).replace("_", "-")
-    return re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__.removesuffix("Options")).lower()
+    *folders, _ = kind.__module__.removeprefix("spkv_nas.stages.").split(".")
+    return " ".join(folders).replace("_", "-")
 
 
 def _default(field: Field[Any]) -> Any:

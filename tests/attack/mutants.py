@@ -42,7 +42,7 @@ class Reader:
 
 @dataclass
 class Outcome:
-    """How a reader responded to its mutants."""
+    """Responses of a reader to its mutants."""
 
     accepted: int = 0
     refused: int = 0

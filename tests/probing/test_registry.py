@@ -10,6 +10,7 @@ import sys
 import zipfile
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import tiny_model
@@ -138,6 +139,9 @@ class _Other(Signal):
 
     def __init__(self, *options: Option) -> None:
         self.options = options
+
+    def measure(self, *arguments: Any, **options: Any) -> HeadScores:
+        raise AssertionError("only its options are read")
 
 
 def _with(monkeypatch: pytest.MonkeyPatch, *options: Option) -> None:

@@ -127,7 +127,7 @@ class TestCheckpoints:
 
     @pytest.mark.slow
     def test_without_any_manifest_it_is_of_the_first_version(self, tmp_path: Path) -> None:
-        """That version wrote this file last; its interrupted runs resume, too."""
+        """Interrupted runs of a version that wrote this file last resume, too."""
         for step, state in ((3, "{}"), (6, '{"half'), (9, None)):
             checkpoint = self.write(tmp_path, step, complete=False)
             if state is not None:

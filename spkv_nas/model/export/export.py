@@ -69,8 +69,8 @@ def export(
         to: a target or its name; "auto" takes the first of the registry that can express the layout.
         link: make hard links to the checkpoint's files, which use no disk space; writing to either changes both.
             Otherwise files are cloned if the file system supports it, or copied.
-        options: options of the targets by name, such as ``allow_dense=True`` of ``spkv``, which keeps the native model
-            type so that plain ``transformers`` runs the model dense.
+        options: options of the targets by name, such as ``allow_dense=True`` of ``spkv``, which keeps the original
+            model type so that plain ``transformers`` runs the model dense.
 
     Returns:
         What was written, and why not as an earlier target.

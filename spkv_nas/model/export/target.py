@@ -54,7 +54,7 @@ class Hybrid:
 
 @dataclass(frozen=True)
 class Written:
-    """What a target wrote.
+    """Description of a written export.
 
     Attributes:
         form: what it is and what loads it, as a clause of a message.
@@ -110,5 +110,5 @@ class ExportTarget(ABC):
 
     def with_options(self, options: Mapping[str, Any]) -> ExportTarget:
         """Return a copy of this target with those of ``options`` that it has."""
-        mine = {name: value for name, value in options.items() if name in self.option_names}
-        return replace(self, **mine)  # type: ignore[type-var]  # as above
+        target_options = {name: value for name, value in options.items() if name in self.option_names}
+        return replace(self, **target_options)  # type: ignore[type-var]  # as above

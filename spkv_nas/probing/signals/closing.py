@@ -1,4 +1,4 @@
-"""Closing: the NLL that a head costs when it alone is made local (``probing.gains``)."""
+"""Leave-one-head-out ablation (``closing``): the NLL lost when one head alone is local (``probing.gains``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening: the NLL that a head saves when it alone is made global (``probing.gains``)."""
+"""Add-one-head ablation (``opening``): the NLL that a head saves when it alone is global (``probing.gains``)."""
 
 from __future__ import annotations
 

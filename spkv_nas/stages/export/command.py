@@ -63,9 +63,9 @@ def check(options: ExportOptions) -> None:
 
 
 def export(options: ExportOptions, reporter: Reporter) -> Result:
-    """Export a checkpoint with a layout as a Hugging Face folder, in a standard architecture where one fits.
+    """Export a checkpoint with a layout as a Hugging Face folder, in a native architecture where one fits.
 
-    A separate process checks that plain transformers computes the same. A layout that no standard architecture can
+    A separate process checks that plain transformers computes the same. A layout that no native architecture can
     express gets a custom model type. Without a layout argument, exports a retrained hybrid with the layout that it was
     trained with (see reports/NAME/checkpoints.csv).
     """
