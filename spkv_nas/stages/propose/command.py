@@ -10,6 +10,7 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MOST_REPEATS
 from spkv_nas.base.progress import Reporter
 from spkv_nas.proposal.budget import PAPER_BUDGET
+from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import ONLY_PROBE, ConstraintOptions, InWorkspace
 from spkv_nas.stages.result import Result
@@ -59,3 +60,8 @@ def propose(options: ProposeOptions, reporter: Reporter) -> Result:
         return Result(stage.propose_several(options, reporter), output.show_budgets, output.budgets_document)
     result = stage.propose(options, reporter)
     return Result(result, output.show, output.document, next=result.next)
+
+
+# The help lists the strategies of the registry, those of installed packages included
+_STRATEGIES = "; ".join(f"{strategy.name}: {strategy.help}" for strategy in STRATEGIES)
+propose.__doc__ = f"{propose.__doc__}\n    Strategies: {_STRATEGIES}.\n    "
