@@ -23,7 +23,7 @@ COMMITTED = ROOT / "probes"
     ],
 )
 def test_committed_tables_keep_their_values(name: str, kind: str, unit: str, column: str, tmp_path: Path) -> None:
-    """They were written before tables had kinds, every one with the column ``density``."""
+    """Tables with the column ``density`` and no kind read with the same values."""
     old = (COMMITTED / name / "density.csv").read_text()
     assert old.startswith("layer,kv_head,density,")
     table = HeadScores.read(COMMITTED / name)
@@ -66,10 +66,8 @@ def test_tables_made_by_hand(tmp_path: Path) -> None:
         ("signal: nobody\nkind: gain\nunit: bits\n", "gain", "nobody gain", "bits"),
     ],
 )
-def test_the_record_says_what_the_numbers_are(
-    column: str, record: str, kind: str, noun: str, unit: str, tmp_path: Path
-) -> None:
-    """Check old and new column names, and signals that are not installed."""
+def test_record_states_kind_and_unit(column: str, record: str, kind: str, noun: str, unit: str, tmp_path: Path) -> None:
+    """Old and new column names are read, also of signals that are not installed."""
     table = HeadScores.read(made(tmp_path, column, record))
     assert (table.kind, table.measure.noun, table.measure.unit) == (kind, noun, unit)
     assert table.values.tolist() == [[0.5, 0.25]]

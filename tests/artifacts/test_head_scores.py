@@ -113,8 +113,8 @@ def test_diagnosis_of_gates_that_have_not_differentiated(density: float, words: 
     assert "learning rate" in sentence
 
 
-def test_diagnosis_speaks_when_most_heads_are_open_and_some_are_not() -> None:
-    """Saturated gates of a short branch once passed unremarked: mean .956, but only 70 % of the heads above .95."""
+def test_diagnosis_warns_of_mostly_open_gates() -> None:
+    """Warn where most but not all heads are open, as after a short branch."""
     density = np.where(np.arange(12) < 8, 0.99, 0.88).reshape(4, 3)
     (sentence,) = HeadScores("p", rows(density)).diagnosis()
     assert "67%" in sentence
@@ -227,8 +227,8 @@ def test_damaged_file_beside_the_table_is_named(tmp_path: Path, name: str, conte
             HeadScores.read(tmp_path)
 
 
-def test_arrays_of_any_damaged_file_are_refused(tmp_path: Path) -> None:
-    """A flipped byte in the compressed data raised ``zlib.error``, one in the archive's headers other errors still."""
+def test_damaged_arrays_are_refused(tmp_path: Path) -> None:
+    """A flipped byte anywhere in the archive is a user error."""
     path = tmp_path / "histogram.npz"
     write_npz(path, {"edges": np.arange(1000.0), "counts": np.ones(3, dtype=np.int64)})
     sound = path.read_bytes()
@@ -272,8 +272,8 @@ def test_columns_keep_their_types(tmp_path: Path) -> None:
     assert [str(kind) for kind in result.positions.dtypes] == ["int64"] * 4 + ["float64", "int64"]
 
 
-def test_metadata_that_names_one_value_twice(tmp_path: Path) -> None:
-    """YAML wrote the second as an alias, which the strict reader refuses: the table could not be read again."""
+def test_metadata_with_one_value_under_two_keys(tmp_path: Path) -> None:
+    """YAML must not write the second as an alias, which the strict reader refuses."""
     shared = {"layers": 2}
     HeadScores("p", rows([[0.5]]), metadata={"model": shared, "recipe": {"model": shared}}).write(tmp_path)
     assert HeadScores.read(tmp_path).metadata["recipe"] == {"model": shared}

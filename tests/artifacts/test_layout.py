@@ -77,7 +77,7 @@ def test_strategy_and_provenance_may_be_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("window", [62, 3, 666])
 def test_a_hash_that_looks_like_a_number_stays_text(tmp_path: Path, window: int) -> None:
-    """2e087445, written without quotes, was read back as infinity; so was a strategy called 1e5 as a number."""
+    """2e087445 must not be read back as infinity, nor a strategy called 1e5 as a number."""
     layout = Layout(("GL",), window, "1e5")
     assert layout.hash in ("2e087445", "70038167", "00153065")
     layout.write(tmp_path / "x.yaml")
@@ -113,8 +113,8 @@ def test_strategy_and_provenance_may_be_edited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["../../evil", "/abs", "x" * 300, "", ".hidden", "a\nb", "a\\b"])
-def test_a_strategy_can_name_a_file(tmp_path: Path, strategy: str) -> None:
-    """It became part of paths: ``../../evil`` was trained and written outside the workspace."""
+def test_a_strategy_name_must_be_a_file_name(tmp_path: Path, strategy: str) -> None:
+    """A name such as ``../../evil`` would write outside the workspace."""
     with pytest.raises(UserError, match=r"the strategy .* cannot name a file"):
         Layout(("G",), 8, strategy)
     file = tmp_path / "x.yaml"
@@ -173,7 +173,7 @@ def test_mistakes_in_the_file_are_explained(tmp_path: Path, old: str, new: str, 
 
 
 def test_text_like_a_number_survives_other_files(tmp_path: Path) -> None:
-    """A commit such as 2e087445 was written without quotes, and the strict reader took it for infinity."""
+    """A commit such as 2e087445 must not be read back as infinity."""
     (tmp_path / "x.yaml").write_text(yaml_text({"commit": "2e087445", "tau": 1e-9}))
     assert read_yaml(tmp_path / "x.yaml", "file") == {"commit": "2e087445", "tau": 1e-9}
 
@@ -183,8 +183,8 @@ def test_missing_file(tmp_path: Path) -> None:
         Layout.read(tmp_path / "none.yaml")
 
 
-def test_a_layout_that_was_cut_off_is_not_one_made_by_hand(tmp_path: Path) -> None:
-    """A truncated file had another strategy, and no hash to check."""
+def test_a_truncated_layout_is_not_a_handmade_one(tmp_path: Path) -> None:
+    """A truncated file is never read silently as another layout."""
     file = tmp_path / "densest.yaml"
     Layout(("GL", "LG"), window=8, strategy="densest", provenance={"probe": "p"}).write(file)
     text = file.read_text()

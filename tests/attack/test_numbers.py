@@ -70,7 +70,7 @@ def test_numbers(arena: Arena, attack: Callable[[str], AbstractContextManager[Ta
 
 
 def test_a_rate_that_overflows(arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]) -> None:
-    """Train in a separate process without injection: finite losses and gradients, and an update beyond float32."""
+    """Train in a separate process: losses and gradients are finite, and the update exceeds float32."""
     command = COMMANDS["train"]
     with attack("numbers python -m spkv_nas train") as tally:
         expected = arena.expected(command)

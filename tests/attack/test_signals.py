@@ -39,8 +39,8 @@ def test_signals(
             resume(round_, command, expected, story, _SAVED)
 
 
-def test_signal_to_a_process_of_its_own(arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]) -> None:
-    """Send SIGTERM while ``python -m spkv_nas`` imports, which takes most of its time, or trains."""
+def test_signal_to_a_separate_process(arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]) -> None:
+    """Send SIGTERM while ``python -m spkv_nas`` imports, or trains."""
     command = COMMANDS["train"]
     with attack("signals SIGTERM python -m spkv_nas train") as tally:
         expected = arena.expected(command)

@@ -16,12 +16,12 @@ from spkv_nas.proposal.convert import convert
 
 @pytest.mark.parametrize("text", ["1e5", "1234e5678901", "12.5e-3", "true", "null", "2024-13-45", "0x1f", "ab: c"])
 def test_text_stays_text(tmp_path: Path, text: str) -> None:
-    """A commit such as 1234e5678901 was written bare, and read back as a number."""
+    """A commit such as 1234e5678901 is quoted, so that it is not read back as a number."""
     (tmp_path / "a.yaml").write_text(yaml_text({"commit": text}))
     assert read_yaml(tmp_path / "a.yaml", "test") == {"commit": text}
 
 
-def test_a_list_that_stands_twice_can_be_read_again(tmp_path: Path) -> None:
+def test_a_repeated_list_is_read_again(tmp_path: Path) -> None:
     """The strict reader refuses aliases, so none is written."""
     taus = [0.1, 0.5]
     (tmp_path / "a.yaml").write_text(yaml_text({"one": taus, "other": taus}))
@@ -30,7 +30,7 @@ def test_a_list_that_stands_twice_can_be_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, "0x" + "f" * 5000, "0b" + "1" * 333, "1" + ":59" * 400])
 def test_a_number_of_thousands_of_digits_is_refused(number: str) -> None:
-    """YAML's hexadecimal numbers were read, and later caused a Python error when written or divided."""
+    """Hexadecimal numbers of YAML have no limit on their digits."""
     with pytest.raises(UserError, match="more than 100 digits"):
         parse_yaml(f"steps: {number}", "record x.yaml")
     if number.isdecimal():
@@ -52,7 +52,7 @@ def test_large_numbers_are_read() -> None:
 def test_a_full_disk_leaves_nothing_that_blocks_the_next_try(
     is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It left ``config.json`` alone, and the next conversion to the folder was refused as there already."""
+    """A lone ``config.json`` would make the next conversion report that the folder exists."""
     source, target, flush, flushed = tmp_path / "a.yaml", tmp_path / "out", os.fsync, []
     make_layouts("a")["a"].write(source)
     if is_there:

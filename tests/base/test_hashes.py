@@ -56,7 +56,7 @@ def test_a_file_is_read_once(file: Path, read: list[str], tmp_path: Path) -> Non
 
 
 def test_a_changed_file_is_read_again(file: Path, read: list[str]) -> None:
-    """Also with the same size, and with the old modification time restored."""
+    """A change is detected also at equal size with the old modification time restored."""
     file_hash(file)
     times = file.stat()
     later(file)
@@ -66,10 +66,10 @@ def test_a_changed_file_is_read_again(file: Path, read: list[str]) -> None:
     assert len(read) == 2
 
 
-def test_a_file_that_has_just_been_written_is_not_kept(
+def test_a_file_just_written_is_not_cached(
     file: Path, read: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another change might have the same time, as clocks of file systems are."""
+    """A second change could have the same modification time."""
     monkeypatch.setattr(hashes, "_SETTLED", 3600.0)
     assert file_hash(file) == file_hash(file)
     assert len(read) == 2
@@ -124,8 +124,8 @@ def test_only_blobs_are_named_by_their_hash(tmp_path: Path) -> None:
 
 
 class TestManifest:
-    def test_damage_comes_before_what_is_said_of_it(self, file: Path) -> None:
-        """A reader of damaged weights has a worse reason; one of sound weights keeps its own."""
+    def test_damage_is_reported_before_other_errors(self, file: Path) -> None:
+        """An error of a reader is replaced for damaged weights, and kept for sound ones."""
         write_manifest(file.parent)
         with pytest.raises(ValueError, match="cannot parse"), manifest_checked(file.parent):
             raise ValueError("cannot parse")
@@ -135,8 +135,8 @@ class TestManifest:
         with pytest.raises(UserError, match="weights differs from its recorded"), manifest_checked(file.parent):
             pass
 
-    def test_known_hashes_are_taken(self, file: Path) -> None:
-        """A copy gets the original's hash, so that a failed copy is detected."""
+    def test_passed_hashes_are_recorded(self, file: Path) -> None:
+        """A copy takes the hash of its original, so that a failed copy is detected."""
         write_manifest(file.parent, {"weights": sha256(b"two").hexdigest()})
         with pytest.raises(UserError, match="weights differs"):
             check_manifest(file.parent)

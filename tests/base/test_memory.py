@@ -95,8 +95,8 @@ class TestConfigs:
             ("gpt2", {"n_head": 2, "num_attention_heads": 2, "num_labels": 3}, None),
         ],
     )
-    def test_keys_that_a_config_does_not_know(self, kind: str, options: dict[str, Any], message: str | None) -> None:
-        """transformers keeps them as attributes: ``num_keY_value_heads: 2`` gave 4 KV heads."""
+    def test_unknown_config_keys_are_refused(self, kind: str, options: dict[str, Any], message: str | None) -> None:
+        """transformers keeps a misspelt ``num_keY_value_heads`` as an attribute and uses the default."""
         config = AutoConfig.for_model(kind, **options)
         with nullcontext() if message is None else pytest.raises(UserError, match=re.escape(message)):
             check_keys(config, options, "x")
@@ -105,8 +105,8 @@ class TestConfigs:
     def test_published_configs_are_known(self, config: dict[str, Any]) -> None:
         check_keys(AutoConfig.for_model(**config), config, "x")
 
-    def test_labels_that_a_decoder_has_no_use_for(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """A dictionary of them is built before anything is loaded: ten million took minutes."""
+    def test_too_many_labels_are_refused(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """transformers builds a dictionary of all labels before it loads anything."""
         change_config(folder, lambda config: config.update(num_labels=10_000_000))
         assert "'num_labels' in its config is 1e+07; more than 10,000" in fails(
             capsys, "plan", "attention", "--model", folder
@@ -156,9 +156,7 @@ class TestPasses:
             subject.load()
         subject.load(with_logits=False)
 
-    def test_batches_are_as_large_as_there_is_memory_for(
-        self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_batch_size_fits_memory(self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The measured values do not depend on the batch size."""
         options = NLLOptions(model=str(folder), data=[str(text)], block_size=64, device="cpu")
         whole = nll(options).evaluation.nll

@@ -43,7 +43,7 @@ def test_a_level_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_library_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They log when called without a reporter, which only the command line passes."""
+    """Functions called without a reporter log their messages."""
     workspace, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
     for name, signal in (("mine", "density"), ("mine-head-gates", "head-gates")):
         replace(table, name=name, metadata={"model": "m", "signal": signal}).write(workspace.probe_dir(name))

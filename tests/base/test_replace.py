@@ -51,10 +51,10 @@ class TestReplacing:
         assert result["table.csv"] == "new"
 
     @pytest.mark.parametrize("before", range(24))
-    def test_killed_anywhere_it_is_all_old_or_all_new(
+    def test_killed_anywhere_files_are_all_old_or_all_new(
         self, before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A probe killed before its last file read as the old threshold, with densities of the new one."""
+        """A threshold never stands beside densities of another one."""
         for name in ("old", "new"):
             write(tmp_path / name, name, with_heads=name == "old")
         folder = tmp_path / "result"
@@ -140,8 +140,8 @@ class TestRecords:
         with pytest.raises(UserError, match=r"counts.npz is damaged"):
             read_record(tmp_path / "record.yaml", "record")
 
-    def test_one_that_was_cut_off_is_not_one_without_hashes(self, tmp_path: Path) -> None:
-        """A truncated record lost its threshold and window, and the hashes at its end."""
+    def test_a_truncated_record_is_not_one_without_hashes(self, tmp_path: Path) -> None:
+        """A record that lacks its last lines is refused."""
         write(tmp_path, "old")
         file = tmp_path / "table.yaml"
         text = file.read_text()
@@ -213,8 +213,8 @@ def test_a_signal_ends_a_command_with_one_line(name: str, code: int, tmp_path: P
     assert completed.stderr == f"interrupted by {name}: run the same command again to resume\n"
 
 
-def test_what_the_shell_ignores_stays_ignored() -> None:
-    """nohup, and a shell's jobs in the background."""
+def test_signals_ignored_by_the_shell_stay_ignored() -> None:
+    """As under nohup, or in a background job."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with raising(), deferred() as pending:

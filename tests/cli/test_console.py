@@ -64,10 +64,7 @@ LOADS_TORCH = (
 
 class TestTerminal:
     @pytest.mark.parametrize("command", slow_after(3, LOADS_TORCH))
-    def test_the_first_output_comes_before_torch_is_loaded(
-        self, tmp_path: Path, project: Project, command: str
-    ) -> None:
-        """Seconds of silence, in which a command seemed to hang."""
+    def test_first_output_comes_before_torch_is_loaded(self, tmp_path: Path, project: Project, command: str) -> None:
         recipe, workspace = map(str, project)
         arguments = [{"RECIPE": recipe, "WORKSPACE": workspace}.get(word, word) for word in command.split()]
         stub = tmp_path / "stub" / "torch"
@@ -116,8 +113,8 @@ class TestTerminal:
 
 
 class TestPipe:
-    def test_a_path_is_in_one_piece(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Errors were wrapped in the middle of a path: "n owhere.yaml"."""
+    def test_a_path_is_not_wrapped(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Error messages keep each path on one line."""
         nowhere = tmp_path / "-".join(["folder"] * 30) / "nowhere.yaml"
         for command in (["train", str(nowhere)], ["layout", "show", str(nowhere)], ["propose", str(nowhere)]):
             with pytest.raises(SystemExit, match="2"):
@@ -168,7 +165,7 @@ class TestPipe:
 
 
 class TestReuse:
-    """Reused results are reported; commands used to print nothing."""
+    """Reused results are reported."""
 
     def test_runs_of_a_recipe(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project

@@ -86,7 +86,7 @@ def test_help_lists_the_evaluations_and_the_default(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("options", [[], ["--max-tokens", "1024"]])
-def test_options_alone_are_those_of_the_default(
+def test_options_without_subcommand_are_those_of_the_default(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both forms give the same options to the same command."""

@@ -163,7 +163,7 @@ def test_contexts_and_numbers_of_global_heads() -> None:
 class TestMeasuring:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_every_point_with_its_windows_and_caches(self, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The kernels see each number of global heads at each context, and the first timed step the context's keys."""
+        """The kernels get each number of global heads at each context length."""
         decoded: list[tuple[int, list[int]]] = []
         prefilled: list[tuple[int, list[int]]] = []
         real_decode, real_attention = attention_timing.decode_attention, attention_timing.attention
@@ -196,7 +196,7 @@ class TestMeasuring:
         assert {seen for seen, _ in decoded} == {*range(7, 8 + 15), *range(23, 24 + 15)}
 
     def test_times_are_per_token_and_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A clock that moves by one second per look: every call takes one, in eight caches or for all tokens."""
+        """A fake clock advances one second per reading; each call takes one second."""
         monkeypatch.setattr(kernel_timing, "perf_counter", itertools.count().__next__)
         result = time_attention(CASE, (8,))
         seconds: dict[Phase, set[float]] = {
@@ -205,15 +205,15 @@ class TestMeasuring:
         }
         assert seconds == {"decode": {1 / (8 * 2)}, "prefill": {1 / (8 * 2)}}
 
-    def test_prefill_stops_where_a_call_takes_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each call takes a second. At 8 tokens that promises four at 16, at 16 tokens nine at 48: too long."""
+    def test_prefill_stops_before_a_call_takes_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each call takes a second, which predicts four at 16 tokens and nine at 48."""
         monkeypatch.setattr(kernel_timing, "perf_counter", itertools.count().__next__)
         result = time_attention(CASE, (8, 16, 48))
         assert (result.contexts("decode"), result.contexts("prefill")) == ((8, 16, 48), (8, 16))
         assert not result.covers(48, "prefill")
 
-    def test_the_caches_are_bounded(self) -> None:
-        """Eight caches of a small layer for each number of global heads, one of a large one."""
+    def test_caches_are_bounded(self) -> None:
+        """Small layers use eight caches per number of global heads, a large layer one."""
         assert attention_timing._num_layers(CASE, 1024) == 8
         assert attention_timing._num_layers(LayerCase(32, 8, 128, "float32", 128, 1, "cpu"), 32768) == 1
 
@@ -248,7 +248,7 @@ class TestRoofline:
 
 
 def test_values_need_no_torch() -> None:
-    """A search may take either kind of times as its objective without waiting for torch."""
+    """A search reads both kinds of times without importing torch."""
     code = "import sys, spkv_nas.cost.calibration, spkv_nas.cost.roofline; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

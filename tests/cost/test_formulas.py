@@ -40,13 +40,13 @@ SHAPE = Shape(num_parameters=1000, num_layers=3, num_heads=4, num_kv_heads=2, he
 
 class TestCost:
     def test_the_papers_equations(self) -> None:
-        """C = 2 N + 2 L d_attn n, and 0.2 of the second term at density 0.2 (figure of FLOPs, caption)."""
+        """C = 2 N + 2 L d_attn n, with a factor 0.2 on the second term at density 0.2 (caption of the FLOPs figure)."""
         assert flops_per_token(SHAPE, 4096) == 2 * 1000 + 2 * 3 * 32 * 4096
         assert flops_per_token(SHAPE, 4096, density=0.2) == pytest.approx(2 * 1000 + 0.2 * 2 * 3 * 32 * 4096)
         assert training_flops(SHAPE, 10, 4096) == 30 * flops_per_token(SHAPE, 4096)
 
     def test_linear_layers_and_attention_as_counted(self) -> None:
-        """Against torch's counter; it counts every score of the square, Kaplan's mean over causal positions half."""
+        """Torch's counter counts every score of the square; the formula counts the causal half."""
         model, length = tiny_model(num_hidden_layers=3, attn_implementation="eager"), 24
         level = replace(
             ladder()["level-0"], hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2
@@ -62,7 +62,7 @@ class TestCost:
         assert attention == 2 * length * attention_flops(level.shape, length)
 
     def test_the_cache_of_a_real_model(self) -> None:
-        """Bytes as the keys and values of a forward pass take them up."""
+        """The bytes equal those of the keys and values of a forward pass."""
         model = tiny_model()
         with torch.no_grad():
             cache = model(input_ids=torch.zeros(1, 24, dtype=torch.int64), use_cache=True).past_key_values
@@ -72,7 +72,7 @@ class TestCost:
         assert kv_bytes_per_token(shape, element_size=4) == held / 24
 
     def test_window_and_density(self) -> None:
-        """The window is always there; a context inside it costs as much as full attention."""
+        """A context within the window costs as much as full attention."""
         full = kv_cache_bytes(SHAPE, 1000)
         assert kv_cache_bytes(SHAPE, 1000, density=0.25, window=200) == pytest.approx(full * (0.2 + 0.25 * 0.8))
         assert kv_cache_bytes(SHAPE, 100, density=0.25, window=200) == kv_cache_bytes(SHAPE, 100)
@@ -86,7 +86,7 @@ class TestCost:
 
     @pytest.mark.parametrize("gated", [False, True])
     def test_shape_of_a_checkpoint(self, gated: bool, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """Predictors and layouts in it do not count; tied embeddings are counted once, so taken off once."""
+        """Predictors and layouts in a checkpoint do not count, and tied embeddings count once."""
         model = tiny_model(vocab_size=300, tie_word_embeddings=True)
         num_parameters = sum(p.numel() for p in model.parameters()) - 300 * 32
         if gated:

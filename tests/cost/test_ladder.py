@@ -24,7 +24,7 @@ with PAPER_TABLE.open(newline="") as _file:
 class TestLadder:
     @pytest.mark.parametrize("name", ladder())
     def test_parameters_of_the_real_model(self, name: str) -> None:
-        """Formula, Hugging Face model and, for the paper's levels, the table's tokens / 160 are one number."""
+        """Formula, Hugging Face model and tokens / 160 of the paper's table agree."""
         level = ladder()[name]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(vocab_size=512, **level.config()))
@@ -38,7 +38,7 @@ class TestLadder:
 
     @pytest.mark.parametrize("name", TABLE)
     def test_the_table_follows_from_shape_and_batch(self, name: str) -> None:
-        """Training FLOPs, steps, warm-up (1 TPP) and start of the decay (140 TPP); the table rounds."""
+        """Training FLOPs, steps, warm-up (1 TPP) and start of the decay (140 TPP) match the rounded table."""
         level, row = ladder()[name], TABLE[name]
         content = level.recipe({})
         dense, branch = content["dense"], content["branch"]
@@ -64,7 +64,7 @@ class TestLadder:
         assert micro[-1].train_flops < 1e15
 
     def test_micro_hyperparameters(self) -> None:
-        """DeepSeek LLM's laws at 1.65e13 FLOPs: 0.00694, and 6,152 tokens, to the next multiple of 8 blocks."""
+        """DeepSeek LLM's laws at 1.65e13 FLOPs give 0.00694 and 6,152 tokens, rounded up to a multiple of 8 blocks."""
         micro = ladder()["micro-2"]
         assert micro.train_flops == pytest.approx(1.65e13, rel=0.01)
         assert (micro.learning_rate, micro.batch_tokens) == (pytest.approx(0.00694, rel=0.005), 8192)
@@ -97,7 +97,7 @@ class TestRecipe:
         assert Recipe.model_validate(recipe.model_dump()) == recipe  # what results record is a recipe again
 
     def test_each_key_can_be_overridden(self, tmp_path: Path) -> None:
-        """Steps follow the batch and block sizes, so that the tokens stay the level's."""
+        """Steps follow the batch and block sizes, so that the number of tokens does not change."""
         level, text = ladder()["micro-1"], "model: micro-1\n"
         plain = self.recipe(tmp_path, text)
         mine = self.recipe(tmp_path, text + "dense: {batch_size: 4}\nbranch: {steps: 7, learning_rate: 1e-3}\n")

@@ -48,15 +48,15 @@ class TestLaw:
         assert leave_last_out(FLOPS, NLL) == pytest.approx(2.1437, abs=5e-4)
 
     def test_least_squares(self) -> None:
-        """No other parameters come closer, whichever way one steps."""
+        """No neighbouring parameters fit better."""
         law = fit(FLOPS, NLL)
         best = ((law(FLOPS) - NLL) ** 2).sum()
         steps = 0.1 * np.linalg.cholesky(law.covariance)
         for step in [*steps.T, *-steps.T]:
             assert ((replace(law, parameters=law.parameters + step)(FLOPS) - NLL) ** 2).sum() > best
 
-    def test_intervals_hold_the_truth_as_often_as_they_say(self) -> None:
-        """95 % intervals miss at most 28 of 400 noisy ladders; without the degrees of freedom, some 40 times."""
+    def test_intervals_have_the_stated_coverage(self) -> None:
+        """95 % intervals miss at most 28 of 400 noisy ladders."""
         generator = np.random.default_rng(0)
         truth = 0.98 + 89.2 * np.array(FLOPS) ** -0.0866
         laws = [fit(FLOPS, truth + generator.normal(0, 0.006, len(FLOPS))) for _ in range(400)]
@@ -124,7 +124,7 @@ class TestScalingCommand:
         legend = [mark.label for mark in legend_marks(scaling_chart(runs, laws))]
         assert sorted(entry.split(":")[0] for entry in legend) == ["95% interval of one run", "dense", "sp-kv"]
 
-    def test_what_a_file_leaves_out(self, tmp_path: Path) -> None:
+    def test_missing_names_blank_lines_and_unknown_columns(self, tmp_path: Path) -> None:
         """Runs are named after their rows, blank lines count as lines, and unknown columns are ignored."""
         path = tmp_path / "runs.csv"
         path.write_text("nll,gpu,train_flops\n\n2.5,a,1e19\n3.0,b,1e18\n")
@@ -139,14 +139,14 @@ class TestScalingCommand:
         assert (runs["held_out"].dtype, runs["nll"].dtype) == (np.bool_, np.float64)
 
     def test_a_ragged_line_is_an_error(self, tmp_path: Path) -> None:
-        """A line that was too short was read as empty cells, and longer lines moved every cell to the next column."""
+        """A line shorter or longer than the header is refused."""
         path = tmp_path / "runs.csv"
         path.write_text("name,train_flops,nll\na,1e18,3.0,0\nb,1e19,2.7,0\n")
         with pytest.raises(UserError, match=r"runs\.csv, line 2: 4 values for 3 columns"):
             read_runs(path)
 
     def test_four_runs_are_enough(self, tmp_path: Path) -> None:
-        """One degree of freedom: intervals as wide as can be, the last run predicted by the exact law of three."""
+        """With one degree of freedom, three points of an exact law predict the fourth."""
         path = self.runs(tmp_path / "four.csv", held_out=[0, 0, 0, 0, 1])
         main(["reproduce", "scaling", str(path), "--workspace", str(tmp_path), "--name", "mine"])
         law = yaml.safe_load((tmp_path / "reports" / "mine" / "scaling.yaml").read_text())["fits"][0]

@@ -38,8 +38,8 @@ FULL_BLOCKS = {"block_size": 512, "batch_size": 8}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_real_model_on_the_device_meta(name: str) -> None:
-    """Parameters equal those counted and published; gates and a layout are added without loading weights."""
+def test_a_published_model_on_the_meta_device(name: str) -> None:
+    """Parameter counts equal the published ones; gates and a layout are added without loading weights."""
     model = on_meta(published(name))
     size = model_size(model)
     assert size.num_parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -80,8 +80,8 @@ class TestMemory:
         [(torch.float32, Learns.ADAPTERS), (torch.float32, Learns.ALL), (torch.bfloat16, Learns.ADAPTERS)],
         ids=["adapters", "all", "adapters-bfloat16"],
     )
-    def test_what_linear_layers_cast_for_themselves(self, dtype: torch.dtype, learns: Learns) -> None:
-        """Autocast in bfloat16 training casts weights, also where weights are bfloat16 and adapters float32."""
+    def test_autocast_copies_of_linear_layers(self, dtype: torch.dtype, learns: Learns) -> None:
+        """Autocast casts weights in bfloat16 training, also where weights are bfloat16 and adapters float32."""
         model = tiny_model(hidden_size=64, intermediate_size=176).to(dtype)
         if learns is Learns.ADAPTERS:
             add_adapters(model, LoraConfig(rank=1), seed=0)
@@ -129,7 +129,7 @@ class TestStages:
         return Stages(size, GateConfig(), Site("H100", 80e9, 400e12, 3e12), **FULL_BLOCKS)
 
     def test_flops_of_a_pass_as_counted(self) -> None:
-        """Against torch's counter; it counts every score of the square, Kaplan's mean over causal positions half."""
+        """Torch's counter counts every score of the square; the formula counts the causal half."""
         model, length = tiny_model(attn_implementation="eager"), 24
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(input_ids=torch.zeros(1, length, dtype=torch.int64))
@@ -151,8 +151,8 @@ class TestStages:
         adapted = replace(training, learns=Learns.ADAPTERS, adapters=1000)
         assert stages.train("", adapted, gated=False).flops == 2 * forward + 6.0 * 1000 * 8192
 
-    def test_what_training_holds(self, stages: Stages) -> None:
-        """16 bytes of a parameter and autocast's 2; DDP adds 4, FSDP2 parts the 16 and gathers some layers."""
+    def test_memory_of_training(self, stages: Stages) -> None:
+        """16 bytes per parameter and 2 for autocast; DDP adds 4, FSDP2 shards the 16 and gathers some layers."""
         training, size = Training(160, 8, micro_batch_size=4), stages.size
         number = size.num_parameters
 
@@ -257,7 +257,7 @@ class TestCommand:
     def test_training_is_what_init_writes(
         self, text: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """The text is too short for a GPU's batches; another kind of device takes other steps."""
+        """The text is too short for a GPU's batches, so another device takes other steps."""
         model, recipe = tmp_path / "model", tmp_path / "recipe.yaml"
         save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, model)
         main(["init", str(model), str(text), "--out", str(recipe), "-w", str(tmp_path), "--device", "cpu"])

@@ -63,8 +63,8 @@ class TestCache:
         parts = read_split(cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path), config)
         assert {d.name for part in parts for d in part.documents} == {d.name for d in documents(["text"], tmp_path)}
 
-    def test_what_is_written_after_documents_decides(self, config: DataConfig, tmp_path: Path) -> None:
-        """Two tokenizers that differ in their end of text alone used to share blocks."""
+    def test_end_of_text_token_decides_the_blocks(self, config: DataConfig, tmp_path: Path) -> None:
+        """Two tokenizers that differ only in their end-of-text token do not share blocks."""
         other = bytes_tokenizer()
         other.eos_token_id = 10
         folders = [cache_split(config, one, tmp_path / "cache", tmp_path) for one in (bytes_tokenizer(), other)]
@@ -103,7 +103,7 @@ class TestCache:
 
 
 class TestDatasets:
-    """Data sets of the ``datasets`` library, here of a folder, take the same way."""
+    """Data sets of the ``datasets`` library, here of a folder, are cached in the same way."""
 
     @pytest.fixture
     def source(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourceConfig:
@@ -136,10 +136,10 @@ class TestDatasets:
         load_text([source], tokenizer, tmp_path / "cache", tmp_path, block_size=64)
         assert tokenizer.texts[0].startswith("PARAGRAPH")
 
-    def test_that_break_off_are_named(
+    def test_interrupted_downloads_are_named(
         self, source: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A network that was lost used to end in a traceback."""
+        """A lost network connection is a user error."""
 
         def broken(self: Any) -> Iterator[dict[str, str]]:
             yield {"text": prose(3)}

@@ -98,8 +98,8 @@ class TestShare:
         assert sum(heldout(d, share) for d in documents(["text"], tmp_path)) == 2
         assert messages[0].startswith("data.heldout 1e-06 would hold out 0 of 8 documents; 2 are held out")
 
-    def test_one_long_file_is_parted(self, tmp_path: Path) -> None:
-        """It used to end with "the held-out text is empty"."""
+    def test_one_long_file_is_split(self, tmp_path: Path) -> None:
+        """One file gives training and held-out text."""
         (tmp_path / "corpus.txt").write_text(prose(12_000))
         config = DataConfig(sources=["corpus.txt"], block_size=64)
         messages: list[str] = []
@@ -114,8 +114,8 @@ class TestShare:
         cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Recorder(announced=again.append))
         assert again == messages
 
-    def test_a_limit_takes_of_several_pieces(self, tmp_path: Path) -> None:
-        """It used to read the first piece alone, which gave no standard error."""
+    def test_a_limit_takes_tokens_of_several_chunks(self, tmp_path: Path) -> None:
+        """A single chunk would give no standard error."""
         (tmp_path / "corpus.txt").write_text(prose(2000))
         messages: list[str] = []
         options: dict[str, Any] = {"block_size": 64, "max_tokens": 256, "reporter": Recorder(announced=messages.append)}
@@ -125,8 +125,8 @@ class TestShare:
         assert messages == [f"corpus.txt is one long document: its {number} pieces serve as documents"]
 
     @pytest.mark.parametrize("others", [0, 8])
-    def test_one_piece_is_said(self, others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Alone it gives no standard error, beside other documents it does."""
+    def test_a_single_chunk_is_reported(self, others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One chunk gives no standard error unless there are other documents."""
         monkeypatch.setattr(readers, "MOST_CHARACTERS", 20_000)
         (tmp_path / "long.txt").write_text(prose(2000))
         write_files(tmp_path / "text", others)
@@ -222,8 +222,8 @@ class TestRestart:
         write([one, three], finish=True)
         assert [d.name for d in map_blocks(tmp_path / "blocks").documents] == ["one", "three"]
 
-    def test_commits_are_what_lasts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A writer that is killed outright has had no chance to write what it held."""
+    def test_commits_survive_a_kill(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A writer that is killed keeps what it committed."""
         monkeypatch.setattr(block_files, "_COMMIT", 10)
         with BlockWriter(tmp_path / "killed", 4, "text") as writer:
             for name in ("one", "two", "three"):
@@ -234,7 +234,7 @@ class TestRestart:
 
 
 class TestMemory:
-    """The peak does not grow with the text: it used to be several times the text."""
+    """Peak memory does not grow with the text."""
 
     def peak(self, folder: Path, config: DataConfig) -> int:
         tracemalloc.start()

@@ -109,10 +109,10 @@ class TestWhatIsTaken:
         site.add("alpha", {"alpha/long.py": "word " * MAX_CHARACTERS})
         assert len(texts()["alpha/long.py"][1]) == MAX_CHARACTERS
 
-    def test_of_a_large_package_a_share_that_does_not_change(
+    def test_a_large_package_gives_a_fixed_share(
         self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Files that are drawn by their paths, the same in another folder, and not the first ones of the alphabet."""
+        """Files are drawn by a hash of their path, not alphabetically, and equally in another folder."""
         monkeypatch.setattr(installed, "MOST_BYTES", 100)
         files: Files = {f"alpha/{letter}.py": letter * 10 for letter in "abcdefghijklmnopqrstuvwxyz"}
         site.add("alpha", files)
@@ -158,15 +158,15 @@ def test_a_recipe_names_it_beside_others_and_equal_files_count_once(site: Site, 
     assert result == ["own.txt", "alpha/a.py", "alpha, description"]
 
 
-def test_the_pinned_versions_are_found_and_installed() -> None:
-    """The real ones: this environment is made of them, so that most must be there."""
+def test_pinned_versions_are_found_and_installed() -> None:
+    """This environment is made of the pinned versions, so most of them are installed."""
     packages, missing = installed._packages()
     assert {"numpy", "torch", "transformers"} <= {package.name for package in packages}
     assert len(packages) > 5 * len(missing)
 
 
-def test_a_new_pin_goes_below_the_line_that_ends_the_text() -> None:
-    """Above it would change the text on which the embedded models, and everybody's, were trained."""
+def test_a_new_pin_goes_below_the_last_line_of_the_text() -> None:
+    """A pin above it would change the text on which the embedded models were trained."""
     above, line, below = installed.constraints_file().read_text().partition(installed._END)
     assert line
     assert len(installed._PIN.findall(above)) == 125
@@ -181,7 +181,7 @@ def test_one_real_package() -> None:
 
 
 class TestTheEmbeddedModels:
-    """The files that probes/README.md has in their order."""
+    """The files are those that probes/README.md lists, in order."""
 
     def test_the_decay_starts_from_the_stable_phase(self) -> None:
         stable = Recipe.read(EMBEDDED / "dense.yaml")

@@ -120,8 +120,8 @@ class TestBlocks:
         for seed in (0, MOST_SEED):
             assert generate("niah_single_1", seed, 0, 512, tokenizer, is_answered=True).answers[0] not in text
 
-    def test_held_out_ones_are_no_runs(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """No evaluation reads them either; a probe measures them as a separate domain."""
+    def test_held_out_samples_are_not_trained_on(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """A probe measures them as a separate domain."""
         held_out = ruler_blocks(tokenizer).held_out(3)
         assert held_out.domains == ("ruler",)
         assert [document.name for document in held_out.documents] == ["sample 0", "sample 1", "sample 2"]
@@ -157,7 +157,7 @@ class TestTraining:
         return load_corpus(mixed, recipe_file.parent, tmp_path / "runs")
 
     def test_another_version_of_samples_is_another_run(self, mixed: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A run was resumed, or taken as finished, after the samples that it learns from had changed."""
+        """A run is neither resumed nor reused after its samples changed."""
         plain = Recipe(**merged(mixed.model_dump(), {"data": {"mix": None}}))
         before = [recipe.content_hash(*some) for recipe in (mixed, plain) for some in ((), ("data",), ("dense",))]
         monkeypatch.setattr("spkv_nas.training.recipe.VERSION", 3)
@@ -184,7 +184,7 @@ class TestTraining:
         assert load_corpus(plain, recipe_file.parent, tmp_path / "runs").text == mixed_corpus.text
 
     def test_other_essays_are_another_text(self, mixed: Recipe, recipe_file: Path, tmp_path: Path) -> None:
-        """Otherwise a run started on the first text would resume on the second."""
+        """A run on one text is not resumed on another."""
         essays = recipe_file.parent / "essays.txt"
         recipe = Recipe(**merged(mixed.model_dump(), {"data": {"mix": {"ruler": {"haystack": ["essays.txt"]}}}}))
         result = set()
@@ -211,7 +211,7 @@ class TestTraining:
 
     @pytest.mark.slow
     def test_a_probe_has_a_domain_of_samples(self, mixed: Recipe, recipe_file: Path, tmp_path: Path) -> None:
-        """Half of the training blocks are, and half of those that are probed."""
+        """Half of the training blocks and half of the probed blocks are samples."""
         recipe_file.write_text(yaml.safe_dump(mixed.model_dump(mode="json")))
         table = probe(ProbeOptions(recipe=recipe_file, workspace=tmp_path / "w", device="cpu", ablation_tokens=0))
         tokens = table.rows.groupby("domain")["num_tokens"].first()

@@ -82,10 +82,10 @@ def samples(task: str, length: int, number: int, *where: object) -> list[Sample]
 
 @pytest.mark.parametrize("length", slow_after(2, LENGTHS))
 @pytest.mark.parametrize("task", TASKS)
-def test_it_fills_the_length_and_never_more(
+def test_samples_fill_but_never_exceed_the_length(
     task: str, length: int, tokenizer: PreTrainedTokenizerBase, material: Material
 ) -> None:
-    """At least 97 % is filled, or all but less than one unit where units are large, such as two UUIDs of 512 tokens."""
+    """At least 97 % is filled, or all but less than one unit where units are large."""
     for sample in samples(task, length, 1 if length > 1024 else 5, tokenizer, material):
         assert sample.num_tokens == len(tokenizer(sample.text, verbose=False)["input_ids"])
         used = sample.num_tokens + sample.new_tokens
@@ -148,7 +148,7 @@ def test_variables_lead_to_their_value(tokenizer: PreTrainedTokenizerBase) -> No
 
 @pytest.mark.parametrize(("length", "often"), [(512, {3}), (1024, {6}), (2048, {6}), (4096, {6, 30}), (9000, {30})])
 def test_common_words_are_the_most_common(length: int, often: set[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """They occur as often as in RULER where they fit: words take more tokens of a small vocabulary."""
+    """Words occur as often as in RULER where they fit."""
     for sample in samples("cwe", length, 3 if length > 4096 else 10, tokenizer):
         examples = sample.text.split("\n\n")
         entries = re.split(r" ?\d+\. ", examples[-1].split("\n")[1])[1:]
@@ -205,8 +205,8 @@ def test_hidden_sentences_stand_where_their_depth_says() -> None:
 
 
 @pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt"])
-def test_lines_of_noise_and_needles_are_rulers(task: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Needles, assignments and the five sentences of noise stand on a line each; they were joined by spaces."""
+def test_noise_and_needles_are_on_separate_lines(task: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Needles, assignments and sentences of noise are one per line, as in RULER."""
     (sample,) = samples(task, 2048, 1, tokenizer)
     lines = sample.prompt.split("\n\n")[-1].split("\n")[1:-1]
     whole = re.compile(r"The grass is green\. .* again\.|A magic \w+ of [\w-]+ is [\w-]+\.|VAR [A-Z]{5} = [\w ]+\.")
@@ -219,7 +219,7 @@ def test_lines_of_noise_and_needles_are_rulers(task: str, tokenizer: PreTrainedT
 def test_values_are_drawn_independently(
     material: Material, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two values may be equal, as in RULER; keys stay distinct, so that a question has one answer."""
+    """Two values may be equal, as in RULER; keys are distinct, so that a question has one answer."""
     monkeypatch.setitem(_DRAW, "number", lambda rng: str(rng.randrange(3)))
     for task in ("niah_multivalue", "niah_multiquery", "niah_multikey_2"):
         (sample,) = samples(task, 1024, 1, tokenizer, material)
@@ -231,7 +231,7 @@ def test_values_are_drawn_independently(
 
 
 def test_a_long_list_of_words_is_filled() -> None:
-    """Above the 8,166 words that there are: samples of 200 thousand tokens were two thirds full."""
+    """Samples longer than the list of 8,166 words fill their length."""
     by_word = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     by_word.pre_tokenizer = pre_tokenizers.Whitespace()
     (sample,) = samples("cwe", 100_000, 1, PreTrainedTokenizerFast(tokenizer_object=by_word))

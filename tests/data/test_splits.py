@@ -106,7 +106,7 @@ class TestSplit:
         assert np.array_equal(again.tokens, kept_out.tokens)
 
     def test_a_damaged_cache_is_named(self, recipe: Recipe, recipe_file: Path, tmp_path: Path) -> None:
-        """A file that was cut off used to end in a traceback."""
+        """A truncated cache file is a user error that names it."""
         tokenizer = train_tokenizer(recipe.data, 280, recipe_file.parent)
         folder = cache_split(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
         file = folder / f"heldout-{RULE}-4000-{recipe.data.block_size}.npz"

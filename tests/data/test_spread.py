@@ -95,7 +95,7 @@ class TestSample:
         assert all(np.array_equal(row, np.arange(row[0], row[0] + 64)) for row in longer.tokens)
 
     def test_no_document_dominates(self) -> None:
-        """Two documents of eleven used to hold nearly all of a small sample."""
+        """A few long documents do not fill a small sample."""
         sample = sampled(texts([26_000, 24_000, *[1500] * 18]), 60_000)
         all_of_it, balanced = (sample.blocks(16, "text", balanced=each) for each in (False, True))
         assert effective_number(all_of_it) < 7
@@ -107,7 +107,7 @@ class TestSample:
 
 
 class TestSpread:
-    """``TokenBlocks.spread`` took blocks evenly, so a long document had most of them."""
+    """Blocks are drawn evenly over documents, not over tokens."""
 
     def blocks(self, sizes: list[int]) -> TokenBlocks:
         owner = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
@@ -138,8 +138,8 @@ def write_uneven(folder: Path, number: int = 120) -> None:
 
 
 class TestTexts:
-    def test_a_limit_of_a_text_is_spread_over_its_documents(self, tmp_path: Path) -> None:
-        """It used to be the first document: ``--max-tokens`` took tokens from the first."""
+    def test_a_token_limit_is_spread_over_documents(self, tmp_path: Path) -> None:
+        """``--max-tokens`` takes tokens of every document."""
         write_uneven(tmp_path / "text")
         blocks = load_text(["text"], bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, max_tokens=3200)
         assert blocks.num_blocks == 50

@@ -68,7 +68,7 @@ def read_by(model: PreTrainedModel, rule: Rule, tokens: Tensor) -> Tensor:
 
 
 class TestKvpress:
-    """Scores of whole prompts are those of kvpress 0.5.5 (tests/golden/make_baselines.py)."""
+    """Scores of whole prompts equal those of kvpress 0.5.5 (tests/golden/make_baselines.py)."""
 
     @pytest.fixture
     def golden(self) -> dict[str, Tensor]:
@@ -118,8 +118,8 @@ class TestKvpress:
 
 class TestProtocol:
     @pytest.mark.parametrize("kind", [EXACT, KVPRESS])
-    def test_what_a_query_sees(self, kind: str) -> None:
-        """Values encode their positions and all keys are alike, so the output shows which keys a query attends to."""
+    def test_keys_visible_to_a_query(self, kind: str) -> None:
+        """Values encode positions and all keys are equal, so the output shows which keys a query attends to."""
         length, how = 22, protocol(kind)
         keep = torch.rand(1, 2, length, generator=torch.Generator().manual_seed(0)) < 0.4
         keep[..., :SINKS] = True
@@ -137,8 +137,8 @@ class TestProtocol:
         assert int(kept) == pairs
 
     @pytest.mark.parametrize("method", ["streaming", "random", "kvzap"])
-    def test_one_pass_equals_the_chunks(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The operator's one pass, and the loop of chunks that other methods need."""
+    def test_one_pass_equals_chunks(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The operator's single pass equals the loop over chunks that other methods need."""
         model, tokens = tiny_model(), torch.randint(97, (2, BLOCK), generator=torch.Generator().manual_seed(1))
         rule = rules(model)[method]
         one = read_by(model, rule, tokens)
@@ -227,7 +227,7 @@ class TestDensity:
             assert one[1] == pytest.approx(all_[1], abs=1e-3)
 
     def test_rows_of_gates(self, blocks: TokenBlocks) -> None:
-        """Open gates are the model without any; at a threshold the NLL is evaluate's, the density near the probe's."""
+        """Open gates equal the ungated model; at a threshold, results equal those of ``evaluate`` and ``probe``."""
         model = gated()
         opened, half = own_rows(model, blocks, [0.4])
         assert opened.density == 1.0
@@ -255,8 +255,8 @@ def test_a_model_whose_queries_are_not_rotated_by_halves() -> None:
         Rotation.of(tiny_model("smollm3"), BLOCK)
 
 
-def test_rules_of_one_density_are_compared_by_document() -> None:
-    """Errors of two rules were added, though both lose in the same documents."""
+def test_rules_of_equal_density_are_compared_by_document() -> None:
+    """The standard error is that of the paired difference."""
     rng = np.random.default_rng(0)
     tokens = np.full(40, 100)
     dense = 200.0 + rng.normal(size=40)
@@ -315,10 +315,8 @@ class TestCommand:
         assert record["kvzap"]["tokens"] > 0
         assert "expected-attention" in capsys.readouterr().out
 
-    def test_one_method_alone(
-        self, dense: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """A single method has no thresholds, which could not be printed."""
+    def test_a_single_method(self, dense: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A method without thresholds is printed."""
         options = ["--model", dense, "--data", text, "--block-size", BLOCK, "--methods", "streaming", "--sinks", "0,2"]
         main(["evaluate", "baselines", *map(str, options), "--protocol", "kvpress", "-w", str(tmp_path / "w")])
         assert "│ streaming │ 2 " in " ".join(capsys.readouterr().out.replace("│", " │ ").split())

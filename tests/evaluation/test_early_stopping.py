@@ -82,7 +82,7 @@ class TestCourse:
 
 
 class TestEstimate:
-    """Ten layouts whose losses are sums of four patterns over blocks, and noise; one of them seen in part."""
+    """The losses of ten layouts are sums of four patterns over blocks and noise; one layout is seen in part."""
 
     def errors(self, noise: float, seen: int) -> tuple[list[float], list[float]]:
         generator = np.random.default_rng(0)
@@ -131,7 +131,7 @@ class TestRace:
             assert score.percent == pytest.approx(paired_difference(nll, full).percent, abs=1e-5)
             assert (score.num_tokens, score.stopped) == (text.tokens.size, False)
 
-    def test_what_is_behind_is_stopped_and_estimated(self, race: Race) -> None:
+    def test_a_layout_behind_the_incumbent_is_stopped_and_estimated(self, race: Race) -> None:
         """Layouts stop at once, after the second rung, or never."""
         incumbent, *others = LAYOUTS
         losses = [(-8, -8, -8), (0, 0, 0), (4, 4), (-2, 10), (-4, -4, -4)]
@@ -176,8 +176,8 @@ class TestRivals:
         self.values = [[value, 12.0 - number] for number, (value,) in enumerate(self.values)]  # the later, the cheaper
         assert [self.incumbent(most) for most in (12.0, 2.0, 1.0, 0.0)] == [10, 10, 11, None]
 
-    def test_starts_are_known_to_their_own_generation(self) -> None:
-        """They serve as incumbents; proposals depend on whole generations only."""
+    def test_starts_are_incumbents_of_their_generation(self) -> None:
+        """Proposals depend on complete generations only."""
         space = Space(make_table(np.random.default_rng(0).random((4, 3))), (4, 4), 8)
         starts = [space.optimum(np.random.default_rng(seed).random((4, 3)), 4) for seed in range(13)]
         few, many = (StudySampler(space, SAMPLERS["surrogate"], 0, starts[:number]) for number in (3, 13))

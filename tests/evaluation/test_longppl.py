@@ -43,7 +43,7 @@ def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 class TestPackage:
-    """Against the package longppl 0.3.0 (golden/make_longppl.py)."""
+    """Values equal those of the package longppl 0.3.0 (golden/make_longppl.py)."""
 
     def letters(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -86,7 +86,7 @@ def copying(monkeypatch: pytest.MonkeyPatch, context: int = 4) -> PreTrainedMode
 
 class TestKeys:
     @pytest.mark.parametrize("stride", [1, 7, 32, 500])
-    def test_what_is_repeated_from_afar_is_key(
+    def test_tokens_repeated_from_afar_are_key(
         self, stride: int, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Two of three random strings are repeated, one of them within the short context."""
@@ -103,7 +103,7 @@ class TestKeys:
         assert result == ([(at + 4, at + 20)] if limit < at else [])
 
     def test_thresholds(self, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The short context costs a copied letter log 300 nats; the others are as likely in both."""
+        """The short context costs a copied letter log 300 nats and the other letters nothing."""
         model = copying(monkeypatch)
         text = "ABCDEFGH" + string.digits * 3 + "ABCDEFGH"
         cost = math.log(300)
@@ -134,8 +134,8 @@ class TestKeys:
             assert result.density == share if share else 0.05 < result.density < 0.95
         assert read(hybrid(), tiny_tokenizer, string.ascii_letters, []).density == 0.5
 
-    def test_long_documents_are_read_in_parts(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """A rest no longer than the short context is left out, and so is a short document."""
+    def test_long_documents_are_read_in_chunks(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """A document or remainder no longer than the short context is left out."""
         documents = [Document(string.ascii_uppercase * n, "text", str(n)) for n in (4, 1, 5, 3)]
         result = stretches(documents, tiny_tokenizer, 40, 26, None)
         assert [(one.document, one.name, len(one.text)) for one in result] == [
@@ -153,7 +153,7 @@ class TestKeys:
     def test_no_more_tokens_are_read_than_the_limit(
         self, most: int, lengths: list[int], tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """``--max-tokens 8192`` once read 15,338: whole documents, as long as they are."""
+        """``--max-tokens`` bounds the tokens read, although documents are read whole."""
         documents = [Document(string.ascii_uppercase * n, "text", str(n)) for n in (4, 1, 5, 3)]
         assert [len(one.text) for one in stretches(documents, tiny_tokenizer, 40, 26, most)] == lengths
 

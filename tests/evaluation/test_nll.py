@@ -42,8 +42,8 @@ class TestNLL:
         with pytest.raises(UserError, match=r"the NLL of 12 of 12 documents is not a finite number\nthe model's"):
             document_nll(spoil(tiny_model(), value), blocks)
 
-    def test_of_one_document(self, blocks: TokenBlocks) -> None:
-        """A token that occurs in one document alone."""
+    def test_one_document_with_nan(self, blocks: TokenBlocks) -> None:
+        """The token with a NaN embedding occurs in one document."""
         model = tiny_model(vocab_size=300)
         blocks.tokens[0, 5] = 299
         model.model.embed_tokens.weight.data[299] = math.nan
@@ -72,8 +72,8 @@ class TestNLL:
 class TestDensity:
     message = r"the utility is not a number for 1 of 8 KV heads, the first in layer 2, head 1\nthe model's weights"
 
-    def test_of_a_probe(self, blocks: TokenBlocks) -> None:
-        """No gate keeps NaN, so it was a density of 0."""
+    def test_probe_of_nan_gates(self, blocks: TokenBlocks) -> None:
+        """NaN gates are an error, not a density of 0."""
         with pytest.raises(UserError, match=self.message):
             probe(spoil_gates(gated()), blocks)
 
@@ -94,8 +94,8 @@ def test_signals(signal: str, blocks: TokenBlocks) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generated_text(temperature: float, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Sampling failed in torch.multinomial; the likeliest token was any."""
+def test_nan_logits_are_an_error_in_generation(temperature: float, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Sampling and greedy decoding both report NaN logits."""
     for model in (tiny_model(vocab_size=300), gated()):
         generate(model, tiny_tokenizer, "the fox", max_new_tokens=3, temperature=temperature, top_p=0.9)
         with pytest.raises(UserError, match="the model's logits are not finite"):

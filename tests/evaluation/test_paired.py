@@ -23,8 +23,8 @@ def documents(rng: np.random.Generator, number: int, spread: float) -> DocumentN
     return DocumentNLL(tokens * (2.0 + spread * rng.normal(size=number)), tokens)
 
 
-def test_the_error_is_that_of_leaving_out_a_document() -> None:
-    """Compare the linearised ratio with a jackknife over documents."""
+def test_standard_error_equals_the_jackknife() -> None:
+    """The linearised ratio agrees with a jackknife over documents."""
     rng = np.random.default_rng(0)
     base = documents(rng, 30, 0.2)
     candidate = DocumentNLL(base.total * (1.2 + 0.05 * rng.normal(size=30)), base.num_tokens)
@@ -38,8 +38,8 @@ def test_the_error_is_that_of_leaving_out_a_document() -> None:
     assert change.standard_error == pytest.approx(100 * expected, rel=1e-9)
 
 
-def test_a_percentage_counts_that_the_baseline_varies() -> None:
-    """The same nats are lost in every token, of documents whose NLL differs: the percentage is not the same in all."""
+def test_a_percentage_includes_the_variance_of_the_baseline() -> None:
+    """Equal losses in nats are unequal percentages where the NLL of documents differs."""
     base = documents(np.random.default_rng(1), 40, 0.5)
     candidate = DocumentNLL(base.total + 0.4 * base.num_tokens, base.num_tokens)
     change = paired_difference(candidate, base)
@@ -52,8 +52,8 @@ def test_a_percentage_counts_that_the_baseline_varies() -> None:
     [(OLD_DEMO, 0.54, 0.60), (np.full(10, 300), 0.64, 0.70), (np.full(60, 300), 0.66, 0.70)],
     ids=["two-of-eleven-dominate", "ten", "sixty"],
 )
-def test_one_error_covers_what_it_should(sizes: np.ndarray, low: float, high: float) -> None:
-    """One error of two dominating documents covered 46 % in place of 68; what is left needs t, and gets a warning."""
+def test_one_standard_error_has_its_coverage(sizes: np.ndarray, low: float, high: float) -> None:
+    """Also with two dominating documents, up to what Student's t explains and a warning names."""
     rng = np.random.default_rng(0)
     base = 2.0 * sizes
     inside = 0
@@ -69,8 +69,8 @@ def test_one_error_covers_what_it_should(sizes: np.ndarray, low: float, high: fl
     [(OLD_DEMO, 0.93, 0.99), (np.full(4, 300), 0.94, 0.96), (np.full(60, 300), 0.94, 0.96)],
     ids=["two-of-eleven-dominate", "four", "sixty"],
 )
-def test_a_95_percent_interval_covers_what_it_should(sizes: np.ndarray, low: float, high: float) -> None:
-    """1.96 errors covered 71 % where two documents dominate."""
+def test_a_95_percent_interval_has_its_coverage(sizes: np.ndarray, low: float, high: float) -> None:
+    """Also with two dominating documents."""
     rng = np.random.default_rng(0)
     base = 2.0 * sizes
     width = critical_errors(effective_number(sizes))
@@ -113,8 +113,8 @@ class TestPairs:
         )
         return {DENSE: dense, "one": one, "other": other}
 
-    def test_what_layouts_share_does_not_count(self) -> None:
-        """Their errors were added in quadrature: interleaved-first against random was .22 points, give or take 1.3."""
+    def test_shared_variance_cancels(self) -> None:
+        """Errors of layouts on the same documents are not added in quadrature."""
         rows = self.rows()
         apart = [paired_difference(rows[name], rows[DENSE]).standard_error for name in ("one", "other")]
         error = pair_error(rows)("one", "other")

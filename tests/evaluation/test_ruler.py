@@ -42,8 +42,8 @@ def hybrid() -> PreTrainedModel:
 
 
 class TestScore:
-    def test_it_is_what_ruler_defines(self) -> None:
-        """Over all samples: the mean share of answers, or of samples with one of them, of outputs without controls."""
+    def test_score_follows_the_definition_of_ruler(self) -> None:
+        """The mean share of answers, or of samples with one of them, after control characters are removed."""
         rng = Random(0)
         words = ["Alpha", "BETA", "gam ma", "delta-7", "1234567", "\nNew", "İ"]
         cases = []
@@ -137,10 +137,10 @@ class TestFloor:
         assert [local_window(model) for model in (gated(), hybrid(), tiny_model())] == [6, 6, None]
 
 
-def test_samples_answered_are_those_asked(
+def test_answers_match_the_samples_asked(
     tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that answers every other question."""
+    """The model answers every other question."""
     by_prompt: dict[str, Sample] = {}
 
     def make(index: int) -> Sample:
@@ -163,10 +163,10 @@ def test_samples_answered_are_those_asked(
     assert len(updates) > 2
 
 
-def test_a_sample_without_room_is_left_out(
+def test_a_sample_that_does_not_fit_is_left_out(
     tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One in the midst ended the whole run, after hours."""
+    """The other samples are still scored."""
 
     def make(index: int) -> Sample | None:
         return None if index in (2, 3, 5) else make_sample("niah_single_1", 0, index, 600, tiny_tokenizer)

@@ -61,8 +61,8 @@ class TestSweep:
             expected = (probe(model, blocks, tau).mean, nll.mean, change.percent, change.standard_error)
             assert rows.loc[tau].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
-    def test_its_first_row_is_the_model_without_gates(self, blocks: TokenBlocks) -> None:
-        """Open gates, hard gates at tau 0, and the model before it had gates are one model."""
+    def test_first_row_is_the_model_without_gates(self, blocks: TokenBlocks) -> None:
+        """Open gates, hard gates at tau 0, and the ungated model are equal."""
         nll = document_nll(tiny_model(vocab_size=300), blocks).mean
         row = sweep_table(tau_sweep(gated(), blocks, [0.5])).iloc[0]
         assert row.tolist() == pytest.approx([0.0, 1.0, nll, 0.0, 0.0], rel=1e-6)
@@ -86,14 +86,14 @@ class TestSweep:
         assert seen == [(done, 27) for done in (6, 9, 15, 18, 24, 27)]
 
 
-def test_a_short_last_batch_weighs_what_it_holds(blocks: TokenBlocks) -> None:
-    """The density was the mean of the batches' means, in which a last batch of one block counted like one of eight."""
+def test_a_short_last_batch_is_weighted_by_its_size(blocks: TokenBlocks) -> None:
+    """The density is the mean over tokens, not over batches."""
     densities = [evaluate(gated(), blocks, batch_size=size).density for size in (1, 8)]
     assert densities[0] == pytest.approx(densities[1], rel=1e-9)
 
 
-def test_layers_without_gates_do_not_lend_their_threshold(blocks: TokenBlocks) -> None:
-    """In a Gemma, every other layer is local by design and keeps the default tau; it was read for its neighbour's."""
+def test_layers_without_gates_do_not_set_the_threshold(blocks: TokenBlocks) -> None:
+    """The default tau of ungated local layers does not replace that of gated ones."""
     model = gated("gemma3_text")
     logits = []
     for layer in attention_layers(model).values():
@@ -150,7 +150,7 @@ class TestCommand:
     def test_one_threshold_writes_no_result(
         self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """The checkpoint's own threshold unless --tau gives another, and no more text than --max-tokens."""
+        """Use the checkpoint's threshold unless --tau sets another, on at most --max-tokens."""
         model, tokenizer = load(checkpoint)
         cache = tmp_path / "cache"
         blocks = load_text([str(text)], tokenizer, cache, Path(), block_size=BLOCK, max_tokens=127).spread(3)
@@ -222,8 +222,8 @@ class TestCommand:
         assert not list(tmp_path.rglob("*.csv"))
 
 
-def test_labels_of_a_crowded_curve_cover_nothing() -> None:
-    """Some thresholds go without a label; no label lies on another or on the curve."""
+def test_labels_of_a_crowded_curve_do_not_overlap() -> None:
+    """Some thresholds go without a label; no label covers another or the curve."""
     tau = np.array([0.0, *parse_taus("0.01..0.99", 25)])
     rows = pd.DataFrame({"tau": tau, "density": 1 - tau, "delta_nll_percent": 8 * tau**4})
     figure = draw(tau_sweep_chart(rows.assign(delta_nll_standard_error=0.1 + tau / 2)))

@@ -84,7 +84,7 @@ class TestAnswers:
                 assert total == pytest.approx(sum(float(scores[n - 1, ids[n]]) for n in places), abs=1e-4)
                 assert is_greedy == all(int(scores[n - 1].argmax()) == ids[n] for n in places)
 
-    def test_what_has_no_room_is_cut_at_its_beginning_and_said(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_prompt_that_does_not_fit_is_cut_at_its_start(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """The model has 128 positions."""
         lm = CheckpointLM(dense(), tiny_tokenizer)
         long = "the quick brown fox " * 60
@@ -124,8 +124,8 @@ class TestAnswers:
             cut = min((whole.index(stop) for stop in ("e", "o") if stop in whole), default=len(whole))
             assert text == whole[:cut]
 
-    def test_density_is_of_real_tokens(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """Compare with a computation by hand from each gate's logits, with all generated tokens but the last."""
+    def test_density_counts_real_tokens(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """The density follows from each gate's logits over all generated tokens but the last."""
         model = gated()
         lm = CheckpointLM(model, tiny_tokenizer, batch_size=8)
         kwargs = {"until": [" "], "max_gen_toks": 12, "do_sample": False}
@@ -164,7 +164,7 @@ class TestAnswers:
     def test_a_native_export_gives_the_same(
         self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
     ) -> None:
-        """Export full attention, and a layout of whole layers, and read both with plain transformers."""
+        """Full attention and a layout of whole layers give the same results in plain transformers."""
         for name, make in {"dense": dense, "hybrid": hybrid}.items():
             save(make(), tiny_tokenizer, tmp_path / name)
             exported = tmp_path / name
@@ -182,7 +182,7 @@ class TestAnswers:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("work", ["_read", "_generate"])
-    def test_short_of_memory_it_goes_on_with_fewer(
+    def test_out_of_memory_reduces_the_batch(
         self,
         work: str,
         folder: Path,

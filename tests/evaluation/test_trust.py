@@ -66,8 +66,8 @@ class TestTrust:
             "its 3 heads exclude 13 ± 3 % of the gains, most in layer 2, head 1 (0.010 ± 0.002 nats)"
         )
 
-    def test_a_table_that_misses_the_largest(self) -> None:
-        """It takes .013 of .103; heads are named whose gains stand out of their noise."""
+    def test_a_table_that_misses_the_largest_gains(self) -> None:
+        """The heads whose gains exceed their noise are named."""
         table = np.zeros((4, 2))
         table[[0, 2, 3], [1, 1, 1]] = 1.0
         actual = judge(table)
@@ -84,8 +84,8 @@ class TestTrust:
             (1, 0, 0.02),
         ]
 
-    def test_noise_names_no_head(self) -> None:
-        """The same choice, thirty times less sure."""
+    def test_noisy_gains_name_no_head(self) -> None:
+        """The same choice with thirty times the noise."""
         result = judge(-GAINS, measured=gains(GAINS, 30 * ERRORS))
         assert np.isnan(result.left_out)
         assert result.missed == ()
@@ -93,7 +93,7 @@ class TestTrust:
 
     @pytest.mark.parametrize(("documents", "are_few"), [(5, True), (7, True), (8, False), (None, False)])
     def test_few_documents_name_no_head(self, documents: int | None, are_few: bool) -> None:
-        """The demo's 5 documents advised another signal, whose heads lose twice as much once retrained."""
+        """Five documents do not suffice to advise another signal."""
         result = judge(-GAINS, documents=documents)
         assert (result.missed == ()) == are_few
         assert result.sentence().endswith("measured on 5 documents, too few to rely on") == (documents == 5)
@@ -169,10 +169,7 @@ class TestWorkspace:
         assert trust(workspace, better, chosen) == trust_without_errors(better, chosen)
 
     def test_gains_recommend_nothing(self, workspace: Workspace) -> None:
-        """Two lines contradicted each other: head gates, and ``opening`` by the optimum of the gains themselves.
-
-        That optimum was chosen and judged on the same 2,048 tokens.
-        """
+        """The optimum of gains chosen and evaluated on the same tokens is no evidence for a signal."""
         put(workspace, "mine", LEFT, gains(), gains={"documents": 9})
         put(workspace, "mine-duo", GAINS.clip(0) * 20, signal="duo")
         result = propose(ProposeOptions(probe="mine", budget="3", workspace=workspace.root))
@@ -187,7 +184,6 @@ class TestWorkspace:
         assert [one.reason.startswith(RECOMMENDATION) for one in result.next] == [True]
 
     def test_propose_shows_the_recommended_signal_beside_densities(self, workspace: Workspace) -> None:
-        """Densities were compared with layer patterns and chance, and never with the heads that lose least."""
         put(workspace, "mine", LEFT)
         put(workspace, "mine-duo", GAINS.clip(0) * 20, signal="duo")
         options = ProposeOptions(workspace=workspace.root, probe="mine", budget="3", num_random=0)
@@ -225,7 +221,7 @@ def trust_without_errors(table: HeadScores, chosen: np.ndarray) -> Trust:
 
 
 def test_gains_of_a_table_are_those_of_the_signal() -> None:
-    """Over two domains, one of which has a single document and so no error of its own."""
+    """One of the two domains has a single document, and so no standard error."""
     tokens = np.random.default_rng(0).integers(3, 290, size=(4, 40)).astype(np.int32)
     owner = np.repeat(np.arange(8, dtype=np.int32), 20).reshape(4, 40)
     blocks = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i == 7], str(i)) for i in range(8)))
@@ -263,7 +259,7 @@ class TestCommand:
         assert expected.sentence() in document["sentences"]
 
     def test_the_recommended_signal_is_named(self, tmp_path: Path) -> None:
-        """It is recommended instead of probed densities; the study says less about other signals."""
+        """The recommendation replaces probed densities; other signals stay."""
         table, workspace = make_table([[0.5, 0.4]]), Workspace(tmp_path)
         embedded = {"model": "embedded:reference", "data": {"sources": ["stdlib"]}, "options": {"signal": "density"}}
         advice = recommend(workspace, replace(table, metadata=embedded), "25%")

@@ -38,8 +38,8 @@ GRIDS = ("GL LL LG LL", "GL LL LG GG", "LL LL LL LL", "GL LL LG LL", "GL GG LG L
 LAYOUTS = [Layout(tuple(grid.split()), window) for window in (6, 3) for grid in GRIDS]
 
 
-def test_a_score_on_disk_serves_the_same_blocks_of_more_documents(blocks: TokenBlocks, tmp_path: Path) -> None:
-    """A search takes the first blocks of a longer text, which knows of more documents than they hold."""
+def test_a_stored_score_serves_the_same_blocks_of_more_documents(blocks: TokenBlocks, tmp_path: Path) -> None:
+    """A search takes the first blocks of a longer text."""
     model = tiny_model()
     more = replace(blocks, documents=(*blocks.documents, DocumentInfo("12", "all", "12")))
     layouts = LAYOUTS[:2]
@@ -67,8 +67,8 @@ def by_hand(model: PreTrainedModel, layout: Layout | None, text: TokenBlocks) ->
 
 class TestScores:
     @pytest.mark.parametrize("family", ["llama", "gemma3_text", "granite", "sp-kv", "hybrid"])
-    def test_are_what_each_layout_gives_by_hand(self, family: str, blocks: TokenBlocks) -> None:
-        """Bit by bit, in any order, with repetitions, on a model that is dense, local by design, gated or a hybrid."""
+    def test_scores_equal_each_layout_applied_alone(self, family: str, blocks: TokenBlocks) -> None:
+        """Bit for bit, in any order, with repetitions, on dense, local, gated and hybrid models."""
         model = gated() if family == "sp-kv" else tiny_model("llama" if family == "hybrid" else family, vocab_size=300)
         if family == "hybrid":
             apply_layout(model, LAYOUTS[1])
@@ -95,7 +95,7 @@ class TestScores:
         assert not attention_layers(dense)
         assert dense.config._attn_implementation == "sdpa"
 
-    def test_layers_that_agree_run_once(self, blocks: TokenBlocks) -> None:
+    def test_shared_prefixes_run_once(self, blocks: TokenBlocks) -> None:
         """Each batch runs one layer per node of the layouts' tree of prefixes."""
         model = tiny_model(vocab_size=300)
         runs = [0] * 4
@@ -160,7 +160,7 @@ class TestCache:
         assert same(DocumentNLL.read(tmp_path / f"{LAYOUTS[1].content_hash}.npz"), first[2])
 
     def test_a_damaged_score_is_computed_again(self, blocks: TokenBlocks, tmp_path: Path) -> None:
-        """A flipped bit used to end in an error of zlib's, where the numbers are compressed."""
+        """Also where the damage is in compressed numbers."""
         model = tiny_model(vocab_size=300)
         whole = zero_shot(model, LAYOUTS[:1], blocks, cache=tmp_path)[0]
         file = tmp_path / f"{LAYOUTS[0].content_hash}.npz"
@@ -220,8 +220,8 @@ class TestRankCorrelation:
         assert result["interval"] == pytest.approx(np.percentile(rhos, [2.5, 97.5]), abs=0.15)
 
     @pytest.mark.parametrize("number", [3, 5, 7, 12])
-    def test_no_interval_of_few_layouts_nor_of_a_perfect_order(self, number: int) -> None:
-        """Three and five layouts were shown with a 95 % interval of +1.00 to +1.00."""
+    def test_no_interval_of_few_layouts_or_a_perfect_order(self, number: int) -> None:
+        """Three or five layouts in perfect order would give an interval of +1.00 to +1.00."""
         result = rank_correlation(np.arange(number), -np.arange(number))
         assert result is not None
         assert result["rho"] == -1.0

@@ -97,7 +97,7 @@ def test_strided_inputs() -> None:
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_memory_that_nobody_wrote_does_not_show(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialised_memory_does_not_leak(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic mode fills every fresh tensor with NaN."""
     monkeypatch.setattr(compaction, "_COMPACT_FROM", 1)
     torch.use_deterministic_algorithms(True)
@@ -121,8 +121,8 @@ def test_autocast_changes_nothing() -> None:
         check(tensors, 16)
 
 
-def test_a_forward_in_inference_mode_leaves_training_alone() -> None:
-    """Masks are kept between calls; those made in inference mode must serve later backward passes."""
+def test_inference_mode_leaves_training_alone() -> None:
+    """Masks cached in inference mode serve later backward passes."""
     tensors = inputs((1, 2, 1, 75, 8), "soft")
     with torch.inference_mode():
         attention(**tensors, window=11, backend="cpu")  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_a_gate_without_gradient_gets_none() -> None:
 
 @pytest.mark.parametrize("window", [20, 100])
 def test_a_utility_of_exactly_zero(window: int) -> None:
-    """The logarithm is -inf, which times a gradient of zero was NaN."""
+    """A logarithm of -inf times a gradient of zero is no NaN."""
     tensors = inputs((1, 4, 2, 100, 16), "soft")
     assert tensors["log_utility"] is not None
     tensors["log_utility"][:, :, ::3] = -torch.inf

@@ -112,8 +112,8 @@ def test_a_full_pool_says_so_and_changes_nothing() -> None:
     cache.append(k[:, :, 0], k[:, :, 0], torch.ones(2, 2).bool())
 
 
-def test_a_decision_may_come_later() -> None:
-    """A predictor that looks ahead decides on a token some tokens after it came."""
+def test_a_delayed_decision() -> None:
+    """A predictor that looks ahead decides some tokens later."""
     cache = PagedKVCache(1, 2, SIZE, window=3)
     k, _ = random_tokens(1, 2, 6, 0)
     for i in range(6):

@@ -36,8 +36,8 @@ def test_says_how_threads_wait_before_torch_is_there(code: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["spkv_nas", "spkv_kernels"])
-def test_changes_nothing_once_torch_is_there(package: str) -> None:
-    """OpenMP has read it by then, and a child process would wait otherwise than its parent."""
+def test_no_change_after_torch_is_loaded(package: str) -> None:
+    """OpenMP reads the variable once, so a later change would only reach child processes."""
     assert shown(f"import torch, {package}; {SHOW}") == "True None"
 
 

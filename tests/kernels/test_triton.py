@@ -64,7 +64,7 @@ def test_a_utility_of_exactly_zero() -> None:
 
 
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
-def test_half_precision_loses_its_own_rounding_only(gate: str) -> None:
+def test_half_precision_has_rounding_errors_only(gate: str) -> None:
     """The interpreter's bfloat16 products are wrong; ``test_real_sizes`` covers bfloat16 on a GPU."""
     tensors = {
         name: x.half().double() if x is not None and x.is_floating_point() and name != "log_utility" else x
@@ -78,7 +78,7 @@ def test_half_precision_loses_its_own_rounding_only(gate: str) -> None:
 
 @pytest.mark.parametrize("gate", ["soft", "hard"])
 def test_strided_inputs(gate: str) -> None:
-    """Tokens before heads, as models hand them over; slices of one projection; a value whose D is not contiguous."""
+    """Tokens before heads as models pass them, slices of one projection, and a value whose D is not contiguous."""
     tensors = inputs((2, 4, 2, 70, 16), gate)
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
     assert q is not None
@@ -100,7 +100,7 @@ def test_strided_inputs(gate: str) -> None:
 
 
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
-def test_memory_that_nobody_wrote_does_not_show(gate: str) -> None:
+def test_uninitialised_memory_does_not_leak(gate: str) -> None:
     """Deterministic mode fills every fresh tensor with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
@@ -149,7 +149,7 @@ class TestLaws:
 
 
 class TestTorch:
-    """The operator inside torch's machinery."""
+    """The operator works with autograd, compile and other torch features."""
 
     def leaves(self, gate: str) -> dict[str, Tensor | None]:
         tensors = inputs((1, 2, 1, 40, 16), gate)
@@ -212,7 +212,7 @@ def test_no_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestAheadOfTime:
-    """Compiled for a GPU without one: every default tile, and what it takes of registers and shared memory."""
+    """Every default tile compiles for a GPU without one, within its registers and shared memory."""
 
     @pytest.mark.parametrize(
         ("arch", "modes", "options"),
@@ -239,7 +239,7 @@ class TestAheadOfTime:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestOnGPU:
-    """Compiled, at real sizes. Bars for 16 bits: twice the error of the eager formula in the same dtype."""
+    """Compiled kernels at real sizes; 16-bit errors are at most twice those of the eager formula in the same dtype."""
 
     @pytest.mark.parametrize("gate", ["none", "soft", "hard", "all", "nothing"])
     @pytest.mark.parametrize("size", [64, 80, 128, 256])
@@ -270,7 +270,7 @@ class TestOnGPU:
             assert all(torch.equal(first[name], again[name]) for name in first)
 
     def test_long_sequences_agree_with_causal_attention(self) -> None:
-        """Open gates at T = 32,768, where the oracle's [T, T] scores no longer fit."""
+        """Open gates at T = 32,768, where the reference's [T, T] scores do not fit."""
         q, k, v = (torch.randn(1, 2, 32768, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         for gates in (

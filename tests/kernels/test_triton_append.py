@@ -15,7 +15,7 @@ from spkv_kernels.triton import decode_kernels
 
 
 class TestAppend:
-    """Pages are numbered differently, because the kernel's were given out earlier; all else is equal."""
+    """Page numbers differ from torch's, as the kernel allocates pages earlier; all else is equal."""
 
     def check_same(self, actual: PagedKVCache, expected: PagedKVCache) -> None:
         for name in ("seq_lens", "lengths", "ring_k", "ring_v", "ring_keep"):
@@ -119,8 +119,8 @@ class TestAppend:
         cache.reserve(8)
         assert cache.used_pages == 48 / 2, "none for the tokens of a sequence that is gone"
 
-    def test_up_to_the_last_page(self) -> None:
-        """The kernel's cache is full at the same token as torch's, and works again once a sequence is freed."""
+    def test_cache_fills_up_at_the_same_token(self) -> None:
+        """The kernel's cache is full when torch's is, and works again once a sequence is freed."""
         actual, expected = (PagedKVCache(2, 2, 4, window=3, page_size=2, max_pages=9, device=DEVICE) for _ in range(2))
         generator = torch.Generator().manual_seed(0)
         for _ in range(100):
@@ -142,7 +142,7 @@ class TestAppend:
         self.check_same(actual, expected)
 
     def test_a_reservation_lasts_for_its_tokens(self) -> None:
-        """A CUDA graph relies on it: every append finds its page, whatever the gates decide."""
+        """In a CUDA graph every append finds its page, whatever the gates decide."""
         cache = filled_cache([30, 2], 4, (0.5, 1.0), window=5, page_size=2)
         expected = cache.select(torch.tensor([0, 1], device=DEVICE))
         cache.reserve(17)

@@ -78,8 +78,8 @@ def test_more_query_heads_than_a_tile_has_rows() -> None:
     check(normal(1, 17, 8), filled_cache([90], 8, (1.0,), page_size=64))
 
 
-def test_one_very_long_head_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every program has its share of the tiles, no more; the parts lie where the second kernel looks for them."""
+def test_one_very_long_head_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every program gets an equal share of the tiles, and the second kernel finds all parts."""
     programs, written = 8, {}
     monkeypatch.setattr(decode_kernels, "_num_programs", lambda _: programs)
     run = decode_kernels.decode_combine_kernel.run
@@ -123,7 +123,7 @@ def test_queries_wider_than_the_cache() -> None:
     check(normal(1, 3, 16), filled_cache([150], 16, dtype=torch.float16))
 
 
-def test_memory_that_nobody_wrote_does_not_show() -> None:
+def test_uninitialised_memory_does_not_leak() -> None:
     cache = filled_cache([130, 5], 24)
     lengths = cache.lengths[..., None, None]
     positions = torch.arange(cache.block_table.shape[2] * cache.page_size, device=DEVICE).view(-1, cache.page_size)
@@ -169,8 +169,8 @@ def test_no_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("--arch 80 90", 2 * 2 * 3, id="architectures, dtypes, sizes", marks=pytest.mark.slow),
     ],
 )
-def test_every_default_compiles_without_a_spill(options: str, cases: int) -> None:
-    """Ahead of time, for GPUs that need not be there."""
+def test_every_default_compiles_without_spills(options: str, cases: int) -> None:
+    """Kernels compile ahead of time for GPUs that are not installed."""
     command = [
         sys.executable,
         str(BENCHMARKS / "resources.py"),
@@ -196,7 +196,7 @@ def test_every_default_compiles_without_a_spill(options: str, cases: int) -> Non
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestOnGPU:
-    """Compiled, at real sizes."""
+    """Compiled kernels at real sizes."""
 
     @pytest.mark.parametrize("size", [64, 80, 128, 256])
     @pytest.mark.parametrize("group", [1, 4, 7])
@@ -217,7 +217,7 @@ class TestOnGPU:
         assert all(torch.equal(first, decode_attention(q, cache)) for _ in range(99))
 
     def test_append_and_decode_in_a_cuda_graph(self) -> None:
-        """Two hundred tokens by replay, then some without, against a cache that torch fills."""
+        """Two hundred replayed tokens, then some without a graph, equal a cache that torch fills."""
         cache = filled_cache([300, 20], 64, (0.0, 0.3, 1.0), torch.bfloat16, window=32)
         expected = cache.select(torch.tensor([0, 1], device="cuda"))
         k, q = (torch.empty(2, n, 64, dtype=torch.bfloat16, device="cuda") for n in (3, 12))

@@ -77,7 +77,7 @@ class TestFamilies:
 
 
 def test_more_than_ten_layers_round_trip(tokens: Tensor, tmp_path: Path, tiny_tokenizer: object) -> None:
-    """config.json sorts its keys, so layer 10 comes before layer 2: which layers had gates used to get mixed up."""
+    """config.json sorts its keys, so that layer 10 comes before layer 2."""
     kinds = ["sliding_attention"] * 5 + ["full_attention"] * 7
     model = tiny_model("gemma3_text", num_hidden_layers=12, layer_types=kinds)
     attach_gates(model, CONFIG)
@@ -244,8 +244,8 @@ class TestRefusals:
         ("gpt2", {"n_layer": 3, "n_head": 2, "n_embd": 32}, (3, 2, 2, 16)),
     ],
 )
-def test_the_heads_that_a_config_says(family: str, options: dict[str, Any], expected: tuple[int, ...]) -> None:
-    """Families without grouped queries, and families whose config has other key names."""
+def test_number_of_heads_from_the_config(family: str, options: dict[str, Any], expected: tuple[int, ...]) -> None:
+    """Families without grouped queries, and families with other config keys."""
     if family != "gpt2":
         options = {
             "hidden_size": 32,
@@ -265,7 +265,7 @@ class TestDamage:
         return tmp_path
 
     def test_a_flipped_bit(self, folder: Path) -> None:
-        """safetensors has no checksum: without the manifest this loads."""
+        """The manifest detects it; safetensors has no checksum."""
         weights = folder / "model.safetensors"
         data = bytearray(weights.read_bytes())
         data[-10] ^= 1

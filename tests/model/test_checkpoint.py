@@ -53,10 +53,10 @@ class TestWeights:
         ],
         ids=["all", "one", "predictors", "shape", "predictor-shape", "bias", "layer", "nan", "inf"],
     )
-    def test_that_do_not_fit_are_refused(
+    def test_weights_that_do_not_fit_are_refused(
         self, change: Any, message: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """Transformers fills what is missing with random numbers and only logs it: a probe of random gates."""
+        """Transformers fills missing weights with random numbers and only logs it."""
         write(tmp_path, tiny_tokenizer)
         change_weights(tmp_path, change)
         before = logging.get_verbosity()
@@ -199,8 +199,10 @@ class TestSection:
             load(tmp_path)
 
     @pytest.mark.parametrize("value", [[], None, "x", 0])
-    def test_no_mapping(self, value: Any, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """An empty one was taken for a dense model."""
+    def test_gate_config_that_is_no_mapping(
+        self, value: Any, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """An empty value is an error, not a dense model."""
         write(tmp_path, tiny_tokenizer, "hybrid")
         change_config(tmp_path, lambda config: config.update(spkv=value))
         with pytest.raises(UserError, match="section 'spkv'"):

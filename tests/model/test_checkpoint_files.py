@@ -46,8 +46,8 @@ class TestManifest:
         with pytest.raises(UserError, match=message):
             load(folder)
 
-    def test_complete_is_what_was_written_to_the_end(self, folder: Path) -> None:
-        """Damage is no end that never came: nothing of hours is trained again without a word."""
+    def test_a_damaged_checkpoint_is_not_an_unfinished_one(self, folder: Path) -> None:
+        """Damage is an error, so that hours of training are not silently repeated."""
         assert is_complete(folder)
         assert is_complete(folder, ["config.json"])
         assert not is_complete(folder, ["run.json"])
@@ -57,8 +57,8 @@ class TestManifest:
 
 
 class TestIdentity:
-    def test_only_what_decides_the_result_counts(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """The manifest covers the log, whose tokens per second are those of the clock."""
+    def test_only_relevant_files_count(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """The log contains times, so it does not count."""
         result = []
         for name in ("one", "two", "bare"):
             folder = write(tmp_path / name, tiny_tokenizer)
@@ -107,7 +107,7 @@ def places(content: Any) -> list[tuple[Any, Any]]:
 def test_hostile_files_are_refused_or_change_nothing(
     name: str, tmp_path: Path, tokens: Tensor, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Values of the config that say themselves what they change, such as the base of the rotary embedding, aside."""
+    """Values of the config that change the model visibly, such as the rotary base, are exempt."""
     folder, rng = write(tmp_path, tiny_tokenizer), random.Random(0)
     if name == MANIFEST:
         write_manifest(folder)
@@ -135,8 +135,8 @@ def test_hostile_files_are_refused_or_change_nothing(
     assert refused >= 10
 
 
-def test_weights_can_be_read_by_whoever_can_read_the_config(tmp_path: Path) -> None:
-    """safetensors 0.8 gives its files to their owner alone, so that a group's members cannot share a workspace."""
+def test_weights_have_the_permissions_of_the_config(tmp_path: Path) -> None:
+    """Members of a group share a workspace, although safetensors 0.8 gives its files to their owner alone."""
     save(tiny_model(), None, tmp_path)
     assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
     assert (tmp_path / FILE).is_file()

@@ -65,8 +65,8 @@ def refused_by_plain_transformers(*folders: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", slow_after(1, [hybrid, gated]))
-def test_save_pretrained_keeps_what_the_model_is(make: object, tokens: Tensor, tmp_path: Path) -> None:
-    """It wrote the family's type, and the Auto class gave the dense model's logits without a word."""
+def test_save_pretrained_keeps_the_model_type(make: object, tokens: Tensor, tmp_path: Path) -> None:
+    """The family's type would load a dense model without a warning."""
     model = make()  # type: ignore[operator]
     model.save_pretrained(tmp_path / "saved")
     assert model_type(tmp_path / "saved") == "spkv"
@@ -90,8 +90,8 @@ def test_without_gates_and_layout_it_is_saved_as_before(make: object, tokens: Te
 
 
 @pytest.mark.parametrize("make", [hybrid, gated])
-def test_an_earlier_version_saved_the_familys_type(make: object, tokens: Tensor, tmp_path: Path) -> None:
-    """Such checkpoints load correctly, by the Auto class too, and are saved again under the custom type."""
+def test_checkpoints_with_the_family_type_still_load(make: object, tokens: Tensor, tmp_path: Path) -> None:
+    """Checkpoints of earlier versions load correctly, by the Auto class too, and are saved under the custom type."""
     model = make()  # type: ignore[operator]
     expected = logits(model, tokens)
     set_custom_model_type(model.config, False)

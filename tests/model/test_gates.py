@@ -34,7 +34,7 @@ def gated(**options: Any) -> PreTrainedModel:
 
 class TestSampled:
     @pytest.mark.parametrize("backend", ["reference", "cpu"])
-    def test_the_gradient_is_that_of_its_definition(self, backend: str) -> None:
+    def test_the_gradient_follows_its_definition(self, backend: str) -> None:
         """Paper, "Straight-through gradient estimator": g.detach() + log u - log u.detach(), in float64."""
         torch.manual_seed(0)
         q, k, v, weight = (torch.randn(2, 4, 40, 8, dtype=torch.float64) for _ in range(4))
@@ -84,7 +84,7 @@ class TestSampled:
         expected = 0.25 * u + 0.75 * torch.tensor([0.0, 1.0])
         assert torch.allclose(gate.keep.double().mean((0, 2)).float(), expected, atol=0.015)
 
-    def test_a_seed_repeats_it_and_checkpointing_changes_nothing(self, tokens: Tensor) -> None:
+    def test_sampling_is_reproducible_and_recomputable(self, tokens: Tensor) -> None:
         """Recomputation in the backward pass samples the same gates."""
         result = []
         for recompute in (False, True, False):

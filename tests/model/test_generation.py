@@ -106,8 +106,8 @@ def test_chunked_prefill() -> None:
     assert torch.equal(generate(model, ids, mask, past_key_values=SPKVCache(model), prefill_chunk_size=7), expected)
 
 
-def test_a_conversation_goes_on() -> None:
-    """All tokens so far are passed with the same cache; those that it has seen are not computed again."""
+def test_a_conversation_continues() -> None:
+    """All tokens so far are passed with the same cache; cached ones are not computed again."""
     model = model_with("gates")
     ids, mask = prompts()
     cache = SPKVCache(model)
@@ -193,8 +193,8 @@ class TestRefused:
         with pytest.raises(UserError, match=r'set_gate_mode\(model, "hard"\)'):
             generate(model, *prompts(), past_key_values=SPKVCache(model))
 
-    def test_more_tokens_than_the_models_own_window(self) -> None:
-        """Cached gates used to reach beyond the model's window, which whole passes refuse."""
+    def test_more_tokens_than_the_model_window(self) -> None:
+        """Cached gates do not reach beyond the model's own window."""
         model = tiny_model("mistral", sliding_window=10)
         attach_gates(model, GateConfig(window=6), seed=0)
         model.generation_config.eos_token_id = None

@@ -25,8 +25,8 @@ def hybrid() -> PreTrainedModel:
     return model
 
 
-def test_generate_makes_its_cache(tokens: Tensor) -> None:
-    """It computed the whole sequence anew for every token."""
+def test_generate_creates_its_cache(tokens: Tensor) -> None:
+    """No token is computed twice."""
     model = hybrid()
     seen: list[int] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
@@ -55,10 +55,10 @@ def test_a_forward_pass_that_wants_a_cache_gets_one(tokens: Tensor) -> None:
 
 
 @pytest.mark.parametrize("make", [hybrid, gated])
-def test_saved_ones_generate_alike(
+def test_saved_models_generate_alike(
     make: object, tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Gates that may be soft keep all keys, so that their model computes without a cache unless it is given one."""
+    """Gates that may be soft keep all keys, so that their model computes without a cache by default."""
     model = make()  # type: ignore[operator]
     save(model, tiny_tokenizer, tmp_path)
     again, _ = load(tmp_path)
@@ -76,7 +76,7 @@ def test_saved_ones_generate_alike(
 
 
 def test_a_pipeline(tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Prompts of several lengths, padded: without a cache of ours that was an error."""
+    """Prompts of several lengths, padded, work with the default cache."""
     model = hybrid()
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token

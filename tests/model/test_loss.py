@@ -155,8 +155,8 @@ def test_one_chunk_is_the_models_own_pass(tokens: Tensor) -> None:
     assert torch.equal(actual.logits, whole.logits)
 
 
-def test_gradients_of_weights_in_bfloat16_are_summed_in_float32(tokens: Tensor) -> None:
-    """Sixteen chunks; autocast would hand all of them one copy of the head."""
+def test_bfloat16_weights_have_float32_gradient_sums(tokens: Tensor) -> None:
+    """Sixteen chunks each add to the gradient of the head."""
     model = tiny_model()
     exact = gradients(model, model(input_ids=tokens, labels=tokens).loss)["lm_head.weight"]
     errors = []
@@ -225,7 +225,7 @@ class TestWhoComputesLosses:
 
     @pytest.mark.slow
     def test_training(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As in test_distributed, where every process computes its loss in chunks."""
+        """Every process computes its loss in chunks, as in test_distributed."""
         recipe = Recipe.read(write_project(tmp_path / "project"))
         corpus = load_corpus(recipe, tmp_path / "project", tmp_path)
         finals = [train_dense(recipe, corpus, tmp_path / "whole")]
@@ -269,7 +269,7 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize("learns", [False, True], ids=["inference", "learning"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_memory_is_that_of_one_chunk(dtype: torch.dtype, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head's weights are frozen; 15 % is left for the rest of the model, which is tiny."""
+    """The head's weights are frozen; the allowance of 15 % is for the rest of the tiny model."""
     model = tiny_model(vocab_size=20000, max_position_embeddings=500, hidden_size=8, num_hidden_layers=1).to(dtype)
     model.get_input_embeddings().requires_grad_(False)
     model.get_output_embeddings().requires_grad_(False)

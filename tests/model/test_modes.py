@@ -35,10 +35,10 @@ from spkv_nas.probing.density import probe
 
 
 class TestThreshold:
-    def test_one_that_is_set_is_the_models_own(
+    def test_a_threshold_that_is_set_is_that_of_the_model(
         self, blocks: TokenBlocks, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """It used to reach the layers alone: evaluate, probe and generate took the config's, and save wrote that."""
+        """``evaluate``, ``probe``, ``generate`` and ``save`` use it instead of the config's."""
         model = gated()
         set_gate_mode(model, "soft", 0.8)
         assert evaluate(model, blocks).tau == 0.8
@@ -83,7 +83,7 @@ class TestThreshold:
 
 class TestLeftAsItWas:
     def test_probe(self, blocks: TokenBlocks) -> None:
-        """It used to leave the gates hard, so that whoever trained after it trained predictors without a gradient."""
+        """``probe`` restores the gate mode, so that later training has gradients."""
         model = gated().train()
         set_gate_mode(model, "soft", 0.3, anneal=0.25)
         before = copy.copy(gate_settings(model))
@@ -96,7 +96,7 @@ class TestLeftAsItWas:
         assert all(p.grad is not None for module in predictors(model).values() for p in module.parameters())
 
     def test_training_mode_survives_an_error(self, blocks: TokenBlocks) -> None:
-        """Held-out evaluation that failed used to leave the model in evaluation mode, without dropout from then on."""
+        """A failed evaluation restores training mode, and with it dropout."""
         model = gated().train()
         model.model.norm.eval()
 
@@ -111,7 +111,7 @@ class TestLeftAsItWas:
         assert not any(predictor._forward_hooks for predictor in predictors(model).values())
 
     def test_generate(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """It used to leave the model in evaluation mode."""
+        """``generate`` restores the training mode."""
         model = gated().train()
         generate(model, tiny_tokenizer, "the fox", max_new_tokens=2)
         assert model.training
@@ -119,8 +119,8 @@ class TestLeftAsItWas:
 
 
 class TestWindows:
-    def test_those_of_a_layer_are_never_stale(self, tokens: Tensor) -> None:
-        """The tensor made of them used to stay when they were assigned and not set by the method for it."""
+    def test_windows_of_a_layer_are_never_stale(self, tokens: Tensor) -> None:
+        """Assigned windows take effect like those set by the method."""
         model = tiny_model()
         apply_layout(model, Layout(("GL", "LL", "LG", "GG"), window=5))
         logits(model, tokens)
@@ -176,7 +176,7 @@ class TestWatch:
         assert seen == [(1, (2, 2, 24)), (3, (2, 2, 24))]
 
     def test_dry_runs_in_two_threads_do_not_see_each_others_calls(self) -> None:
-        """They shared one list, so that a model got the other one's layers."""
+        """Each thread records its calls separately."""
         barrier = threading.Barrier(2, timeout=20)
 
         def wait(*_: object) -> None:

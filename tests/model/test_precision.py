@@ -102,7 +102,7 @@ class TestCheckpoints:
         assert load_on(checkpoint, "cpu")[0].dtype == torch.float32
 
     def test_predictors_and_frequencies_keep_theirs(self, checkpoint: Path, native: None) -> None:
-        """With a dtype in the weights only, predictors and RoPE frequencies used to be converted too."""
+        """A dtype of the weights converts neither predictors nor RoPE frequencies."""
         file = checkpoint / "config.json"
         file.write_text("\n".join(line for line in file.read_text().splitlines() if '"dtype"' not in line))
         (checkpoint / MANIFEST).unlink()

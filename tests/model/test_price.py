@@ -29,7 +29,7 @@ def gated(**options: Any) -> PreTrainedModel:
 
 class TestBenefits:
     def test_a_price_of_the_benefit_stops_a_gate(self, tokens: Tensor) -> None:
-        """A price equal to a head's benefit makes the gradient of its bias zero, which defines the unit."""
+        """A price equal to a head's benefit gives its bias a gradient of zero, which defines the unit."""
         model = gated(init_scale=0.0, bias=0.3)
         set_gate_mode(model, "soft")
         watch = KeyBenefitEstimator(model)
@@ -92,8 +92,8 @@ class TestPrice:
         assert price.value < 0
 
     @pytest.mark.parametrize(("final_rate", "drift"), [(1.0, 0.0), (0.01, 0.001)])
-    def test_it_settles_where_gates_answer_slowly(self, final_rate: float, drift: float) -> None:
-        """A share of keys that falls with the logarithm of the price and drifts, and follows with the learning rate."""
+    def test_the_price_settles_where_gates_respond_slowly(self, final_rate: float, drift: float) -> None:
+        """The share of keys falls with the logarithm of the price, drifts, and follows the learning rate."""
         for target in (0.1, 0.286, 0.5):
             price, density = Price(target), 0.5
             price.begin(np.full((1, 1), 0.05))

@@ -100,7 +100,7 @@ def test_a_revision_is_an_argument_too(repository: Repository) -> None:
 
 
 def test_one_commit_is_read_throughout(repository: Repository) -> None:
-    """A branch that moves between config and weights would give half of each model."""
+    """Config and weights come from one commit, even if the branch moves in between."""
     before = checkpoint_hash(repository.name)
     (repository.folder / "refs" / "main").write_text(OLD)
     assert load(repository.name)[0].model.norm.weight[0] == 2.0
@@ -120,8 +120,8 @@ def test_an_index_names_files_of_the_repository_alone(repository: Repository) ->
         load(repository.name)
 
 
-def test_hashes_are_the_names_of_blobs(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naming weights therefore reads no gigabytes."""
+def test_hashes_are_blob_names(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are identified without being read."""
     snapshot = repository.folder / "snapshots" / NEW
     shards = sorted(snapshot.glob("*.safetensors"))
     expected = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in shards}
@@ -146,7 +146,7 @@ def test_results_name_the_commit(repository: Repository, text: Path, tmp_path: P
 def test_a_recipe_starts_from_a_revision(
     repository: Repository, recipe: Recipe, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """Branches differ between revisions, and record theirs."""
+    """Each branch records its revision, and branches of different revisions differ."""
     folders, variant = [], Variant.full_attention()
     for revision, commit in (("v1", OLD), ("main", NEW)):
         model = ModelConfig(path=f"{repository.name}@{revision}")

@@ -104,7 +104,7 @@ class TestExport:
 
     @pytest.mark.usefixtures("unchecked")
     def test_a_model_beyond_memory(self, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Weights stay in their files; a config larger than these files is still refused."""
+        """Weights stay in their files; a config larger than these files is refused."""
         model, _ = load(dense)
         enough = max(4 * sum(p.numel() for p in part.parameters()) for part in verify_export.parts(model))
         monkeypatch.setattr("spkv_nas.base.memory.available_bytes", lambda *_: enough)
@@ -126,7 +126,7 @@ class TestExport:
         assert not (tmp_path / "out").exists()
 
     def test_gates_are_left_out(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """Weights are therefore rewritten, no file larger than before."""
+        """Weights are rewritten, with no file larger than before."""
         source = write(gated(), tmp_path / "gated", tiny_tokenizer)
         assert "its weights were written anew" in export(MIXED, source, tmp_path / "out").form
         before, after = weights(source), weights(tmp_path / "out")
@@ -139,8 +139,8 @@ class TestExport:
         load(tmp_path / "out")
 
     @pytest.mark.usefixtures("unchecked")
-    def test_a_file_of_another_name(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """The config of the export named a file that was not there."""
+    def test_a_file_with_another_name(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """The config of the export names the file that exists."""
         source = write(tiny_model(vocab_size=300), tmp_path / "named", tiny_tokenizer, "1GB")
         (source / FILE).rename(source / "ours.safetensors")
         change_config(source, lambda config: config.update(transformers_weights="ours.safetensors"))
@@ -150,7 +150,7 @@ class TestExport:
 
 
 def test_tied_tensors_that_are_stored_twice(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Some tools write the output embedding though it is the input's: the file stays as it is."""
+    """Some tools write the tied output embedding: the file stays as it is."""
     source = write(tiny_model(vocab_size=300, tie_word_embeddings=True), tmp_path / "tied", tiny_tokenizer, "1GB")
     content = load_file(source / FILE)
     save_file(
@@ -183,8 +183,8 @@ def private(process: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_weights_are_never_held(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    """An export of 90 MB in bfloat16 takes the memory of a layer in float32; in float32 as a whole it took 180 MB."""
+def test_weights_are_not_held_in_memory(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """An export of 90 MB in bfloat16 needs the memory of one layer in float32."""
     sizes = {"vocab_size": 300, "hidden_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = tiny_model(**sizes, intermediate_size=7000).to(torch.bfloat16)
     save(model, tiny_tokenizer, tmp_path / "dense")

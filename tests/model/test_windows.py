@@ -43,8 +43,8 @@ def subject(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str
 
 
 class TestOneRule:
-    def test_head_gates_take_the_window_that_densities_take(self, subject: list[str], tmp_path: Path) -> None:
-        """Head gates took 128 where densities took a sixteenth of a block, and failed in blocks of 128."""
+    def test_head_gates_have_the_window_of_densities(self, subject: list[str], tmp_path: Path) -> None:
+        """The default window is a sixteenth of a block for both."""
         main(["probe", *subject, "--signal", RECOMMENDED, "--steps", "2"])
         main(["probe", *subject, "--signal", "density", "--steps", "2", "--ablation-tokens", "0"])
         tables = [HeadScores.read(tmp_path / "w" / "probes" / name) for name in ("mine", f"mine-{RECOMMENDED}")]
@@ -52,7 +52,7 @@ class TestOneRule:
 
     @pytest.mark.parametrize("signal", ["duo", "opening", "closing", "attention-mass", RECOMMENDED])
     def test_every_signal_leaves_keys_outside_the_window(self, signal: str, blocks: TokenBlocks) -> None:
-        """Blocks of 40 tokens have nothing outside the 128 keys that were taken before."""
+        """Blocks of 40 tokens get a smaller window than the default of 128."""
         options = {"steps": 2} if signal in ("duo", RECOMMENDED) else {}
         model = tiny_model(vocab_size=300)
         assert measure_signal(signal, model, blocks, **options).window == suitable_window(blocks.block_size) == 8
@@ -91,7 +91,7 @@ class TestMixedWindows:
     def test_train_hybrid_and_score_warn_and_record(
         self, layouts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Layouts of 8 and 16 keys were retrained side by side, beside a reference of 8, without a word."""
+        """Layouts and references of different windows are compared with a warning."""
         recipe, options = write_project(tmp_path / "project"), ["--workspace", str(tmp_path / "w")]
         replace(make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2)), name="tiny").write(tmp_path / "w/probes/tiny")
         hybrids = ["train-hybrid", *map(str, layouts), "--recipe", str(recipe), "--probe", "tiny", *options]

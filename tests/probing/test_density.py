@@ -109,7 +109,7 @@ def test_one_document_gives_no_error(model: PreTrainedModel, blocks: TokenBlocks
 
 
 class TestStrings:
-    """Texts in place of blocks."""
+    """``probe`` accepts texts in place of blocks."""
 
     def test_are_tokenised(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model, texts = gated(), [f"fox {i} jumps over the lazy dog " * 20 for i in range(30)]
@@ -142,7 +142,7 @@ class TestEvaluation:
         assert paired_difference(nll, nll) == paired_difference(nll, nll).__class__(0.0, 0.0)
 
     def test_one_document_gives_no_error(self, blocks: TokenBlocks) -> None:
-        """It used to be 0: a difference known without any doubt."""
+        """The standard error of a single document is missing, not 0."""
         one = TokenBlocks(blocks.tokens, 0 * blocks.document, (DocumentInfo("0", "a", "0"),))
         change = paired_difference(*(document_nll(tiny_model(num_hidden_layers=number), one) for number in (2, 4)))
         assert math.isfinite(change.percent)

@@ -80,8 +80,8 @@ def by_hand(model: PreTrainedModel, blocks: TokenBlocks, places: Sequence[Any], 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "granite"])
 @pytest.mark.parametrize("signal", [opening, closing])
 class TestGains:
-    def test_are_differences_of_plain_scores(self, signal: Signal, family: str, blocks: TokenBlocks) -> None:
-        """A Gemma's local layers have windows of 4 keys: they can be neither opened nor closed beyond 6."""
+    def test_gains_are_differences_of_plain_scores(self, signal: Signal, family: str, blocks: TokenBlocks) -> None:
+        """A Gemma's local layers, with windows of 4 keys, can be neither opened nor closed beyond 6."""
         model = loud(family)
         table = signal(model, blocks, WINDOW, batch_size=2)
         places = [(layer, head) for layer in range(4) for head in range(2)]
@@ -145,7 +145,7 @@ def test_errors_are_paired_by_document(blocks: TokenBlocks) -> None:
 
 
 def test_passes_share_their_first_layers(blocks: TokenBlocks) -> None:
-    """One of the local model and, for the 2 heads of layer l of 4, (4 - l) / 4 each; counted in layers that ran."""
+    """The local model needs one pass, and each of the 2 heads of layer l of 4 needs (4 - l) / 4."""
     model = tiny_model(vocab_size=300)
     runs = 0
 
@@ -192,8 +192,8 @@ def test_what_is_refused(blocks: TokenBlocks) -> None:
         opening(model, blocks, WINDOW)
 
 
-def test_signed_values_order_heads_and_count_for_nothing(tmp_path: Path) -> None:
-    """Domain by domain cut at 0, a head of pure noise would have a gain of .01."""
+def test_signed_values_order_heads_but_not_coverage(tmp_path: Path) -> None:
+    """Gains of pure noise would not cancel if each domain were clipped at 0."""
     rows = [(0, 0, 0.03, "a"), (0, 0, 0.05, "b"), (0, 1, 0.02, "a"), (0, 1, -0.03, "b")]
     rows += [(1, 0, -0.2, "a"), (1, 0, 0.0, "b"), (1, 1, 1.5, "a"), (1, 1, 1.5, "b")]
     (tmp_path / "density.csv").write_text(

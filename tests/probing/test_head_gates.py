@@ -103,8 +103,8 @@ def test_projection(budget: int) -> None:
 
 
 @pytest.mark.slow
-def test_heads_that_look_back_get_the_budget() -> None:
-    """Heads of layer 6 of the embedded model save most by far (reports/stdlib-21x3); the model is unchanged."""
+def test_heads_with_long_range_get_the_budget() -> None:
+    """Heads of layer 6 of the embedded model gain most (reports/stdlib-21x3); the model is unchanged."""
     model, tokenizer = spkv_nas.load("embedded:dense")
     blocks = spkv_nas.build_blocks([Path(json.decoder.__file__).read_text(), Path(__file__).read_text()], tokenizer)
     seen: list[tuple[int, int]] = []
@@ -119,7 +119,7 @@ def test_heads_that_look_back_get_the_budget() -> None:
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
 
-def test_dead_heads_are_alike_and_seeds_repeat(blocks: TokenBlocks) -> None:
+def test_dead_heads_are_equal_and_seeds_repeat(blocks: TokenBlocks) -> None:
     """Heads that nothing reads have no gradient: only the common price moves their gates."""
     model = strong_attention_model(dead=True)
     options: dict[str, Any] = {"budget": 3, "steps": 10, "step_tokens": 4 * LENGTH}
@@ -130,7 +130,7 @@ def test_dead_heads_are_alike_and_seeds_repeat(blocks: TokenBlocks) -> None:
 
 
 def test_little_memory_changes_nothing(blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that pass one by one, their with activation checkpointing, give the same gates."""
+    """Single blocks with activation checkpointing give the same gates."""
     model = strong_attention_model(dead=True)
     options: dict[str, Any] = {"budget": 3, "steps": 5, "step_tokens": 4 * LENGTH}
     whole = head_gates(model, blocks, WINDOW, **options)

@@ -166,7 +166,7 @@ def test_the_order_of_blocks_is_drawn(blocks: TokenBlocks) -> None:
 
 
 class TestProbe:
-    """``probe`` on a checkpoint without gates."""
+    """``probe`` trains gates for a checkpoint without them."""
 
     @pytest.fixture
     def options(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, text: Path) -> ProbeOptions:

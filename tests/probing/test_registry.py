@@ -62,7 +62,7 @@ def output(installed: Path, *words: str | Path) -> str:
 def test_the_command_line_takes_a_signal_of_a_package(
     installed: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Run --help up to the report, which also shows the table once the package is no longer installed."""
+    """From --help to the report, which shows the table also once the package is removed."""
     model, text = tiny_model(vocab_size=300), tmp_path / "text.txt"
     save(model, tiny_tokenizer, tmp_path / "mine")
     text.write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
@@ -97,7 +97,7 @@ def test_the_command_line_takes_a_signal_of_a_package(
 
 
 def test_the_tutorial_shows_this_package() -> None:
-    """The tutorial's code is what was installed above, and what ``test_documentation`` runs."""
+    """The tutorial's code is that of the package, which ``test_documentation`` runs."""
     page = (ROOT / "docs" / "tutorials" / "extend.md").read_text()
     for file, language in (("value_norm.py", "python"), ("pyproject.toml", "toml")):
         assert f"```{language}\n{(PLUGIN / file).read_text()}```" in page

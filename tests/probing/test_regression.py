@@ -119,8 +119,8 @@ class TestTable:
         assert result - result.mean() == pytest.approx(expected - expected.mean(), abs=1e-4)
         assert np.isfinite(table.standard_error).all()
 
-    def test_scores_that_are_there_count(self, blocks: TokenBlocks, tmp_path: Path) -> None:
-        """Existing scores of the same window and budget are reused; a second run computes nothing."""
+    def test_existing_scores_are_reused(self, blocks: TokenBlocks, tmp_path: Path) -> None:
+        """Existing scores of the same window and budget count; a second run computes nothing."""
         model = loud()
         masks = [np.arange(8).reshape(4, 2) % 8 < 3, np.arange(8).reshape(4, 2) > 4, np.arange(8).reshape(4, 2) > 5]
         others = [Layout.from_mask(mask, window=WINDOW) for mask in masks]
@@ -168,7 +168,7 @@ class TestTable:
 
 @pytest.mark.filterwarnings("ignore:a sum of head gains:UserWarning")
 def test_command(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]) -> None:
-    """The scores of ``score`` on the same text count."""
+    """Scores of ``score`` on the same text count."""
     save(loud(), tiny_tokenizer, tmp_path / "mine")
     (tmp_path / "text.txt").write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
     options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--block-size", 64]

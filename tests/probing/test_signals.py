@@ -58,7 +58,7 @@ def last_hidden(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 class TestAttentionMass:
     @pytest.mark.parametrize("family", ["llama", "gemma3_text", "granite"])
     @pytest.mark.parametrize("sinks", [0, 2])
-    def test_is_the_mass_of_the_full_softmax_outside_the_window(
+    def test_attention_mass_is_outside_the_window(
         self, family: str, sinks: int, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Queries are chunked; a Gemma's local layers, of 4 keys, have one key outside a window of 3."""
@@ -173,8 +173,8 @@ class TestRetrieval:
             retrieval(tiny_model(vocab_size=300), blocks, WINDOW, needle_length=8)
 
     @pytest.mark.filterwarnings("error:the model predicts:UserWarning")
-    def test_how_much_a_model_copies(self, blocks: TokenBlocks) -> None:
-        """The head is given the first four of a needle's seven answers."""
+    def test_retrieval_score_measures_copying(self, blocks: TokenBlocks) -> None:
+        """The head gets the first four of a needle's seven answers."""
         model = tiny_model(vocab_size=300)
         answers = torch.nn.functional.one_hot(
             torch.from_numpy(texts_with_needles(blocks, WINDOW, 8, 0)[0])[:, -7:], 300
@@ -219,7 +219,7 @@ class TestDuo:
         assert 0.0 < self.value(torch.zeros(4, 2), 3) != self.value(torch.zeros(4, 2))
 
     def test_alpha_has_the_gradient_of_the_mixture(self) -> None:
-        """Central differences, with full attention from the other pass held fixed, which alpha does not move."""
+        """Central differences, with the full attention of the other pass held fixed."""
         alphas = torch.linspace(0.2, 0.9, 8).view(4, 2).double()
         loss, mixtures = self.loss(alphas)
         loss.backward()
@@ -275,8 +275,8 @@ class TestMeasure:
         assert read.diagnosis() == []
 
     @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
-    def test_says_what_it_took(self, blocks: TokenBlocks) -> None:
-        """Duo's 5 steps of 2 of 6 blocks are 10 / 6 of the text, each token forward twice and back once."""
+    def test_reported_cost(self, blocks: TokenBlocks) -> None:
+        """Duo's 5 steps of 2 of 6 blocks are 10 / 6 of the text, each token forward twice and backward once."""
         model = tiny_model(vocab_size=300)
         tables = [attention_mass(model, blocks, WINDOW), retrieval(model, blocks, WINDOW, needle_length=8)]
         assert [(t.metadata["passes"], t.metadata["tokens"]) for t in tables] == [(1.0, 240), (1.0, 240)]

@@ -49,7 +49,7 @@ class TestText:
         ["a: " + "[" * 2000, "a: 2024-13-45", "a: !!int x", "a: " + "9" * 5000, "? [1]\n: 2", "a: !!binary z", "\x00"],
     )
     def test_yaml(self, text: str) -> None:
-        """Brackets, dates and numbers that there are not ended in errors of the parser's own."""
+        """Unbalanced brackets, impossible dates and bad numbers are user errors."""
         with pytest.raises(UserError, match=r"^recipe x is not valid YAML:") as error:
             parse_yaml(text, "recipe x")
         assert len(str(error.value)) < 1000
@@ -140,7 +140,7 @@ class TestArrays:
             read_arrays(tmp_path / "x.npz", SPECS, "make it again")
 
     def test_a_histogram_of_another_grid(self, tmp_path: Path) -> None:
-        """It was taken for the table's, and another threshold ended in an IndexError."""
+        """A histogram whose grid is not the table's is refused."""
         table = make_probe()
         assert table.histogram is not None
         other = replace(table.histogram, counts=table.histogram.counts[:, :3])
@@ -169,7 +169,7 @@ class TestSources:
         ids=["null", "list", "cut", "bytes", "depth", "number"],
     )
     def test_a_line_of_json_is_named(self, line: bytes, message: str, tmp_path: Path) -> None:
-        """A file that is just ``null`` ended the process without a word."""
+        """Also a file that contains only ``null``."""
         with pytest.raises(UserError, match=rf"a\.jsonl, line 3: .*{message}"):
             self.read(tmp_path, b'{"text": "one"}\n\n' + line + b"\n")
 
@@ -179,8 +179,8 @@ class TestSources:
         assert one.text.startswith("a ")
         assert one.domain == r"w e\x07b \udfff"
 
-    def test_long_texts_come_in_pieces(self, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: object) -> None:
-        """A text of 100 MB took 18 GB, and a tokenizer trained on it had not finished after minutes."""
+    def test_long_texts_are_read_in_chunks(self, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: object) -> None:
+        """Memory and time do not grow with the length of one text."""
         monkeypatch.setattr(tokenizers, "MOST_CHARACTERS", 40)
         text = "the quick brown fox " * 3 + "\n" + "x" * 100 + " jumps"
         for most in (40, 10):
@@ -251,8 +251,8 @@ class TestRecords:
         )
 
 
-def test_a_figure_without_a_number_has_an_axis() -> None:
-    """The report of a search whose cells were emptied ended in a ValueError."""
+def test_a_figure_without_numbers_has_an_axis() -> None:
+    """The report of a search without scores is written."""
     assert len(round_axis("x", math.nan, math.nan).ticks) > 1
 
 

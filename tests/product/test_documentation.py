@@ -203,7 +203,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_reference_describes_every_option_and_key(tmp_path: Path) -> None:
-    """A key or option without a description has a row with an empty cell."""
+    """No row of the reference has an empty cell."""
     runpy.run_path(str(DOCS / "generate_reference.py"))["write_reference"](tmp_path)
     lines = [line for name in ("cli.md", "recipe.md") for line in (tmp_path / name).read_text().splitlines()]
     assert sum(line.startswith("| `") for line in lines) > 200

@@ -66,10 +66,10 @@ def models(lines: list[str]) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("start", ["probe", "init"])
-def test_the_own_model_path_runs_what_it_suggests(
+def test_the_own_model_path_runs_its_suggestions(
     start: str, family: str, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pasted suggestions measured the embedded model, and then plain ``propose`` failed to choose a probe."""
+    """Suggested commands contain the model and its data, and lead to one probe."""
     save(tiny_model(family, vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("my model"))
     text = "'my project/text'"
     starts = {
@@ -103,10 +103,9 @@ class TestProbe:
         save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("mine"))
         return ["--model", "mine", "--data", "my project/text", "--block-size", "64"]
 
-    def test_of_a_model_without_gates_head_gates_are_the_default(
+    def test_head_gates_are_the_default_without_gates(
         self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """It learned gates for densities, which choose worse."""
         suggested = _suggested(capsys, "probe", *subject, "--steps", 2, "--budget", "25%", "--workspace", "w")
         table = HeadScores.read(folder / "w/probes/mine-head-gates")
         assert (table.signal, table.metadata["budget"]) == ("head-gates", 2)
@@ -128,7 +127,7 @@ class TestProbe:
     def test_densities_lead_to_head_gates(
         self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """``propose --probe mine`` ended with ``spkv-nas probe --signal head-gates``, of the embedded model."""
+        """``propose`` suggests head gates of the model that was probed."""
         main(["probe", *subject, "--signal", "density", "--steps", "2", "--ablation-tokens", "0"])
         suggested = _suggested(capsys, "propose", "--probe", "mine", "--budget", "3")
         assert suggested[0] == (

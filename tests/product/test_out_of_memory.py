@@ -93,7 +93,7 @@ class TestTogether:
 
 @pytest.mark.filterwarnings("ignore:out of memory for", "ignore:the model predicts", "ignore:a sum of head gains")
 class TestMeasuring:
-    """Each measure is the same as where there is memory; the third of four layers fails, so that two have run."""
+    """Each measure equals the one with enough memory; the third of four layers fails after two have run."""
 
     @pytest.mark.parametrize("most", [1, 3])
     def test_evaluate(self, most: int, blocks: TokenBlocks) -> None:

@@ -27,7 +27,7 @@ def build(target: str, root: Path, folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_build_knows_its_commit(tmp_path: Path) -> None:
-    """The wheel of a checkout, and the wheel of its source distribution, which has no git to ask."""
+    """The wheel of a checkout, and the wheel of its source distribution, which has no git."""
     commit = checkout_commit(ROOT)
     source = build("sdist", ROOT, tmp_path / "sdist")
     with tarfile.open(source) as archive:
@@ -55,7 +55,7 @@ def test_the_commit_of_a_wheel_is_what_it_was_built_from(tmp_path: Path, monkeyp
 
 
 def test_a_folder_inside_another_checkout_has_no_commit(tmp_path: Path) -> None:
-    """An environment that lies in some project's checkout had that project's commit in its results."""
+    """The commit of a surrounding repository is not recorded."""
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     subprocess.run(
         [

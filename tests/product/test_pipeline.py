@@ -85,7 +85,7 @@ def test_the_whole_path(
 
 
 def test_help_is_quick_to_import() -> None:
-    """--help must not wait for torch or transformers, nor a command's own file for what prints its result."""
+    """--help imports neither torch nor transformers nor modules that print results."""
     code = "import sys, spkv_nas.cli; sys.exit(bool({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     stages = Path(str(files("spkv_nas.stages")))
@@ -109,7 +109,7 @@ class TestExport:
     def test_a_layerwise_hybrid_loads_with_plain_transformers(
         self, tmp_path: Path, tiny_tokenizer: object, tokens: torch.Tensor
     ) -> None:
-        """A process that never imports spkv_nas computes the same logits, and the same greedy text with a cache."""
+        """A process without spkv_nas computes the same logits, and the same greedy text with a cache."""
         model = tiny_model()
         save(model, tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
         self.layerwise.write(tmp_path / "layout.yaml")
@@ -176,7 +176,7 @@ assert not [m for m in sys.modules if m.startswith(("spkv_nas", "spkv_kernels"))
 
 
 class TestBadInput:
-    """One clear message, exit 2, nothing existing changed."""
+    """One clear message, exit code 2, and no existing file changed."""
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -258,14 +258,14 @@ class TestBadInput:
             capsys, "probe", "--model", tmp_path / "dense", "--signal", "density", "--tau", "2", *options
         )
 
-    def test_a_device_that_is_not_there(
+    def test_a_missing_device_is_refused(
         self,
         recipe_file: Path,
         workspace: Path,
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Training on a missing CUDA device silently continued on the CPU."""
+        """Training on a missing CUDA device does not continue on the CPU."""
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         message = fails(capsys, "train", recipe_file, "--workspace", workspace, "--device", "cuda")
         assert "no CUDA device is available" in message
@@ -274,7 +274,7 @@ class TestBadInput:
     def test_a_layout_with_the_name_of_a_reference(
         self, recipe_file: Path, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """It took the reference's place in the comparison."""
+        """A layout does not replace the reference in the comparison."""
         table = tmp_path / "mine.csv"
         table.write_text("layer,kv_head,density\n0,0,0.1\n0,1,0.9\n1,0,0.8\n1,1,0.3\n")
         Layout(("LG", "GL"), 8, "sp-kv").write(tmp_path / "sp-kv.yaml")

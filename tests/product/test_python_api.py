@@ -21,8 +21,7 @@ from spkv_nas.model.config_section import checkpoint_layout, gate_config
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mixed")
 
 
-def test_paths_are_text(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tokens: Tensor) -> None:
-    """Each of these was an AttributeError of str."""
+def test_paths_may_be_strings(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tokens: Tensor) -> None:
     spkv_nas.save(tiny_model(vocab_size=300), tiny_tokenizer, f"{tmp_path}/dense")
     LAYOUT.write(f"{tmp_path}/layout.yaml")
     assert Layout.read(f"{tmp_path}/layout.yaml").heads == LAYOUT.heads

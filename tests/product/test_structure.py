@@ -119,8 +119,8 @@ def test_what_is_upward(origin: str, target: str, expected: bool) -> None:
     assert is_upward(origin, target) is expected
 
 
-def test_no_circle_between_files() -> None:
-    """Exempt are packages' ``__init__.py``, and what a command imports inside its function: its stage."""
+def test_no_cycle_between_files() -> None:
+    """Packages' ``__init__.py`` and imports inside a command's function are exempt."""
     files = {module(file): file for file in sources() if file.name != "__init__.py"}
     left = {
         name: {
@@ -150,7 +150,7 @@ def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def test_files_and_functions_are_short() -> None:
-    """Kernels are exempt; of tests only the files are checked."""
+    """Kernels are exempt; for tests only the length of files is checked."""
     files = [file for file in sources() if home(file) != "kernels"]
     tests = list((ROOT / "tests").rglob("*.py"))
     long = [

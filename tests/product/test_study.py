@@ -140,7 +140,7 @@ def test_another_plan_needs_another_folder(
     assert "there is no layout by 'C' yet; there is A, B, random-0" in capsys.readouterr().err
 
 
-def test_the_plan_is_one(driver: ModuleType) -> None:
+def test_the_committed_plan_is_valid(driver: ModuleType) -> None:
     """The committed plan is read, and each of its references has a recipe."""
     plan = import_module("plan").Plan.read(STUDY / "study.yaml")
     recipes = {name: plan.recipe(name, STUDY)[0] for name in plan.references}

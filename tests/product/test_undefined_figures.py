@@ -47,8 +47,8 @@ def output_of(capsys: pytest.CaptureFixture[str]) -> OutputOf:
 
 class TestFigures:
     @pytest.mark.parametrize("number", [2, 5, 100])
-    def test_samples_that_are_all_alike_have_an_interval(self, number: int) -> None:
-        """It was 1.000 ± 0.000 of five samples."""
+    def test_equal_samples_have_an_interval(self, number: int) -> None:
+        """Five equal samples do not give an error of 0."""
         for share in (0.0, 1.0):
             mean, error = mean_and_error(np.full(number, share))
             exact = binomtest(int(share * number), number).proportion_ci(0.95, method="exact")
@@ -70,8 +70,8 @@ class TestFigures:
         assert share_text(0.8421, 0.0361) == "0.842 ± 0.036"
         assert share_text(1.0, float("nan")) == "1.000 ± -"
 
-    def test_a_plan_says_nothing_that_launches_hide(self, checkpoint: Path, output_of: OutputOf) -> None:
-        """It had training in 0.0989 ms, and 128k tokens of a model that was made for 128."""
+    def test_a_plan_omits_times_below_launch_overhead(self, checkpoint: Path, output_of: OutputOf) -> None:
+        """Contexts beyond the model's positions are omitted, too."""
         shown = output_of("plan", "--model", checkpoint, "--hardware", "h100")
         assert "< 1 s" in shown
         assert " ms" not in shown.replace("at least 1 ms", "").replace("< 1 ms", "")
@@ -92,7 +92,7 @@ class TestFigures:
             generation(Generation("", 3, 5, 0.1, 0.1, held, 100, None, None))
             assert ("so short a text does not fill" in capsys.readouterr().err) == reason
 
-    def test_domains_with_little_text_are_not_drawn_as_equals(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_domains_with_little_text_are_marked(self, capsys: pytest.CaptureFixture[str]) -> None:
         """One domain has 272 tokens, the other 64,763."""
         table = make_domain_table(("code", "docs"))
         for small, drawn in ((1024, ("code", "docs")), (272, ("code",))):
@@ -133,10 +133,10 @@ class TestProposal:
 
 
 class TestText:
-    def test_files_may_follow_one_option(
+    def test_several_files_may_follow_one_option(
         self, checkpoint: Path, text: Path, tmp_path: Path, output_of: OutputOf
     ) -> None:
-        """A shell makes them of ``--data corpus/*.txt``."""
+        """A shell expands ``--data corpus/*.txt`` to them."""
         evaluate = ("evaluate", "--model", checkpoint, "--block-size", "32", "-w", tmp_path / "w")
         shown = output_of(*evaluate, "--data", *sorted(text.glob("*.txt")), "--name", "several")
         assert shown.split("NLL")[1] == output_of(*evaluate, "--data", text, "--name", "folder").split("NLL")[1]
@@ -157,10 +157,7 @@ class TestText:
     def test_which_words_follow(self, written: str, meant: str) -> None:
         assert name_each(written.split()) == meant.split()
 
-    def test_documents_that_are_left_out_are_counted(
-        self, checkpoint: Path, tmp_path: Path, output_of: OutputOf
-    ) -> None:
-        """300 became 179 without a word."""
+    def test_dropped_documents_are_counted(self, checkpoint: Path, tmp_path: Path, output_of: OutputOf) -> None:
         lines = [f"word{number % 179}" for number in range(300)] + ["", "  "]
         (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
         left_out = LeftOut()
@@ -173,10 +170,10 @@ class TestText:
             assert "121 repeat an earlier one, 2 are empty" in shown
         assert LeftOut(repeated=4, read=100).notes() == []
 
-    def test_a_missing_field_names_what_there_is(
+    def test_a_missing_field_lists_the_existing_ones(
         self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """It named text_field, which is no option."""
+        """The message names the option and the fields."""
         (tmp_path / "rows.jsonl").write_text('{"content": "some text"}\n')
         message = fails(capsys, "evaluate", "--model", checkpoint, "--data", tmp_path / "rows.jsonl")
         assert "found fields content" in message
@@ -209,7 +206,6 @@ class TestErrors:
     def test_a_missing_tokenizer_is_named(
         self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """The error ended in "from one of:"."""
         bare = tmp_path / "bare"
         shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns("tokenizer*", "spkv-manifest.json"))
         message = fails(capsys, "evaluate", "--model", bare, "--data", text, "-w", tmp_path / "w")

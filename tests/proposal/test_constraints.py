@@ -138,7 +138,7 @@ def test_without_constraints_it_is_the_greedy_densest(seed: int, budget: int, ti
     ids=["none", "layers", "uniform", "per layer"],
 )
 def test_excluding_the_best_gives_the_next(constraints: Constraints) -> None:
-    """One after the other, from the best; in the end there is none."""
+    """Layouts come one after the other from the best, until there is none."""
     gain = np.random.default_rng(0).permutation(9).reshape(3, 3) + 1.0
     masks = all_masks((3, 3))
     allowed = masks[meets(masks, constraints, np.ones((3, 3)), 4) & (masks.sum((1, 2)) >= 3)]
@@ -177,10 +177,10 @@ def test_presolve_does_not_decide(misjudged: tuple[Problem, np.ndarray]) -> None
     assert result.gap == 0.0
 
 
-def test_what_only_presolve_could_solve_is_not_called_the_best(
+def test_a_solution_without_proof_is_not_called_the_best(
     misjudged: tuple[Problem, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without presolve there was no time: the gap is that to the relaxation, which holds the best."""
+    """Without presolve the time limit ends the solver, and the gap to the relaxation is reported."""
     problem, density = misjudged
     run = _Program._run
 
@@ -246,10 +246,8 @@ def test_innocent_constraints_are_not_named() -> None:
     assert "uniform" not in str(error.value)
 
 
-def test_a_layer_that_is_named_is_freed_of_other_constraints() -> None:
-    """``global_layers`` was blamed too, though without it there is no layout either: a named layer has no least number
-    of heads, so that leaving out one constraint after another ended at three that do not each matter.
-    """
+def test_a_named_layer_is_exempt_from_other_constraints() -> None:
+    """A named layer has no minimum number of heads, so only constraints that matter are blamed."""
     constraints = Constraints(min_per_layer=1, global_layers=(1,), local_layers=(2,))
     assert Problem((3, 2), constraints.named, 2).conflict() == ["budget", "min_per_layer"]
     with pytest.raises(UserError, match=r"no layout meets the budget of 2 and --min-per-layer 1: .* at least 3"):

@@ -33,7 +33,6 @@ def propose(workspace: Workspace, budget: object, *extra: str) -> None:
 
 class TestProposals:
     def test_layouts_of_another_budget_are_kept(self, workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-        """A second budget wrote over the first one's layouts without a word."""
         propose(workspace, 3, "--num-random", "2")
         first = Proposal.read_folder(workspace.layout_dir("mine")).layouts
         assert "kept" not in capsys.readouterr().err
@@ -46,9 +45,7 @@ class TestProposals:
         assert {name for name in now if name.startswith("random")} == {"random-0"}
         assert now["densest"].num_global == 5
 
-    def test_layouts_that_are_replaced_are_named(
-        self, workspace: Workspace, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_replaced_layouts_are_named(self, workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
         """They have the same budget and another window or seed; an identical proposal replaces nothing."""
         propose(workspace, 3)
         propose(workspace, 3)
@@ -68,8 +65,7 @@ class TestProposals:
         assert find_proposal(workspace, "mine").layouts["by-hand"] == hand
         assert not (workspace.layout_dir("mine") / "3-heads" / "by-hand.yaml").exists()
 
-    def test_of_two_at_once_both_are_there(self, workspace: Workspace) -> None:
-        """The last one won: the other's layouts were gone."""
+    def test_two_proposals_at_once_are_both_kept(self, workspace: Workspace) -> None:
         context = multiprocessing.get_context("fork")
         with locked(workspace.layout_dir("mine"), "is held by the test"):
             both = [context.Process(target=_quietly, args=(workspace, budget)) for budget in (3, 5)]

@@ -152,7 +152,7 @@ class TestChoosing:
         assert np.array_equal(ForeignScores(values, "duo-attention", "x").choose(sparsity=sparsity), expected)
 
     def test_equal_scores_go_to_the_earlier_head(self) -> None:
-        """Both projects draw lots; a mask evaluated at its own sparsity, 0.7 of 256 heads, gains one head by that."""
+        """Both projects break ties at random; a mask at its sparsity, 0.7 of 256 heads, thereby gains one head."""
         assert num_local(0.7, 256) == 179
         assert 256 - int(256 * (1 - 0.7)) == 180
         scores = ForeignScores(np.ones((2, 2)), "prulong", "x")
@@ -212,8 +212,8 @@ class TestConverting:
         assert Layout.read(tmp_path / "back.yaml").hash == Layout.read(COMMITTED / "densest.yaml").hash
         assert not any(line.startswith("not carried") for line in back)
 
-    def test_what_duo_attention_reads(self, prulong: Path, tmp_path: Path) -> None:
-        """Sizes and values go from one project to the other; a layout has no sinks."""
+    def test_duo_attention_reads_the_files(self, prulong: Path, tmp_path: Path) -> None:
+        """Sizes and values are kept; a layout has no sinks."""
         convert(prulong, tmp_path / "out")
         alpha, sinks, window = as_duo_attention_reads(tmp_path / "out")
         assert np.array_equal(alpha, MASK)

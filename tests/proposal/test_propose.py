@@ -179,7 +179,7 @@ def test_thresholds() -> None:
 
 
 class TestMatchBudget:
-    """It ended in an error, as if every head density were 0 at tau = 1, where the gates were open."""
+    """The budget of a probe at tau = 1, where gates are open, is that of its densities."""
 
     def table(self, below: int, above: int) -> HeadScores:
         """Every head has 100 tokens, some of them with a logit outside the bins, from -12 to 12."""
@@ -210,8 +210,8 @@ class TestMatchBudget:
             in str(unmatched(table, 2))
         )
 
-    def test_layouts_at_a_threshold_near_1_are_counted_at_it(self, tmp_path: Path) -> None:
-        """Four decimals made tau 1 of it, where nothing is kept."""
+    def test_thresholds_near_1_keep_their_digits(self, tmp_path: Path) -> None:
+        """Rounding to four decimals would give tau 1, where nothing is kept."""
         table = self.table(0, 87)
         chosen = resolve_tau(table, "match-budget", 2)
         proposal = Proposal.read(write_layouts(tmp_path, propose(chosen, 2)))
@@ -234,8 +234,8 @@ def write_layouts(folder: Path, layouts: dict[str, Layout]) -> list[Path]:
 
 
 class TestProposal:
-    def test_later_stages_count_at_its_threshold(self, tmp_path: Path) -> None:
-        """Coverage once was counted at the probe's tau, though the layouts came from another."""
+    def test_later_stages_use_the_threshold_of_the_proposal(self, tmp_path: Path) -> None:
+        """Coverage is counted at the proposal's tau, not the probe's."""
         table = histogram_table()
         chosen = resolve_tau(table, "match-budget", 2)
         write_layouts(tmp_path, propose(chosen, 2))
@@ -259,7 +259,6 @@ class TestProposal:
         assert other.table(bare) is bare  # knows no other threshold
 
     def test_different_thresholds_are_warned_of(self, tmp_path: Path) -> None:
-        """Heads were counted at the probe's threshold without a warning."""
         table = histogram_table()
         mine = Layout(("GL", "LL", "LL"), 32, "mine", {"tau": 0.8})
         proposal = Proposal.read(write_layouts(tmp_path, {**propose(table.at_tau(0.7), 2), "mine": mine}))
@@ -271,7 +270,7 @@ class TestProposal:
             assert proposal.table(table) is table
 
     def test_layouts_of_an_earlier_probe_are_warned_of(self, tmp_path: Path) -> None:
-        """A probe was repeated under its name, propose failed, and the old layouts were retrained without a word."""
+        """A probe that was repeated under its name does not match older layouts."""
         table = histogram_table()
         proposal = Proposal.read(write_layouts(tmp_path, propose(table.at_tau(0.7), 2)))
         table.write(tmp_path / "p")
@@ -379,7 +378,7 @@ def test_nothing_of_an_earlier_proposal_is_left(table: HeadScores, tmp_path: Pat
 def test_period_of_four_at_other_depths(
     num_layers: int, budget: int, first: tuple[int, ...] | None, last: tuple[int, ...] | None
 ) -> None:
-    """Even spreading gave 3, 8, 12, 17, ... for 32 layers: not the 3:1 pattern it is named after."""
+    """Global layers repeat every four layers at any depth: the 3:1 pattern."""
     layouts = propose(make_table(np.full((num_layers, 1), 0.5)), budget)
     if first is not None:
         assert layouts["interleaved-first"].global_layers == first

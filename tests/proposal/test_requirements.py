@@ -40,7 +40,7 @@ class TestWeights:
         assert (layout.heads, layout.provenance["weight"]) == (("LG",), 2.5)
 
     def test_a_small_unit_changes_nothing(self) -> None:
-        """Rows are met to 1e-6, which once was a third of a budget given in seconds."""
+        """Rows of the program are scaled, so that the tolerance of 1e-6 is relative."""
         table = make_table([[0.5, 0.4, 0.25, 0.2]])
         weights = np.array([[3.0, 2.0, 2.0, 1.0]])
         assert solve(table, 4e-7, weights=1e-7 * weights).heads == solve(table, 4, weights=weights).heads == ("GLLG",)

@@ -172,8 +172,8 @@ class TestBootstrap:
         np.testing.assert_allclose(resampled.density.std(0), np.sqrt(expected), rtol=0.1)
         np.testing.assert_allclose(resampled.density.mean(0), table.density, atol=0.01)
 
-    def test_intervals_hold_the_truth_about_as_often_as_they_say(self) -> None:
-        """Coverage of four given heads, over 60 probes of one model: the interval is one of 95 %."""
+    def test_intervals_have_about_the_stated_coverage(self) -> None:
+        """95 % intervals of the coverage of four fixed heads, over 60 probes of one model."""
         truth = make_probe(seed=10**6, num_documents=2000).density
         mask = densest(truth, 4)
         held = 0
@@ -206,7 +206,7 @@ class TestBootstrap:
         np.testing.assert_allclose(solved, result)  # two is all that a layer has
 
     def test_equal_heads_have_no_certainty(self) -> None:
-        """Resamples of heads that are equal in every document would choose by position, with certainty."""
+        """Heads that are equal in every document are undecided, not chosen by position."""
         table = make_probe()
         assert table.documents is not None
         counts = replace(

@@ -75,7 +75,7 @@ def cells(section: Section) -> str:
     return " ".join(" ".join((row.head, *row.cells)) for row in rows_of(section))
 
 
-def test_numbers_are_those_of_the_file_and_of_the_command(
+def test_numbers_equal_those_of_the_file_and_the_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every number on the page is the file's, rounded, and the command's tables agree."""
@@ -139,7 +139,7 @@ def test_what_cannot_be_told_apart_is_tagged(folder: Path) -> None:
 
 
 def test_sp_kv_competes_at_its_density(folder: Path) -> None:
-    """Within a percentage point of the target density it competes with the rules."""
+    """SP-KV is compared with rules if it is within a percentage point of the target density."""
     result = BASELINES.read(folder)
     assert result is not None
     rows, origin = result

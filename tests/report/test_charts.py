@@ -71,8 +71,7 @@ def test_labels_cover_no_mark_and_no_other_label() -> None:
             assert not (left[i] < x < left[i] + width and abs(labels[i].y - y) < height / 2)
 
 
-def test_names_of_baselines_lie_on_no_line() -> None:
-    """They were written across the curves that ended where the baselines are."""
+def test_baseline_names_do_not_overlap_lines() -> None:
     names = ["one", "two", "three", "density-0-0", "density-0-1"]
     search = make_search(
         name=names,
@@ -206,8 +205,8 @@ def test_a_comparison_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_comparison(tmp_path / "comparison.csv").empty
 
 
-def test_a_layout_may_be_called_as_a_missing_value(tmp_path: Path) -> None:
-    """A layout named NA or null was read as one without a name."""
+def test_a_layout_named_like_a_missing_value(tmp_path: Path) -> None:
+    """A layout named NA or null keeps its name."""
     write_comparison(
         tmp_path / "comparison.csv", make_comparison(strategy=["full-attention", "NA", "null", "nan", "a"])
     )
@@ -266,8 +265,7 @@ def test_positions_of_unequal_parts_are_logarithmic(last: int) -> None:
     assert all(0 <= chart.x.fraction(x) <= 1 for x in line.x)
 
 
-def test_an_error_bar_that_reaches_below_zero_ends_at_a_logarithmic_axis() -> None:
-    """The report failed on a layout whose change of NLL is smaller than its standard error."""
+def test_an_error_bar_below_zero_ends_at_a_logarithmic_axis() -> None:
     axis = log_axis("ΔNLL %", 0.02, 20.0)
     assert axis.fraction(0.02 - 0.1) == axis.fraction(axis.low) == 0.0
     assert axis.fraction(axis.high) == 1.0

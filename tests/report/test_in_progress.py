@@ -66,7 +66,7 @@ def watched(workspace: Path, steps: Iterator[Callable[[], None]]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of a table of four heads that nobody probed
-def test_scores_of_a_search_are_shown_as_they_come(
+def test_scores_of_a_search_appear_as_they_come(
     workspace: Path, drawn: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No picture is drawn again for them; a killed search is not shown as running."""

@@ -78,8 +78,8 @@ def test_page_file_and_command_have_one_coverage(
 
 
 @pytest.mark.slow
-def test_files_of_every_budget_are_those_of_propose(open_page: Any, workspace: Path) -> None:
-    """Several thresholds are compared: some of the many hashes must be quoted in YAML."""
+def test_files_of_every_budget_equal_those_of_propose(open_page: Any, workspace: Path) -> None:
+    """Several thresholds are compared; some of the hashes need quotes in YAML."""
     table = HeadScores.read(workspace / "probes/stdlib-21x3")
     for tau in (0.05, 0.5, 0.65, 0.95):
         texts = open_page(f"#budget=1&tau={tau:g}").evaluate(ALL_FILES)
@@ -89,7 +89,7 @@ def test_files_of_every_budget_are_those_of_propose(open_page: Any, workspace: P
 
 @pytest.mark.parametrize("tau", [0.05, 0.5, 0.7, 0.95])
 def test_the_map_shows_the_table_at_every_threshold(open_page: Any, workspace: Path, tau: float) -> None:
-    """Over all text and by domain, to the last digit, and rounded in its cells."""
+    """Over all text and by domain, exact in the data and rounded in the cells."""
     table = HeadScores.read(workspace / "probes/stdlib-21x3").at_tau(tau)
     page = open_page(f"#budget=18&tau={tau:g}")
     labels = page.eval_on_selector_all(MAP + " .cell", "cells => cells.map(cell => cell.getAttribute('aria-label'))")
@@ -139,8 +139,8 @@ def _plain(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_costs_beside_the_map_are_those_of_the_commands(open_page: Any, workspace: Path, tmp_path: Path) -> None:
-    """Attention's time as the calibration has it, or as the roofline of an H200; and the search's prediction."""
+def test_costs_beside_the_map_equal_those_of_the_commands(open_page: Any, workspace: Path, tmp_path: Path) -> None:
+    """Attention's time from the calibration or an H200's roofline, and the search's prediction."""
     page = open_page("#budget=18&context=1000")
     table = HeadScores.read(workspace / "probes/stdlib-21x3")
     layout = propose(table, 18, num_random=0)["densest"]
@@ -206,8 +206,8 @@ def test_a_link_shows_the_same(open_page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_watched_page_is_loaded_again_as_it_is_now(open_page: Any, tmp_path: Path) -> None:
-    """The page reloads right after the slider has moved, before the address is updated."""
+def test_a_watched_page_reloads_in_its_state(open_page: Any, tmp_path: Path) -> None:
+    """The page reloads right after the slider moved, before the address is updated."""
     table = make_domain_table()
     layouts = propose(table, 4, num_random=0)
     write_report(tmp_path, ReportInputs(table, layouts), written=datetime(2026, 1, 1, tzinfo=timezone.utc))
@@ -313,8 +313,8 @@ def test_points_of_charts_show_their_layout(open_page: Any) -> None:
     assert page.locator("#explorer-selected option:checked").inner_text() == name
 
 
-def test_before_training_nothing_is_near(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of what was measured is then not there, which the script did not expect."""
+def test_no_nearest_layouts_before_training(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script works without the table of measured layouts."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     page = open_page("#budget=3", write_report(tmp_path, ReportInputs(make_domain_table(), {})))
     assert page.inner_text("#explorer-heads") == "3 of 8 KV heads"
@@ -324,7 +324,7 @@ def test_before_training_nothing_is_near(open_page: Any, tmp_path: Path, monkeyp
 
 
 def test_nothing_is_cut_off_in_print(open_page: Any) -> None:
-    """Maps and tables scrolled on paper too, and pages were left empty before what did not fit on one."""
+    """Maps and tables do not scroll on paper, and no page is left empty."""
     page = open_page()
     page.set_viewport_size({"width": 688, "height": 1000})  # A4 less its margins
     page.emulate_media(media="print")
@@ -344,9 +344,7 @@ def test_without_a_script_there_is_the_map_alone(browser: Any, workspace: Path) 
     page.close()
 
 
-def test_a_thousand_names_that_would_act_do_not(
-    open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_names_do_not_run(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of domains, layouts, notes and a probe would each open a dialog, which fails the page."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     forms = (

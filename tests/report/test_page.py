@@ -116,8 +116,8 @@ def data(page: Page) -> dict[str, Any]:
     return charts
 
 
-def test_the_data_of_a_page_cannot_end_it(page: Page) -> None:
-    """A domain may be called as the tag that ends the element it stands in."""
+def test_data_cannot_end_its_element(page: Page) -> None:
+    """A domain may have the name of the closing tag."""
     assert "<" not in page.texts["script"][0]
     axis = Axis("", 0.0, 1.0, ())
     text = page_data(
@@ -322,8 +322,8 @@ def test_another_signal_has_its_own_words(tmp_path: Path, metadata: dict[str, st
     assert [text for text in visible if "densit" in re.sub(own_names, "", text).lower()] == []
 
 
-def test_close_result_is_called_close() -> None:
-    """A winner was named even where its lead was within two standard errors."""
+def test_a_close_result_is_called_close() -> None:
+    """No winner is named within two standard errors."""
     text = say(make_comparison(), pair_error=lambda *_: 0.06)
     assert text.startswith("No single best of 3 layouts with 2 of 8 KV heads global, retrained for 100 steps: 2 are ")
     assert "Not significantly different from it, within two standard errors" in text
@@ -351,8 +351,8 @@ def test_layouts_of_another_budget_do_not_compete() -> None:
     assert text.startswith("last has the lowest measured NLL of 2 layouts with 2 of 8 KV heads global")
 
 
-def test_errors_of_a_single_document_are_not_known(tmp_path: Path) -> None:
-    """They used to be 0.000, with which every difference was clear; and layouts were told apart by adding errors."""
+def test_a_single_document_has_no_standard_error(tmp_path: Path) -> None:
+    """Nor are layouts told apart by it."""
     assert "no standard error of the difference is known" in say(make_comparison())
     comparison = make_comparison(delta_nll_standard_error=np.nan)
     text = say(comparison)

@@ -16,7 +16,7 @@ pytestmark = NEEDED
 
 
 def test_the_page_begins_with_the_layout_of_its_headline(open_page: Any, workspace: Path) -> None:
-    """Map, file and numbers were of densest under a headline on duo; its name led nowhere."""
+    """Map, file and numbers are those of the layout in the headline."""
     page = open_page()
     search = pd.read_csv(workspace / "reports/stdlib-21x3/search.csv").set_index("name")
     heads = search.loc["duo", "heads"].iloc[0] if search.index.duplicated().any() else search.loc["duo", "heads"]
@@ -36,8 +36,8 @@ def test_the_page_begins_with_the_layout_of_its_headline(open_page: Any, workspa
 
 
 @pytest.mark.slow
-def test_changes_of_nll_are_seen_on_a_phone(open_page: Any) -> None:
-    """Every table's change of NLL lies beside the names; it was cut off at a width of 390 pixels."""
+def test_changes_of_nll_are_visible_on_a_phone(open_page: Any) -> None:
+    """Every table shows the change of NLL beside the names at 390 pixels."""
     page = open_page()
     page.set_viewport_size({"width": 390, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390

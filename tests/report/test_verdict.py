@@ -177,8 +177,7 @@ def texts(html: str, pattern: str) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", slow_after(8, range(50)))
-def test_every_claim_of_the_page_is_true_of_its_tables(write: Callable[[Case], str], seed: int) -> None:
-    """Densest was called too close to call, and the next sentence said it loses more; two had the lowest NLL."""
+def test_every_claim_of_the_page_follows_from_its_tables(write: Callable[[Case], str], seed: int) -> None:
     case = random_case(seed)
     html = write(case)
     body = html[: html.index('<script type="application/json"')]
@@ -307,8 +306,7 @@ def make_evidence(**search: Any) -> ReportInputs:
     )
 
 
-def test_errors_of_layouts_that_share_documents_are_not_added() -> None:
-    """Theirs were taken as independent: interleaved-first against random was .222 ± 1.320 for .222 ± .066."""
+def test_errors_of_layouts_on_the_same_documents_are_paired() -> None:
     verdict = conclude(make_evidence())
     assert verdict.lead[1] == "density-0-1"
     assert verdict.standings == ("unknown", "unknown")
@@ -323,10 +321,8 @@ def test_before_training_the_page_is_of_the_widest_layout() -> None:
     assert verdict.sentences == ["No layout has been retrained yet, so it is not known which has the lowest NLL."]
 
 
-def test_the_dense_model_as_it_is_is_a_row_and_what_changes_count_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control, which retraining may have harmed, was the only reference."""
+def test_the_dense_model_is_a_row_and_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes count from it, not from the control, which retraining may harm."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     comparison = pd.concat(
         [
@@ -365,7 +361,7 @@ def test_nll_is_drawn_against_bytes_of_the_cache(tmp_path: Path, monkeypatch: py
 
 
 def test_no_table_is_shown_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layouts of a search stood in a table of the search and in one of all that was measured."""
+    """Layouts of a search are in one table."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     case = make_evidence()
     file = write_report(

@@ -91,7 +91,7 @@ class TestSpace:
         assert not space.contains(Layout(("GGG", "LLL", "LLL", "GGG", "LLL", "LLL"), 9))
         assert not space.contains(Layout(("GGGLLL", "LLLGGG", "LLLLLL"), 8))
 
-    def test_the_best_that_is_not_tried(self) -> None:
+    def test_the_best_untried_layout(self) -> None:
         """All layouts of two of eight heads, and then one of fewer, as the budgets allow."""
         gain = np.random.default_rng(0).random((4, 2))
         pairs = sorted(combinations(range(8), 2), key=lambda pair: -gain.ravel()[list(pair)].sum())
@@ -257,8 +257,8 @@ class TestJudge:
         assert sorted(path.name for path in (tmp_path / "report").glob("[!.]*")) == ["search.csv", "search.yaml"]
         assert read_search(tmp_path / "report" / "search.csv")["name"].tolist() == rows["name"].tolist()
 
-    def test_a_sampler_that_tried_nothing_of_its_own(self, table: HeadScores, tmp_path: Path) -> None:
-        """Nothing but the layouts to start from was tried: there is nobody to promote, which was an error."""
+    def test_a_sampler_without_results(self, table: HeadScores, tmp_path: Path) -> None:
+        """Where only starts were tried, no layout is promoted."""
         search, evaluator = self.search(table, tmp_path, Effort(trials=1, num_short=2, num_full=1))
         trials = search.run()
         assert [trial.layout.heads for trial in trials] == [self.start.heads] * 2

@@ -124,7 +124,7 @@ class TestQueue:
             finish_all(queue, tasks)
 
     def test_a_nan_is_a_result(self, make_queue: Callable[..., Queue]) -> None:
-        """Optuna fails a trial whose value is NaN; its task was then claimed again and again."""
+        """Optuna fails a trial whose value is NaN; its task is not claimed again."""
         queue = make_queue()
         queue.finish(queue.claim(1, 1)[0], [math.nan])
         assert queue.claim(1, 1) == []
@@ -160,8 +160,8 @@ class TestQueue:
             "trial_user_attributes set value_json = '\"LG' where key = 'point'",
         ],
     )
-    def test_a_damaged_study_is_not_read(self, change: str, tmp_path: Path, make_queue: Callable[..., Queue]) -> None:
-        """A database has no checksums: a flipped bit moved what the next layouts were drawn from."""
+    def test_a_damaged_study_is_refused(self, change: str, tmp_path: Path, make_queue: Callable[..., Queue]) -> None:
+        """A database has no checksums; a changed trial is a user error."""
         queue = make_queue()
         queue.finish(queue.claim(1, 1)[0], [0.5], "LG")
         assert make_queue().results() == {0: Result("LG", [0.5])}
@@ -181,7 +181,7 @@ class TestQueue:
             make_queue()
 
     def test_optuna_sees_the_results(self, tmp_path: Path, make_queue: Callable[..., Queue]) -> None:
-        """Its dashboard among others."""
+        """Its dashboard works, for example."""
         queue = make_queue()
         for task, value in zip(queue.claim(2, 2), (2.0, 1.0), strict=True):
             queue.finish(task, [value], f"L{task}")
@@ -207,7 +207,7 @@ class TestQueue:
     @pytest.mark.parametrize("generation", [10, 16])
     @pytest.mark.parametrize("kind", slow_after(2, SAMPLERS.names))
     def test_any_workers_make_the_same_study(self, tmp_path: Path, kind: str, generation: int) -> None:
-        """One worker; or three that take turns, one of which always fails, with results told out of order."""
+        """One worker, or three that alternate, one of which always fails, with results out of order."""
         density = np.random.default_rng(3).random((6, 3))
         space = Space(make_table(density), (6, 6), 8)
 

@@ -159,7 +159,7 @@ def stopped_at(server: Server, one: subprocess.Popen[bytes]) -> list[tuple[int, 
 
 @pytest.mark.slow
 def test_one_of_three_machines_is_lost(server: Server, tmp_path: Path) -> None:
-    """They begin at once in an empty database, where two of three could not make the tables that a third was making."""
+    """Three workers start at once in an empty database."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     names = ["one", "two", "three"]
     searches = {name: [*project(tmp_path / name), "--storage", server.url] for name in names}

@@ -31,7 +31,7 @@ def drawn(number: int, heads: int, seed: int = 0) -> NDArray[np.bool_]:
 
 
 class TestEvidence:
-    """Against the normal distribution written out over whatever the nuisances leave."""
+    """The evidence equals that of the normal distribution with the nuisances integrated out."""
 
     @pytest.fixture
     def data(self) -> tuple[Float, Float, Float]:
@@ -86,7 +86,7 @@ class TestEvidence:
         assert best > max(evidence.log(np.full(12, scale))[0] for scale in np.geomspace(1e-4, 1e4, 50)) + np.log(12)
 
     def test_the_weights_are_the_posterior(self) -> None:
-        """One scale for all, no signal, layouts of one budget: everything can be written out."""
+        """One scale, no signal, layouts of one budget: the posterior has a closed form."""
         layouts = np.array([np.isin(np.arange(8), some) for some in ([0, 1, 2], [2, 3, 4], [5, 6, 7], [0, 3, 6])])
         scores = np.array([1.0, 1.2, 1.1, 0.9])
         result = HeadWeights.of(layouts, scores, np.zeros((8, 0)))
@@ -111,8 +111,8 @@ class TestHeadWeights:
         assert result.mean[[7, 60]] == pytest.approx([1.0, 0.5], abs=0.15)
 
     @pytest.mark.parametrize("sign", [1, -1])
-    def test_a_signal_is_trusted_as_far_as_the_scores_allow(self, sign: int) -> None:
-        """Also one that says the contrary; one that says nothing does no harm."""
+    def test_a_signal_is_trusted_as_far_as_scores_allow(self, sign: int) -> None:
+        """A reversed signal is used too, and a useless one does no harm."""
         layouts, generator = drawn(25, 80), np.random.default_rng(1)
         weights = generator.normal(size=80)
         good, useless = sign * weights + 0.3 * generator.normal(size=80), generator.normal(size=(80, 1))
@@ -125,8 +125,8 @@ class TestHeadWeights:
         assert agreement[0] > 0.9
         assert agreement[1] < 0.7
 
-    def test_budgets_are_no_merit_of_heads(self) -> None:
-        """A score that falls with the number of global heads alone, along a curve, makes no head better."""
+    def test_budgets_do_not_change_head_effects(self) -> None:
+        """A score that depends only on the number of global heads makes no head better."""
         layouts = drawn(60, 20)
         number = layouts.sum(1)
         weights = 0.1 * np.random.default_rng(2).normal(size=20)
@@ -163,7 +163,7 @@ def study(
 
 class TestSearch:
     def test_finds_a_planted_optimum_where_random_does_not(self) -> None:
-        """A few of 48 heads matter, the others a little; pairs of neighbours count too. The table knows nothing."""
+        """A few of 48 heads matter much, pairs of neighbours interact, and the table is uninformative."""
         generator = np.random.default_rng(0)
         weights, pairs = 0.03 * generator.normal(size=48), 0.02 * generator.normal(size=47)
         weights[generator.choice(48, 5, replace=False)] += (1.0, 0.7, 0.5, 0.4, 0.3)
@@ -214,7 +214,7 @@ class TestSearch:
         assert means[5] > means[4] + 0.1
 
     def test_a_generation_is_sorted(self) -> None:
-        """Whoever scores half of it shares more layers than with layouts as they were drawn."""
+        """Half of a generation then shares more layers than in the order drawn."""
         space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)
         heads = [layout.heads for layout in Surrogate(space, 0).propose(range(10, 20), [])]
         assert heads == sorted(heads)

@@ -167,10 +167,9 @@ def _options(command: str) -> type:
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES, ids=[line for line, _ in MISTAKES])
-def test_a_mistake_is_named_before_torch_is_loaded(
+def test_a_mistake_is_reported_before_torch_is_loaded(
     line: str, message: str, answers: dict[str, tuple[int, str, bool]]
 ) -> None:
-    """A typo in a recipe took 39 seconds to be named on a busy machine, ``--tau 5`` 46: both imported torch first."""
     code, output, has_torch = answers[line]
     assert code == 2
     assert message in output

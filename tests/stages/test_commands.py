@@ -67,8 +67,8 @@ PACKAGE = Path(spkv_nas.__file__).parent
 HELP = {"cli/app.py", "training/first_recipe.py", "report/layout_explorer.py"}
 
 
-def test_no_other_place_writes_a_command() -> None:
-    """Messages named commands without the model and the text, which then measured the embedded model."""
+def test_commands_are_written_in_one_module() -> None:
+    """Elsewhere a suggested command could lack the model and the text."""
     command = re.compile(
         r"spkv-nas (probe|propose|train|report|score|search|init|calibrate|compare|layout (show|diff|convert)|export)"
     )

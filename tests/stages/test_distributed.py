@@ -35,7 +35,7 @@ def ground(tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase) 
 
 @pytest.mark.slow
 def test_several_processes_measure_what_one_does(ground: Path) -> None:
-    """Every table of every measure, to 1e-6; of a text with fewer blocks than processes too. A command prints once."""
+    """Every table agrees to 1e-6, also for fewer blocks than processes, and a command prints once."""
     one, several = ground / "one", ground / "several"
     worker = TESTS / "measuring_worker.py"
     done = torchrun(worker, ground, several)
@@ -96,8 +96,8 @@ def test_alone_nothing_is_parted() -> None:
     assert sum_over_processes(values) is values
 
 
-def test_a_program_of_somebody_else_s_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun it may measure on one process, which would wait for the others for ever."""
+def test_another_program_under_torchrun_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may measure on one process, which must not wait for the others."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert distributed.own_share(5) == range(5)

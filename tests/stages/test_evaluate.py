@@ -60,7 +60,6 @@ class TestPair:
     def test_the_difference_is_paired_by_document(
         self, workspace: Path, text: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """It was refused: "--against goes with --ruler LENGTHS or --tasks NAMES or --longppl"."""
         hybrid, dense = checkpoints(workspace)
         evaluate(workspace, text, hybrid, "--against", dense)
         blocks = build_blocks(documents([str(text)], Path()), load(dense)[1], BLOCK)
@@ -92,7 +91,7 @@ class TestPair:
     def test_one_row_per_checkpoint(
         self, workspace: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """A third checkpoint joins the first two, one measured anew takes its row's place; another text starts anew."""
+        """A third checkpoint is added, a repeated one replaces its row, and another text starts a new table."""
         hybrid, dense = checkpoints(workspace)
         save(gated(), tiny_tokenizer, workspace / "gated")
         for model, baseline in (
@@ -122,7 +121,7 @@ class TestPair:
 class TestName:
     @pytest.mark.slow
     def test_the_report_of_the_probe_shows_it(self, workspace: Path, text: Path) -> None:
-        """It was filed under the run's folder, so that ``report --probe mine`` never showed it."""
+        """Results of a run are filed under its probe."""
         hybrid, dense = checkpoints(workspace)
         table = make_table(np.linspace(0.1, 0.9, 8).reshape(4, 2))
         replace(table, name="mine").write(workspace / "probes" / "mine")
@@ -135,8 +134,8 @@ class TestName:
         assert "densest (densest-0123456789abcdef)" in page.texts["th"]
 
     @pytest.mark.slow
-    def test_every_evaluation_takes_the_recipes_name(self, workspace: Path, text: Path) -> None:
-        """A sweep and RULER too; --name is stronger, and a checkpoint without a run has its folder's name."""
+    def test_every_evaluation_takes_the_recipe_name(self, workspace: Path, text: Path) -> None:
+        """--name takes precedence, and a checkpoint without a run has its folder's name."""
         hybrid, _ = checkpoints(workspace)
         save(gated(), load(hybrid)[1], hybrid)  # gates, as a reference's run has them
         write_run(hybrid, "sp-kv")

@@ -95,8 +95,8 @@ class TestTable:
         loose = load_suite("loose", [str(folder)], [], allow_code=False)
         assert [(entry.name, len(entry.tasks)) for entry in loose] == [("choices", 1), ("few", 1)]
 
-    def test_what_is_no_mean_has_an_error_too(self, folder: Path) -> None:
-        """Perplexity by words: of two models alike in every sample the difference is sure."""
+    def test_measures_other_than_means_have_an_error(self, folder: Path) -> None:
+        """Perplexity by words: two models equal in every sample differ by 0 with certainty."""
         rng = np.random.default_rng(0)
         values = [[-float(size) * 2 - float(rng.normal()), int(size)] for size in rng.integers(5, 50, 40)]
         (task,) = self.entry(folder, "reading").tasks
@@ -123,7 +123,7 @@ class TestTable:
 
 class TestData:
     @pytest.mark.slow
-    def test_a_local_copy_by_its_id_will_do(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_local_copy_is_found_by_its_id(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """Two of the paper's tasks: one with few examples, one with a separate index."""
         piqa = tmp_path / "baber" / "piqa"
         piqa.mkdir(parents=True)
@@ -185,7 +185,7 @@ class TestCommand:
     def test_two_checkpoints_on_tasks_and_a_group(
         self, checkpoint: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """The other one has another tokenizer: the questions are the same."""
+        """The other checkpoint has another tokenizer, but gets the same questions."""
         save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "hybrid")
         workspace = tmp_path / "w"
         options = ["choices,both", "writing", "--model", checkpoint, "--include", folder, "--limit", "4"]
@@ -209,7 +209,7 @@ class TestCommand:
         assert pd.read_csv(workspace / "reports" / "model" / "tasks.csv").equals(rows)
 
     @pytest.mark.slow
-    def test_the_shipped_tasks_from_end_to_end(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_shipped_tasks_end_to_end(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The embedded reference answers them offline, with default options."""
         main(["evaluate", "tasks", "stdlib_completions,stdlib_names", "--limit", "3", "-w", str(tmp_path)])
         rows = pd.read_csv(tmp_path / "reports" / "stdlib-21x3" / "tasks.csv")
@@ -250,8 +250,8 @@ class TestCommand:
             capsys, "evaluate", "tasks", *options, "--model", checkpoint, *include, "-w", tmp_path / "w"
         )
 
-    def test_the_papers_tasks_are_named_with_their_data(self) -> None:
-        """All sixteen, or the fourteen that run no code: here is the data of none."""
+    def test_the_papers_tasks_are_listed_with_missing_data(self) -> None:
+        """All sixteen, or the fourteen that run no code."""
         messages = MessageLog()
         reporter = replace(messages.reporter, cautioned=messages.announced.append)
         with pytest.raises(UserError, match="no data for 14 of 14 tasks") as error:

@@ -29,8 +29,8 @@ class TestSentence:
         assert (table.missed_price is not None) is says
         assert any("price was to keep 30.0%" in one for one in table.diagnosis()) is says
 
-    def test_what_helps_depends_on_how_they_learned(self) -> None:
-        """Weights that learn too adapt to closed gates; on frozen ones only steps were too few."""
+    def test_advice_depends_on_the_training(self) -> None:
+        """Trained weights adapt to closed gates; frozen ones only need more steps."""
         table = make_table(np.full((2, 2), 0.5))
         facts = {"target_density": 0.3, "reached_density": 0.04}
         assert "a smaller branch.learning_rate with" in str(replace(table, metadata=facts).missed_price)
@@ -46,8 +46,8 @@ class TestSentence:
 
 class TestRecord:
     @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-    def test_reached_is_of_the_gates_own_threshold(self, family: str, blocks: TokenBlocks) -> None:
-        """Over the heads that have a gate; whatever the threshold that was asked for."""
+    def test_reached_density_is_at_the_threshold_of_the_gates(self, family: str, blocks: TokenBlocks) -> None:
+        """It is the mean over gated heads, whatever threshold was requested."""
         model = tiny_model(family, vocab_size=300)
         attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4, target_density=0.286))
         scatter_gates(model)
@@ -73,10 +73,10 @@ class TestCommands:
         return [*map(str, options)]
 
     @pytest.mark.slow
-    def test_all_of_them_say_it(
+    def test_every_command_warns(
         self, subject: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """One that reached .043 of .286 passed probe, propose, train-hybrid and report without a word."""
+        """``probe``, ``propose``, ``train-hybrid`` and ``report`` warn of a missed target density."""
         workspace = ["--probe", "mine", "--workspace", str(tmp_path / "w")]
         for command in (
             ["probe", *subject, "--ablation-tokens", "0"],

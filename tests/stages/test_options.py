@@ -60,7 +60,7 @@ ALIASES = {
 
 
 def test_every_flag_is_declared_once() -> None:
-    """Aliases of one flag for values that may and may not be left out share its declaration."""
+    """Optional and required values of one flag share its declaration."""
     declared = {id(hint.__metadata__[0]): hint.__metadata__[0] for hint in ALIASES.values()}
     words = [(flag.help, flag.argument) for flag in declared.values()]
     assert sorted(words) == sorted(set(words))
@@ -74,7 +74,7 @@ def test_every_field_is_a_flag_and_every_flag_is_taken() -> None:
 
 
 def test_a_name_means_one_thing() -> None:
-    """Fields of one name, in whichever command, are of one flag, or of one that takes other values."""
+    """Fields of one name have the same flag in every command, or one that takes other values."""
     allowed = {"budget": 2, "tau": 2, "device": 2}  # a range; a choice; several
     allowed |= {"granularity": 2}  # a constraint on layouts, in a panel of the help; an option of signals
     allowed |= {"recipe": 2, "file": 2, "layout": 2, "model": 2, "data": 2, "out": 2}  # by place or by name; a folder
@@ -164,8 +164,7 @@ def default_of(function: Callable[..., object], name: str) -> str:
     return str(inspect.signature(function).parameters[name].default)
 
 
-def test_defaults_that_the_help_names_are_those_that_functions_have() -> None:
-    """The help of ``probe --steps`` once said 100 steps of head gates, whose function takes 50."""
+def test_help_states_the_defaults_of_functions() -> None:
     palindrome, draft = PalindromeSettings(), {field.name: field.default for field in fields(Draft)}
     data = {name: str(field.default) for name, field in DataConfig.model_fields.items()}
     shown = {

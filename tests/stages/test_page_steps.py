@@ -43,8 +43,8 @@ def test_layouts_are_to_be_retrained_first(workspace: Path) -> None:
     assert (options.probe, options.workspace, options.layouts) == ("test", Path(), None)
 
 
-def test_the_layout_of_the_headline_is_to_be_retrained_or_exported(workspace: Path) -> None:
-    """The command beside the map gave the heads of the sliders, whatever the headline said."""
+def test_the_headline_layout_is_retrained_or_exported(workspace: Path) -> None:
+    """The command names the layout of the headline, not that of the sliders."""
     write_comparison(
         workspace / "reports/test/comparison.csv",
         make_comparison(nll=[2.0, 2.001, 2.02, 2.006, 2.01], delta_nll_percent=[0.0, 0.05, 1.0, 0.3, 0.5]),

@@ -90,8 +90,8 @@ class TestModelSize:
 
 class TestDryRun:
     @pytest.mark.slow
-    def test_of_training(self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Nothing is written, then what was trained is found."""
+    def test_training(self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The plan writes nothing, and then finds what was trained."""
         workspace, before = tmp_path / "w", everything(tmp_path)
         main(["train", str(recipe_file), "--workspace", str(workspace), "--dry-run"])
         printed = capsys.readouterr().out
@@ -229,7 +229,7 @@ class TestFirstRecipe:
         assert recipe.data.heldout * tokens >= 8 * recipe.data.block_size
         assert recipe.gates.target_density == pytest.approx(2 / 7, abs=1e-3)
 
-    def test_a_large_model_learns_slowly_and_its_gates_quickly(self, tmp_path: Path) -> None:
+    def test_a_large_model_has_a_small_learning_rate(self, tmp_path: Path) -> None:
         """The paper trains 7 B at 5e-4, and the predictors at 5 times that."""
         draft = Draft.of("mine", "m", ("t",), size_of(32, 4096), TextSize(40, 10**8), "cuda")
         recipe = draft.recipe(tmp_path)
@@ -238,8 +238,8 @@ class TestFirstRecipe:
         assert (recipe.data.block_size, recipe.branch.batch_size, recipe.gates.window) == (2048, 8, 128)
 
     @pytest.mark.parametrize("steps", [20, 160, 1000])
-    def test_a_finished_model_is_not_harmed(self, steps: int, tmp_path: Path) -> None:
-        """It was restarted at 1e-3 without warm-up, which cost full attention itself 1.15 % of NLL in 40 steps."""
+    def test_a_finished_model_starts_with_warm_up(self, steps: int, tmp_path: Path) -> None:
+        """A restart at a high rate without warm-up would harm the control."""
         draft = Draft.of("mine", "m", ("t",), size_of(21, 512, 96), TextSize(40, 10**7), "cpu")
         branch = replace(draft, steps=steps).recipe(tmp_path).branch
         assert branch.learning_rate <= 3e-4
@@ -369,7 +369,7 @@ class TestInit:
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Its own recipe was declared bad, and ``match-budget`` failed on what it trained."""
+        """Its recipe passes the checks, and ``match-budget`` works on what it trained."""
         monkeypatch.setattr("spkv_nas.training.first_recipe._STEP_TOKENS", {"cpu": 256})
         monkeypatch.chdir(tmp_path)
         save(tiny_model("gemma3_text", vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("model"))

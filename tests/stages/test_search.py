@@ -226,10 +226,8 @@ class TestCommand:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("more", [["--budget", "4"], ["--budget", "2..8", *_BYTES]], ids=["nll", "front"])
-    def test_racing_changes_neither_the_best_nor_a_whole_score(
-        self, project: tuple[Path, Path], more: list[str]
-    ) -> None:
-        """Without racing the same command scores what it stopped on the whole text."""
+    def test_racing_keeps_the_best_and_complete_scores(self, project: tuple[Path, Path], more: list[str]) -> None:
+        """Without racing, the same command completes the stopped layouts."""
         result = []
         for racing in ("--racing", "--no-racing"):
             options = [*more, *_ENOUGH, "--trials", "40", "--compare-samplers", "none", "--num-short", "0"]

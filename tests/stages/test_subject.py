@@ -33,10 +33,10 @@ def checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
     return folder
 
 
-def test_a_model_in_this_folder_is_called_after_it(
+def test_a_model_in_this_folder_has_the_folder_name(
     checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``probe --model . --data x`` took the empty name of ``Path(".")`` and wrote into probes/ itself."""
+    """``--model .`` is named after the current folder."""
     monkeypatch.chdir(checkpoint)
     workspace = tmp_path / "workspace"
     main(["probe", "--model", ".", "--data", str(text), "--block-size", "32", "--workspace", str(workspace)])
@@ -45,15 +45,14 @@ def test_a_model_in_this_folder_is_called_after_it(
 
 
 @pytest.mark.slow
-def test_an_embedded_model_on_other_text_leaves_the_demo_alone(text: Path, tmp_path: Path) -> None:
-    """``probe --model embedded:reference --data x`` made a folder ``embedded:reference``."""
+def test_an_embedded_model_on_other_text_gets_another_name(text: Path, tmp_path: Path) -> None:
     probe(ProbeOptions(model="embedded:reference", data=[str(text)], block_size=64, workspace=tmp_path / "w"))
     assert [path.name for path in (tmp_path / "w" / "probes").iterdir()] == ["embedded-reference"]
 
 
 @pytest.mark.parametrize("options", [ProbeOptions, NLLOptions, ScoreOptions], ids=lambda one: one.__name__)
 class TestName:
-    """Every command asks the same rule."""
+    """All commands use one rule."""
 
     def name(self, options: type[SubjectOptions], **values: object) -> str:
         return Subject.of(options(**values), "embedded:reference", "measure on").name
@@ -79,8 +78,7 @@ def test_a_config_file_is_called_after_its_folder(tmp_path: Path) -> None:
     assert model_name("organisation/model") == "model"
 
 
-def test_the_checkpoint_of_a_run_is_called_by_the_run() -> None:
-    """All were called "final", so that one evaluation took the place of another's."""
+def test_a_checkpoint_has_the_name_of_its_run() -> None:
     assert model_name("runs/mine/branches/sp-kv-0a1b-seed0/final") == "sp-kv-0a1b-seed0"
     assert model_name("runs/mine/dense-0a1b/final/") == "dense-0a1b"
     assert model_name("runs/mine/dense-0a1b/checkpoint-40") == "dense-0a1b-checkpoint-40"
@@ -88,7 +86,7 @@ def test_the_checkpoint_of_a_run_is_called_by_the_run() -> None:
 
 
 class TestDefaults:
-    """Options that once were the embedded models', whatever the workspace held."""
+    """Defaults follow what the workspace holds."""
 
     def test_the_only_probe_is_taken(self, tmp_path: Path) -> None:
         workspace = Workspace(tmp_path)
@@ -109,8 +107,8 @@ class TestDefaults:
             for name in ("a", "b"):
                 assert f"next: spkv-nas {command} --probe {name} --workspace {tmp_path}" in message
 
-    def test_of_several_signals_of_a_model_the_recommended_is_taken(self, tmp_path: Path) -> None:
-        """Unless another model's is there, or it is not alone."""
+    def test_the_recommended_signal_of_a_model_is_the_default(self, tmp_path: Path) -> None:
+        """Unless there are probes of another model, or several of that signal."""
         workspace, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
         for name, signal in (("mine", "density"), ("mine-duo", "duo"), ("mine-head-gates", "head-gates")):
             replace(table, name=name, metadata={"model": "m", "signal": signal}).write(workspace.probe_dir(name))
@@ -130,14 +128,12 @@ class TestDefaults:
         shutil.rmtree(workspace.probe_dir("mine-head-gates"))
         assert chosen_table(ProposeOptions(workspace=tmp_path)).name == "mine"  # densities
 
-    def test_the_budget_fits_the_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """It was 18 for a model of 8 heads."""
+    def test_the_default_budget_fits_the_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         make_table([[0.5, 0.4, 0.1, 0.1], [0.5, 0.4, 0.1, 0.1]]).write(tmp_path / "probes" / "mine")
         main(["propose", "--workspace", str(tmp_path)])
         assert "budget: 2 of 8 KV heads, the paper's 2 of 7" in capsys.readouterr().out
 
     def test_layouts_of_another_model_need_its_recipe(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """They were retrained on the embedded model."""
         make_table([[0.5, 0.4], [0.5, 0.4]]).write(tmp_path / "probes" / "mine")
         main(["propose", "--workspace", str(tmp_path)])
         for command in ("search", "train-hybrid"):
@@ -145,10 +141,10 @@ class TestDefaults:
             assert "not of an embedded model: give the recipe" in message
 
 
-def test_training_goes_on_after_a_probe(
+def test_training_continues_after_a_probe(
     checkpoint: Path, text: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """In the README's Python example, probe left the gates hard, so that predictors got no gradient."""
+    """``probe`` restores soft gates, so that predictors get a gradient."""
     import torch
 
     import spkv_nas

@@ -107,7 +107,7 @@ class TestBranches:
     def test_all_open_gates_learn_what_full_attention_learns(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
-        """Gates at bias 40 are open and stay so: optimizer state, data order and learning rates must be the same."""
+        """Gates at bias 40 stay open, with the same optimizer state, data order and learning rates."""
         wide = recipe.model_copy(
             update={"gates": recipe.gates.model_copy(update={"bias": 40.0, "learning_rate_multiplier": 1e-6})}
         )
@@ -159,7 +159,7 @@ def test_the_record_says_where_a_branch_comes_from(recipe: Recipe, corpus: Corpu
 
 
 def test_logs_are_tables(tmp_path: Path) -> None:
-    """Steps from a million on were rounded to six digits."""
+    """Steps of a million and more keep all digits."""
     state = TrainerState()
     loss = {"loss": 1 / 3, "learning_rate": 1e-3, "tokens_per_second": 1234567.0}
     state.log_history = [
@@ -187,7 +187,7 @@ def test_logs_are_tables(tmp_path: Path) -> None:
 
 
 def test_a_typo_in_the_config_of_a_new_model(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The model was trained with another number of KV heads than the recipe seemed to say."""
+    """A misspelt key is refused."""
     recipe_file.write_text(recipe_file.read_text().replace("num_key_value_heads", "num_keY_value_heads"))
     message = fails(capsys, "train", recipe_file, "--workspace", recipe_file.parent, "--device", "cpu")
     assert "model.config: unknown key 'num_keY_value_heads'; did you mean 'num_key_value_heads'?" in message
@@ -202,7 +202,7 @@ def test_less_text_than_a_batch(recipe: Recipe, corpus: Corpus, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_micro_batches_add_up_to_the_batch(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
-    """Four blocks in passes of two or of one are the same steps, gates and all."""
+    """Four blocks in micro-batches of two or of one make the same steps, with gates too."""
     whole = train_branch(recipe, corpus, dense, tmp_path / "whole", Variant.sp_kv(), device="cpu")
     for size in (1, 2):
         parts = recipe.model_copy(update={"micro_batch_size": size})

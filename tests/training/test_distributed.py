@@ -42,10 +42,7 @@ def assert_close(actual: Path, expected: Path, tolerance: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
-    """Losses agree to float32's rounding. Weights less closely, as Adam divides by tiny gradients.
-
-    How much less depends on the order in which a CPU's kernels sum: on an EPYC up to 1.6e-4 of the largest entry.
-    """
+    """Losses agree up to float32 rounding, weights less, as Adam divides by tiny gradients (1.6e-4 on an EPYC)."""
     file = write_project(tmp_path / "project", ONE_KV_HEAD)
     one, two = tmp_path / "one", tmp_path / "two"
     done = torchrun(TESTS / "distributed_worker.py", mode, file, two)
@@ -91,7 +88,7 @@ def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
-    """``torchrun -m spkv_nas train-hybrid``: prints once, writes the comparison and ordinary checkpoints."""
+    """``torchrun -m spkv_nas train-hybrid`` prints once and writes the comparison and ordinary checkpoints."""
     file = write_project(tmp_path / "project")
     density = pd.DataFrame({"layer": [0, 0, 1, 1], "kv_head": [0, 1, 0, 1], "density": [0.1, 0.9, 0.8, 0.3]})
     density.to_csv(tmp_path / "mine.csv", index=False)

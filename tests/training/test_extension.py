@@ -87,8 +87,7 @@ class TestOrder:
         assert not numbers or numbers[0] * ratio >= mixture.synthetic(40 * ratio)
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
 
-    def test_it_is_the_librarys(self) -> None:
-        """An unextended run's first segment is the extended one's."""
+    def test_order_equals_that_of_accelerate(self) -> None:
         from accelerate.data_loader import SeedableRandomSampler
 
         sampler = SeedableRandomSampler(range(11), data_seed=5)
@@ -113,7 +112,7 @@ class TestData:
             assert torch.equal(pieces, torch.cat([item["input_ids"] for item in batch]))
 
     def test_samples_grow_too(self, corpus: Corpus, recipe: Recipe) -> None:
-        """At .5 every second block is one, of 256 tokens and then of 512, none of them twice."""
+        """At .5 every second block is a sample, of 256 tokens and then of 512, none of them twice."""
         tokenizer = embedded_tokenizer()
         text = TokenBlocks(np.zeros((40, 256), np.int32), np.zeros((40, 256), np.int32), corpus.train.documents)
         mix = {"ruler": {"share": 0.5, "tasks": ["niah_single_1"]}}
@@ -208,7 +207,7 @@ class TestTraining:
             tokens = torch.randint(280, (1, 64), generator=torch.Generator().manual_seed(0))
             torch.testing.assert_close(logits(exported, tokens), logits(model, tokens))
 
-    def test_from_scratch_it_is_the_branch_that_grows(
+    def test_from_scratch_the_branch_grows(
         self, train: Callable[..., Branch], recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The dense phase and the branch are one run, of 6 and 8 steps."""
@@ -265,8 +264,8 @@ class ShortSamples:
 class TestPositions:
     @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "smollm3", "granite"])
     @pytest.mark.parametrize("rope", [THETA, {"rope_type": "yarn"}, {"rope_type": "linear", "factor": 4.0}], ids=str)
-    def test_they_are_the_librarys(self, family: str, rope: dict[str, Any], tmp_path: Path) -> None:
-        """The model changed in place is the one that transformers loads with such a config."""
+    def test_positions_equal_those_of_transformers(self, family: str, rope: dict[str, Any], tmp_path: Path) -> None:
+        """The model changed in place equals the one that transformers loads with such a config."""
         model = tiny_model(family)
         tokens = torch.randint(3, 97, (2, 200), generator=torch.Generator().manual_seed(0))
         before = logits(model, tokens)
@@ -337,8 +336,8 @@ class TestMistakes:
         arguments = training_arguments(extended(recipe), extended(recipe).branch, tmp_path, device="cpu")
         assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 1)
 
-    def test_passes_are_no_smaller_than_a_longer_block(self, recipe: Recipe, tmp_path: Path) -> None:
-        """Four blocks of 32 tokens in passes of at most two are two passes of a block of 64."""
+    def test_micro_batches_hold_at_least_one_longer_block(self, recipe: Recipe, tmp_path: Path) -> None:
+        """Four blocks of 32 tokens in micro-batches of at most two become two micro-batches of a block of 64."""
         longer = extended(recipe, micro_batch_size=2)
         arguments = training_arguments(longer, longer.branch, tmp_path, device="cpu")
         assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 2)

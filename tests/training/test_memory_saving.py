@@ -63,7 +63,7 @@ def changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
 def test_a_killed_run_resumes_bit_for_bit(
     changes: dict[str, Any], recipe: Recipe, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with what learns alone in its checkpoints; the branch starts from the dense run's state of its optimizer."""
+    """Also where only trainable weights are saved; the branch starts from the dense run's optimizer state."""
     recipe = changed(recipe, changes)
     dense = train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
 
@@ -78,11 +78,11 @@ def test_a_killed_run_resumes_bit_for_bit(
 
 
 class TestRecomputed:
-    """``gradient_checkpointing``."""
+    """The recipe key ``gradient_checkpointing``."""
 
     @pytest.mark.slow
     def test_a_run_ends_alike(self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
-        """With a price on keys, sampled gates, and logits in several passes of a step."""
+        """With a price on keys, sampled gates, and logits in several chunks."""
         gates = {"target_density": 0.3, "mode": "sampled"}
         recipe = changed(recipe, {"gates": gates, "micro_batch_size": 2})
         result = []
@@ -119,12 +119,12 @@ class TestRecomputed:
 
 
 class TestCompiled:
-    """``compile``."""
+    """The recipe key ``compile``."""
 
     @pytest.mark.slow
     @pytest.mark.parametrize("again", [False, True])
     def test_a_run_ends_alike(self, again: bool, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
-        """With a price that changes from step to step, annealing and evaluations in between, and little compiled."""
+        """With a changing price, annealing and evaluations in between, and few compilations."""
         gates = {"target_density": 0.3, "soft_fraction": 0.5, "anneal_steps": 2}
         recipe = changed(recipe, {"gates": gates, "evaluation": {"every": 4}, "gradient_checkpointing": again})
         reset()
@@ -168,10 +168,10 @@ def reset() -> None:
 
 
 class TestOptimizer:
-    def test_a_library_that_is_missing(
+    def test_a_missing_library(
         self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Said before anything is read or trained."""
+        """It is reported before anything is read or trained."""
         monkeypatch.setattr("spkv_nas.base.extras.find_spec", lambda name: None)
         text = recipe_file.read_text()
         recipe_file.write_text(f"{text}optimizer: adamw_8bit\n")
@@ -261,7 +261,7 @@ class TestLora:
 
 
 class TestFrozenWeights:
-    """Weights that do not learn stay bfloat16 where they are, and what learns is float32."""
+    """Frozen weights stay bfloat16 in place, and trainable ones are float32."""
 
     @pytest.fixture
     def dense(self, dense: Path, tmp_path: Path) -> Path:
@@ -301,8 +301,8 @@ class TestFrozenWeights:
         assert result[0] - result[1] == 2 * size.num_parameters
 
 
-def test_names_of_runs_change_with_what_changes_a_result(recipe: Recipe, tmp_path: Path) -> None:
-    """Keys at their defaults, such as ``gradient_checkpointing: false``, leave the names as they are."""
+def test_names_of_runs_change_with_the_result(recipe: Recipe, tmp_path: Path) -> None:
+    """Keys at their defaults, such as ``gradient_checkpointing: false``, leave names unchanged."""
 
     def names(one: Recipe) -> tuple[str, str]:
         return branch_key(one, "origin", Variant.full_attention(), 0), str(dense_run(one, tmp_path))

@@ -55,10 +55,8 @@ class TestKilled:
         assert not list((tmp_path / "torn").glob("checkpoint-*"))
 
     @pytest.mark.slow
-    def test_after_the_last_step_none_is_added(
-        self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The library trained step 9 of 8 where a run was killed during its evaluation."""
+    def test_no_step_after_the_last(self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A run killed in its evaluation does not train another step."""
         whole = train("whole")
         with monkeypatch.context() as patch:
             patch.setattr("spkv_nas.training.branches._evaluate", lambda *_: kill())
@@ -73,7 +71,7 @@ class TestKilled:
     def test_a_dense_run_without_its_end_is_finished_alike(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
-        """Its checkpoint of the last step is there: neither weights nor optimizer move on from it."""
+        """It has the checkpoint of its last step: weights and optimizer stay as they are."""
         before = weights(dense), load_file(dense / OPTIMIZER_STATE)
         shutil.rmtree(dense)
         again = train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
@@ -83,24 +81,23 @@ class TestKilled:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", slow_after(1, ["run.json", "heldout-nll.npz"]))
-    def test_a_branch_that_lacks_a_part_is_finished_anew(self, name: str, train: Train) -> None:
-        """A kill between manifest and record left a branch that every later command failed on, for ever."""
+    def test_a_branch_that_lacks_a_file_is_repeated(self, name: str, train: Train) -> None:
+        """As after a kill between manifest and record."""
         whole = train("branch")
         (whole.checkpoint / name).unlink()
         assert_same(train("whole"), train("branch"))
 
     @pytest.mark.parametrize("name", slow_after(1, ["run.json", "heldout-nll.npz", "train-log.csv"]))
-    def test_a_damaged_part_is_not_read(self, name: str, train: Train) -> None:
-        """A flipped digit in a log changed what was drawn from it, without a word."""
+    def test_a_damaged_file_is_refused(self, name: str, train: Train) -> None:
+        """A changed byte in any file of the checkpoint is a user error."""
         file = train("branch").checkpoint / name
         file.write_bytes(file.read_bytes() + b" ")
         with pytest.raises(UserError, match=rf"{name} differs(.|\n)*remove the folder"):
             train("branch")
 
-    def test_a_dense_run_without_optimizer_state_is_not_finished(
+    def test_a_dense_run_without_optimizer_state_is_unfinished(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
-        """Branches silently started without it."""
         (dense / OPTIMIZER_STATE).unlink()
         assert (train_dense(recipe, corpus, tmp_path / "dense", device="cpu") / OPTIMIZER_STATE).is_file()
 
@@ -126,8 +123,8 @@ class TestCheckpoints:
             assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
 
     @pytest.mark.slow
-    def test_without_any_manifest_it_is_of_the_first_version(self, tmp_path: Path) -> None:
-        """Interrupted runs of a version that wrote this file last resume, too."""
+    def test_checkpoints_without_manifests_resume(self, tmp_path: Path) -> None:
+        """Interrupted runs of a version that wrote no manifest resume."""
         for step, state in ((3, "{}"), (6, '{"half'), (9, None)):
             checkpoint = self.write(tmp_path, step, complete=False)
             if state is not None:
@@ -155,10 +152,10 @@ class TestCheckpoints:
     @pytest.mark.parametrize(
         "name", slow_after(1, ["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"])
     )
-    def test_a_run_goes_on_from_the_older_one(
+    def test_a_run_resumes_from_the_older_checkpoint(
         self, name: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A flipped bit in a checkpoint made another model of it, or a traceback."""
+        """A flipped bit makes the newest checkpoint unusable."""
         cut(train, "torn", monkeypatch)
         file = tmp_path / "torn" / "checkpoint-6" / name
         data = bytearray(file.read_bytes())
@@ -197,8 +194,8 @@ class TestSignals:
         assert_same(train("whole"), train("torn"))
 
     @pytest.mark.slow
-    def test_schedulers_send_it_twice(self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The second one ended the save of the step, and all that was trained since the last checkpoint was lost."""
+    def test_a_repeated_signal_is_harmless(self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Schedulers send it twice; the second one does not interrupt the checkpoint."""
 
         def often() -> None:
             for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -233,7 +230,7 @@ class TestNotFinite:
     def test_a_nan_stops_before_the_update(
         self, run: Callable[[], Branch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """One NaN used to turn every weight into NaN while the run ended normally with loss 0.0."""
+        """One NaN in a gradient would make every weight NaN."""
         original = trainer.Trainer.compute_loss
 
         def poisoned(self: trainer.SPKVTrainer, *args: object, **kwargs: object) -> object:
@@ -260,7 +257,7 @@ class TestNotFinite:
     def test_an_update_that_overflows_is_not_saved(
         self, what: str, run: Callable[[], Branch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Loss and gradient were finite, the update was not; the checkpoint of NaN was called the last good one."""
+        """Loss and gradient are finite, and the update is not."""
 
         def overflow(self: object, args: object, state: Any, *_: object, **kwargs: Any) -> None:
             if state.global_step == 6:
@@ -278,7 +275,7 @@ class TestNotFinite:
     @pytest.mark.parametrize(
         ("step", "rate", "good"), slow_after(1, [(6, 1e20, "checkpoint-3"), (8, 1e30, "checkpoint-6")])
     )
-    def test_a_weight_thrown_far_is_not_saved(
+    def test_a_weight_far_out_of_range_is_not_saved(
         self,
         step: int,
         rate: float,
@@ -287,9 +284,7 @@ class TestNotFinite:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """A learning rate of 1e20 in one step: the weights are finite, and once saved no command got on from them.
-        At 1e30 in the last one the run ended as if nothing were wrong, with the NLL of a uniform guess.
-        """
+        """A learning rate of 1e20 or 1e30 in one step leaves finite weights and a useless model."""
 
         def explode(self: object, args: object, state: Any, *_: object, **kwargs: Any) -> None:
             if state.global_step == step - 1:
@@ -309,7 +304,7 @@ class TestText:
     def test_another_text_is_another_run(
         self, recipe: Recipe, recipe_file: Path, train: Train, dense: Path, tmp_path: Path
     ) -> None:
-        """A finished run was returned, and an interrupted one went on, whatever had become of the text."""
+        """Finished and interrupted runs of another text are not reused."""
         train("whole")
         first = next(file for file in (recipe_file.parent / "text").rglob("*") if file.is_file())
         first.write_text(first.read_text() + " and more")
@@ -341,10 +336,10 @@ def test_a_full_disk_leaves_the_older_checkpoint(train: Train, tmp_path: Path, m
 
 class TestTwoProcesses:
     @pytest.mark.slow
-    def test_the_second_waits_and_says_for_whom(
+    def test_the_second_run_waits_and_names_the_first(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
-        """Two trainings in one folder rotated each other's checkpoints away."""
+        """Two trainings in one folder would delete each other's checkpoints."""
         code = (
             "import sys, pathlib; from spkv_nas.base.locks import FolderLock, locked\n"
             f"with locked(pathlib.Path({str(tmp_path / 'run')!r}), 'trains'):\n"
@@ -375,8 +370,8 @@ class TestTwoProcesses:
         assert FolderLock(tmp_path, "trains").take(0.0)
 
 
-def test_the_time_that_training_took_names_nothing(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
-    """Branches are named by their dense run, which trained at another speed had another hash."""
+def test_training_time_does_not_change_names(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
+    """The hash of a dense run, by which branches are named, contains no times."""
 
     def name() -> str:
         return BranchContext(recipe, corpus, dense, tmp_path / "runs").folder(Variant.sp_kv()).name

@@ -35,7 +35,7 @@ def run_for(seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 def test_the_embedded_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is held against the dense step, a probe against a forward pass alone."""
+    """A step is compared with the dense step, a probe with a forward pass."""
     sizes: list[tuple[int, int]] = []
 
     def few_blocks(num_blocks: int, block_size: int, vocabulary: int) -> TokenBlocks:
@@ -56,7 +56,7 @@ def test_the_embedded_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """``calibrate --train-step`` prints what was timed, beside what it must reach, and writes nothing."""
+    """``calibrate --train-step`` prints times beside their targets and writes nothing."""
     monkeypatch.setattr(step_timing, "BARS", {"soft": 0.8})
     monkeypatch.setattr(step_timing, "_random_blocks", lambda *_: RANDOM_BLOCKS(2, 48, 512))
     seconds = {"dense": 4.0, "soft": 5.0, "hybrid": 2.0, "dense forward": 1.0, "probe": 2.0}

@@ -59,8 +59,8 @@ def test_a_missing_tracker_is_said_before_anything_is_read(
         check_trackers(["tensorboard"])
 
 
-def test_a_folder_of_runs_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W&B writes its runs to ./wandb, which ``python -m spkv_nas`` can import."""
+def test_a_folder_of_runs_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B writes to ./wandb, which ``python -m spkv_nas`` could import."""
     (tmp_path / "mlflow").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mlflow", raising=False)
@@ -69,8 +69,8 @@ def test_a_folder_of_runs_is_no_package(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("open_before", [False, True])
-def test_every_training_is_a_run_of_its_own_in_wandb(open_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library starts a run unless one is open, and leaves it open: all branches of a process were one run."""
+def test_every_training_is_a_separate_wandb_run(open_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library leaves a run open, which the next training must not continue."""
     ended: list[str] = []
     wandb: Any = ModuleType("wandb")
     wandb.run = SimpleNamespace() if open_before else None

@@ -87,7 +87,7 @@ class TestRuns:
 
     @pytest.mark.slow
     def test_variants_differ(self, train: Train) -> None:
-        """Each of them changes what is learned."""
+        """Each variant changes what is learned."""
         variants: list[dict[str, Any]] = [
             {},
             {"mode": "sampled"},

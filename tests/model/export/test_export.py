@@ -43,10 +43,10 @@ def write(layout: Layout | None, folder: Path, tokenizer: PreTrainedTokenizerBas
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["mixed", "layerwise"])
-def test_a_hybrid_is_exported_as_what_it_is(
+def test_a_hybrid_is_exported_with_its_layout(
     layout: Layout, tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """It used to need the layout's file again, which the checkpoint holds."""
+    """The checkpoint holds the layout, so no file is needed."""
     hybrid = write(layout, tmp_path / "hybrid", tiny_tokenizer)
     result = export(None, hybrid, tmp_path / "out")
     expected = logits(load(hybrid)[0], tokens)
@@ -63,8 +63,9 @@ def test_a_hybrid_is_exported_as_what_it_is(
         assert torch.equal(logits(load(tmp_path / "out")[0], tokens), expected)
 
 
-def test_weights_that_were_trained_for_another_layout(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    """A hybrid used to take any layout without a word."""
+def test_weights_trained_for_another_layout_are_refused(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     hybrid = write(MIXED, tmp_path / "hybrid", tiny_tokenizer)
     with pytest.warns(UserWarning, match=f"trained for another layout \\(hash {MIXED.hash}\\) than the one given"):
         export(Layout(("LG", "LL", "LG", "GG"), 6), hybrid, tmp_path / "other")
@@ -84,10 +85,10 @@ def test_a_checkpoint_without_a_layout(kind: str, tmp_path: Path, tiny_tokenizer
 
 class TestFreshProcess:
     @pytest.mark.slow
-    def test_refuses_what_nobody_foresaw(
+    def test_logits_that_differ_are_refused(
         self, tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """Gemma 3 with other types has another position encoding; here only the comparison can find it."""
+        """Gemma 3 with other layer types has other positions, which only the comparison of logits finds."""
         dense = write(None, tmp_path / "dense", tiny_tokenizer, "gemma3_text")
         monkeypatch.setattr(native, "_positions", lambda config: [None] * config.num_hidden_layers)
         result = export(LAYERWISE, dense, tmp_path / "out")
@@ -168,7 +169,7 @@ class TestFreshProcess:
 def test_weights_keep_their_dtypes_and_bits(
     tmp_path: Path, tokens: Tensor, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """They are compared in float32 and written as they came, those of mixed checkpoints too."""
+    """Logits are compared in float32, and weights are written unchanged, also with mixed dtypes."""
     model = tiny_model(vocab_size=300).to(torch.bfloat16)
     monkeypatch.setattr(verify_export, "check", lambda *_: 0.0)
     save(model, tiny_tokenizer, tmp_path / "dense")
@@ -209,8 +210,8 @@ class TestOwnType:
         export(MIXED, write(None, tmp_path / "dense", tiny_tokenizer), tmp_path / "out")
         return tmp_path / "out"
 
-    def test_the_familys_class_does_not_run_it_dense(self, folder: Path) -> None:
-        """Naming the class passes by the model type, of which transformers only warns."""
+    def test_the_family_class_does_not_load_it_as_dense(self, folder: Path) -> None:
+        """transformers only warns where a named class has another model type."""
         with pytest.raises(Exception, match="num_hidden_layers") as error:
             LlamaForCausalLM.from_pretrained(folder)
         assert "load it with spkv_nas.load" in str(error.value)

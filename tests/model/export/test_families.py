@@ -156,7 +156,7 @@ def test_plain_transformers_runs_the_hybrid_or_refuses(
 
 
 def test_custom_types_load_after_import_spkv_nas(exports: dict[Key, Exported], tmp_path: Path) -> None:
-    """Transformers' Auto class loads them without code from the folder, and with the same logits."""
+    """Transformers' Auto class loads them without code from the folder, with the same logits."""
     custom = [one for one in exports.values() if "refuses its model type" in one.message]
     assert len(custom) > 2 * len(CASES)
     (tmp_path / "own.json").write_text(json.dumps([[str(one.folder), one.hybrid.tokens] for one in custom]))
@@ -184,7 +184,7 @@ save_file(logits, "own.safetensors")
 
 
 def test_native_exports_have_the_weights_of_the_dense_model(exports: dict[Key, Exported]) -> None:
-    """Tensors of the checkpoint, all of them and no others; settings for hooks are gone from the config."""
+    """All tensors of the checkpoint and no others, and no settings of hooks in the config."""
     for (case, split, types), one in exports.items():
         if "a native" not in one.message or case == "llama-bias":
             continue

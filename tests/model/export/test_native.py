@@ -32,8 +32,8 @@ def layerwise(model: PreTrainedModel) -> Layout:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_native_config_says_everything(name: str, tmp_path: Path) -> None:
-    """The kind of every layer and the window, sizes and positions as published, and the tensors that the files hold."""
+def test_a_native_config_is_complete(name: str, tmp_path: Path) -> None:
+    """Kinds of layers, window, sizes and positions are as published, and tensors are those of the files."""
     model = on_meta(published(name))
     tensors = {key: value.shape for key, value in model.state_dict().items()}
     chosen = layerwise(model)
@@ -59,8 +59,8 @@ def test_a_native_config_says_everything(name: str, tmp_path: Path) -> None:
     assert {key: value.shape for key, value in on_meta(again).state_dict().items()} == tensors
 
 
-def test_scaled_positions_are_said_twice(tmp_path: Path) -> None:
-    """Configs have the keys of transformers 5 and those of 4, without which engines would use the default."""
+def test_scaled_positions_have_old_and_new_keys(tmp_path: Path) -> None:
+    """Configs have the keys of transformers 5 and 4, so that no engine uses the default."""
     config = published("Llama-3-8B", rope_scaling=dict(YARN))
     write_native_config(native_config(config, layerwise(on_meta(config))), tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
@@ -68,8 +68,8 @@ def test_scaled_positions_are_said_twice(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == {**YARN, "rope_theta": 500000.0}
 
 
-def test_a_model_that_sees_images_gets_our_type(tmp_path: Path) -> None:
-    """It has its layers in a part of its config for text, where they were not found: a KeyError."""
+def test_a_multimodal_model_gets_the_custom_type(tmp_path: Path) -> None:
+    """The layers are in the part of its config for text."""
     model = on_meta(published("Gemma-3-12B"))
     chosen = layerwise(model)
     apply_layout(model, chosen)

@@ -111,7 +111,7 @@ def test_options_reach_the_target() -> None:
 
 @pytest.mark.parametrize("target", TARGETS.built_in, ids=lambda target: target.name)
 def test_the_command_has_the_options_of_built_in_targets(target: ExportTarget) -> None:
-    """Compare flags and defaults."""
+    """Flags and defaults are equal."""
     hints, options = get_type_hints(type(target), include_extras=True), {f.name: f for f in fields(ExportOptions)}
     for field in fields(target):  # type: ignore[arg-type]  # every target is a dataclass
         assert options[field.name].default == field.default
