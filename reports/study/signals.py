@@ -32,7 +32,7 @@ HEAD_GATES, OPENING, CLOSING, REGRESSION, DUO = "head-gates", "opening", "closin
 ONCE = (OPENING, CLOSING, DUO, "retrieval", "attention-mass")  # independent of the budget
 COST, SECONDS = "forward_tokens", "cpu_seconds"  # metadata keys of a table
 _TRAINED, _FROZEN_STEP = 3, 2  # cost of a step in forward passes
-_MOST_DENSE = 0.99  # maximum target density
+_MAX_DENSE = 0.99  # maximum target density
 
 Measured = tuple[HeadScores, float]  # table, cost
 
@@ -81,7 +81,7 @@ def signals(subject: Subject, budgets: list[int]) -> list[Signal]:
 
 def share(subject: Subject, heads: int) -> float:
     """Return the share of global heads, which is the target density of gates trained for that budget."""
-    return min(heads / math.prod(subject.grid), _MOST_DENSE)
+    return min(heads / math.prod(subject.grid), _MAX_DENSE)
 
 
 def learn_and_probe(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MOST_SHOWN
+from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.tables import Column, read_table, write_csv
 
 DENSE = "dense"  # the dense model as given, not retrained
@@ -26,7 +26,7 @@ BASELINES = (DENSE, FULL_ATTENTION, SP_KV)  # rows that are not layouts
 
 def _number(name: str, low: float = 0.0) -> Column:
     """Declare an optional column of numbers."""
-    return Column(name, "number", low=low, high=MOST_SHOWN, default="", gaps=True)
+    return Column(name, "number", low=low, high=MAX_SHOWN, default="", gaps=True)
 
 
 _COLUMNS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST, MOST = 0.7, 1.4  # bounds of reached / target density: outside, the ranking is for a very different budget
+MIN_RATIO, MAX_RATIO = 0.7, 1.4  # bounds of reached / target density, beyond which the ranking is for another budget
 FROZEN = "frozen-model"  # "training" in a probe's record if gates were trained with the weights frozen
 _NEARLY_OPEN = 0.9  # above this density a head keeps nearly everything; below 1 - 0.9, nearly nothing
 _STANDING_OUT = 0.1  # share of heads above density 0.5 from which on some heads stand out
@@ -23,7 +23,7 @@ def missed_price(target: float | None, reached: float | None, *, weights_learned
         reached: share of keys that the gates keep at their own threshold, in [0, 1]: the mean over gated heads.
         weights_learned: whether the model's weights were trained with its gates.
     """
-    if target is None or reached is None or LEAST <= reached / target <= MOST:
+    if target is None or reached is None or MIN_RATIO <= reached / target <= MAX_RATIO:
         return None
     if not weights_learned:
         remedy = "more --steps"
@@ -38,8 +38,8 @@ def missed_price(target: float | None, reached: float | None, *, weights_learned
             "checkpoint)"
         )
     return (
-        f"the gates' price was to keep {target:.1%} of the keys, and they keep {reached:.1%}: outside {LEAST} to "
-        f"{MOST} times the target, density orders heads for quite another budget. What helps: {remedy}."
+        f"the gates' price was to keep {target:.1%} of the keys, and they keep {reached:.1%}: outside {MIN_RATIO} to "
+        f"{MAX_RATIO} times the target, density orders heads for quite another budget. What helps: {remedy}."
     )
 
 

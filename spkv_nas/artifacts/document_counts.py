@@ -20,10 +20,10 @@ from spkv_nas.artifacts.histogram import EDGES, sigmoid
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file, write_npz
-from spkv_nas.base.limits import MOST_WHOLE
+from spkv_nas.base.limits import MAX_WHOLE
 
 _ARRAYS = (
-    Array("kept", "number", "N L H", high=MOST_WHOLE),
+    Array("kept", "number", "N L H", high=MAX_WHOLE),
     Array("tokens", "whole", "N", low=1),
     Array("domain", "whole", "N"),
     Array("domains", "text", "P"),

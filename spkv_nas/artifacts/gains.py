@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.grid import Grid, grid_words
-from spkv_nas.artifacts.head_score_rows import MOST_NATS
+from spkv_nas.artifacts.head_score_rows import MAX_NATS
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file
 from spkv_nas.base.tables import Column, read_table, write_csv
@@ -23,8 +23,8 @@ from spkv_nas.base.tables import Column, read_table, write_csv
 _COLUMNS = (
     Column("layer", "whole"),
     Column("kv_head", "whole"),
-    Column("gain", "number", low=-MOST_NATS, high=MOST_NATS),
-    Column("standard_error", "number", high=MOST_NATS, gaps=True),
+    Column("gain", "number", low=-MAX_NATS, high=MAX_NATS),
+    Column("standard_error", "number", high=MAX_NATS, gaps=True),
 )
 _REMEDY = "probe again, or remove it: only what propose says of trust needs it"
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from spkv_nas.artifacts.histogram import threshold_logit
-from spkv_nas.base.limits import MOST_WINDOW
+from spkv_nas.base.limits import MAX_WINDOW
 
 _WINDOWS, _BLOCK_PER_WINDOW = (8, 128), 16
 
@@ -22,7 +22,7 @@ class GateConfig(BaseModel):
     window: int = Field(
         128,
         ge=1,
-        le=MOST_WINDOW,
+        le=MAX_WINDOW,
         description="local window: visible recent keys, including the query's own (paper: 128)",
     )
     tau: float = Field(0.5, ge=0.0, le=1.0, description="threshold: keep a key if its utility u >= tau")

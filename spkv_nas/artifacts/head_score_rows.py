@@ -20,11 +20,11 @@ import pandas as pd
 from spkv_nas.artifacts.kinds import DENSITY, GAIN, SCORE
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text
-from spkv_nas.base.limits import MOST_SHOWN
-from spkv_nas.base.tables import MOST_BYTES, Column, read_table
+from spkv_nas.base.limits import MAX_SHOWN
+from spkv_nas.base.tables import MAX_BYTES, Column, read_table
 
-MOST_NATS = 1e3  # bound of gains and of their standard errors
-_MOST = {GAIN: MOST_NATS, SCORE: MOST_SHOWN}  # by kind: bound of signed scores; others are in [0, 1]
+MAX_NATS = 1e3  # bound of gains and of their standard errors
+_MAX_SIZE = {GAIN: MAX_NATS, SCORE: MAX_SHOWN}  # by kind: bound of signed scores; others are in [0, 1]
 _SCORE = "score"  # the column in memory
 _COLUMNS = (
     Column("layer", "whole"),
@@ -33,7 +33,7 @@ _COLUMNS = (
     Column("domain", default="all"),
     Column("num_tokens", "whole", low=1, default="1"),
     Column("num_documents", "whole", default="0"),
-    Column("standard_error", "number", high=MOST_NATS, default="", gaps=True),
+    Column("standard_error", "number", high=MAX_NATS, default="", gaps=True),
 )
 COLUMNS = tuple(column.name for column in _COLUMNS)
 
@@ -82,16 +82,16 @@ def _column(kind: str) -> str:
 
 def _header(file: Path, what: str) -> list[str]:
     """Return the names in a table's first line."""
-    lines = read_text(file, what, most=MOST_BYTES).removeprefix("\ufeff").splitlines()
+    lines = read_text(file, what, most=MAX_BYTES).removeprefix("\ufeff").splitlines()
     return [cell.strip() for cell in next(csv.reader(lines[:1]), [])]
 
 
 def _declared(column: Column, kind: str, name: str) -> Column:
     """Return the declaration of a column for scores of a kind, whose column is called ``name``."""
-    most = _MOST.get(kind)
+    most = _MAX_SIZE.get(kind)
     if column.name == _SCORE:
         return replace(column, name=name) if most is None else replace(column, name=name, low=-most, high=most)
-    return replace(column, high=max(most or 0.0, MOST_NATS)) if column.name == "standard_error" else column
+    return replace(column, high=max(most or 0.0, MAX_NATS)) if column.name == "standard_error" else column
 
 
 def _check_complete(rows: pd.DataFrame, where: str) -> None:

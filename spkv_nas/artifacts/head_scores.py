@@ -31,7 +31,7 @@ from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.views import grid_html
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath, is_file, is_folder
-from spkv_nas.base.limits import MOST_SIZE, MOST_WINDOW
+from spkv_nas.base.limits import MAX_SIZE, MAX_WINDOW
 from spkv_nas.base.names import check_name
 from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing, settle
@@ -47,8 +47,8 @@ class _ProbeFile(Section):
 
     name: str | None = None
     tau: float = Field(default=0.5, ge=0, le=1)
-    window: int | None = Field(default=None, ge=1, le=MOST_WINDOW)
-    head_dim: int | None = Field(default=None, ge=1, le=MOST_SIZE)
+    window: int | None = Field(default=None, ge=1, le=MAX_WINDOW)
+    head_dim: int | None = Field(default=None, ge=1, le=MAX_SIZE)
     dtype: str | None = None
     kind: Literal["density", "share", "gain", "score"] | None = None
     unit: str | None = None

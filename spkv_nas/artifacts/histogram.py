@@ -15,9 +15,9 @@ from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file, write_npz
 
-MOST_LOGIT = 500.0  # of a bin edge: larger ones overflow exp
+MAX_LOGIT = 500.0  # of a bin edge: larger ones overflow exp
 _LARGEST_LOGIT = 27.0  # of a threshold: a larger one rounds to 1 in float64
-EDGES = Array("edges", "number", "n+1", low=-MOST_LOGIT, high=MOST_LOGIT, ascending=True)
+EDGES = Array("edges", "number", "n+1", low=-MAX_LOGIT, high=MAX_LOGIT, ascending=True)
 _ARRAYS = (Array("counts", "whole", "P L H n+2"), EDGES, Array("domains", "text", "P"))
 
 

@@ -26,7 +26,7 @@ from spkv_nas.artifacts.grid import Grid, check_grid
 from spkv_nas.artifacts.views import grid_html
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import StrPath, parse_yaml, read_text, write_atomic, yaml_line
-from spkv_nas.base.limits import MOST_WINDOW
+from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.base.names import check_name
 from spkv_nas.base.schema import Section, validate
 
@@ -79,8 +79,8 @@ class Layout:
                 )
         if self.window < 1:
             raise UserError(f"window is {self.window}; it must be at least 1, because it includes the query's own key")
-        if self.window > MOST_WINDOW:
-            raise UserError(f"window is {str(self.window)[:40]}; it is at most {MOST_WINDOW}")
+        if self.window > MAX_WINDOW:
+            raise UserError(f"window is {str(self.window)[:40]}; it is at most {MAX_WINDOW}")
         check_name(self.strategy, "the strategy")
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.base.limits import MOST_SHOWN
+from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import Column, read_table, write_csv
@@ -58,7 +58,7 @@ class ResultTable:
         return rows, read_record(record, self.name) if record.is_file() else {}
 
 
-def _number(name: str, low: float = 0.0, high: float = MOST_SHOWN) -> Column:
+def _number(name: str, low: float = 0.0, high: float = MAX_SHOWN) -> Column:
     """Declare a column of numbers that may be missing."""
     return Column(name, "number", low=low, high=high, gaps=True)
 
@@ -68,7 +68,7 @@ def _paired(low: float) -> tuple[Column, ...]:
     return (
         _number("against", low),
         _number("against_density", high=1.0),
-        _number("difference", -MOST_SHOWN),
+        _number("difference", -MAX_SHOWN),
         _number("difference_standard_error"),
     )
 
@@ -85,8 +85,8 @@ BASELINES = ResultTable(
         _number("delta_nll_percent", -100.0),  # against the dense model, the first row, paired by document
         _number("delta_nll_standard_error"),  # in percentage points
         # Difference of ΔNLL from the lowest at this density, paired by document; empty for the lowest
-        Column("above_lowest", "number", low=0.0, high=MOST_SHOWN, gaps=True, default=""),
-        Column("above_lowest_standard_error", "number", low=0.0, high=MOST_SHOWN, gaps=True, default=""),
+        Column("above_lowest", "number", low=0.0, high=MAX_SHOWN, gaps=True, default=""),
+        Column("above_lowest_standard_error", "number", low=0.0, high=MAX_SHOWN, gaps=True, default=""),
     ),
 )
 EVALUATION = ResultTable(
@@ -126,10 +126,10 @@ TASKS = ResultTable(
         Column("metric"),
         Column("num_fewshot", "whole", gaps=True),
         Column("num_samples", "whole"),
-        _number("value", -MOST_SHOWN),
+        _number("value", -MAX_SHOWN),
         _number("standard_error"),
         _number("density", high=1.0),
-        *_paired(-MOST_SHOWN),
+        *_paired(-MAX_SHOWN),
     ),
 )
 LONGPPL = ResultTable(

@@ -20,7 +20,7 @@ from spkv_nas.artifacts import kinds
 _FULL_RANGE = 0.5  # if the highest share is at least this, the scale goes from 0 to 1
 _EVEN = 0.05  # share of the largest value up to which a stretched scale is about linear
 _APART = 0.2  # of a scale: minimum distance of two ticks that do not touch
-_LEAST = 1e-6  # smallest end of a scale: a smaller one would show rounding errors
+_MIN_HIGH = 1e-6  # smallest end of a scale: a smaller one would show rounding errors
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Measure:
         """
         if kind == kinds.DENSITY:
             return DENSITY
-        low, high = min(0.0, float(values.min())), max(_LEAST, float(values.max()))
+        low, high = min(0.0, float(values.min())), max(_MIN_HIGH, float(values.max()))
         unit = unit or kinds.SHARE_UNIT
         meaning = f"The signal {signal}: {unit}; higher for KV heads that need global attention."
         if kind == kinds.SHARE:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import pandas as pd
 
-from spkv_nas.base.limits import MOST_SHOWN
+from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.tables import Column, read_table
 
 BASELINE = "baseline"  # sampler of layouts that the search started from or compares with
@@ -16,7 +16,7 @@ Retraining = Literal["short", "full"]
 Fidelity = Literal["zero_shot", Retraining]  # how a score was measured: untrained, short run or full run
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 
-_MOST_COST = 1e30
+_MAX_COST = 1e30
 
 _COLUMNS = (
     Column("name"),
@@ -25,14 +25,14 @@ _COLUMNS = (
     Column("trial", "whole"),
     Column("hash"),
     Column("num_global", "whole"),
-    Column("coverage_percent", "number", high=MOST_SHOWN, gaps=True),
-    Column("cost", "number", low=-_MOST_COST, high=_MOST_COST, gaps=True),
+    Column("coverage_percent", "number", high=MAX_SHOWN, gaps=True),
+    Column("cost", "number", low=-_MAX_COST, high=_MAX_COST, gaps=True),
     *(
         column
         for fidelity in FIDELITIES
         for column in (
-            Column(f"{fidelity}_delta_percent", "number", low=-MOST_SHOWN, high=MOST_SHOWN, gaps=True),
-            Column(f"{fidelity}_standard_error", "number", high=MOST_SHOWN, gaps=True),
+            Column(f"{fidelity}_delta_percent", "number", low=-MAX_SHOWN, high=MAX_SHOWN, gaps=True),
+            Column(f"{fidelity}_standard_error", "number", high=MAX_SHOWN, gaps=True),
         )
     ),
     Column("zero_shot_tokens", "whole", default="", gaps=True),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_npz
-from spkv_nas.base.limits import MOST_WHOLE
+from spkv_nas.base.limits import MAX_WHOLE
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _wrong_values(values: NDArray[Any], array: Array) -> str:
     bounds = f"expected {'finite numbers' if array.kind == 'number' else 'whole numbers'} from {array.low:g}" + (
         "" if array.high == math.inf else f" to {array.high:g}"
     )
-    high = min(array.high, MOST_WHOLE) if array.kind == "whole" else array.high
+    high = min(array.high, MAX_WHOLE) if array.kind == "whole" else array.high
     is_valid = np.isfinite(values) & (values >= array.low) & (values <= high)
     if not is_valid.all():
         return f"holds {values[~is_valid].flat[0]}; {bounds}"

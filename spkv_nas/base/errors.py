@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MOST_CHARACTERS = 900  # of a message: the content of a hostile file must not fill the screen
+MAX_CHARACTERS = 900  # of a message: the content of a hostile file must not fill the screen
 
 
 class UserError(ValueError):
@@ -15,7 +15,7 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         """Escape and shorten the message."""
-        super().__init__(shortened(printable(shortened(message, 2 * MOST_CHARACTERS)), MOST_CHARACTERS))
+        super().__init__(shortened(printable(shortened(message, 2 * MAX_CHARACTERS)), MAX_CHARACTERS))
 
 
 def printable(text: str) -> str:

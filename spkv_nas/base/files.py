@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 
 from spkv_nas.base.errors import UserError, first_line
 
-_MOST_BYTES = 64 << 20  # maximum size of a text file
-_MOST_YAML = 2 << 20  # maximum characters of YAML, which take the parser some seconds
-_MOST_UNPACKED = 1 << 30, 100  # maximum bytes of unpacked arrays, or multiple of the file's size if that is more
-_MOST_DEPTH = 100  # maximum nesting of brackets or indentations
-_MOST_BITS = 332  # maximum bits of an integer: 100 digits, within the range of floats
+_MAX_BYTES = 64 << 20  # maximum size of a text file
+_MAX_YAML = 2 << 20  # maximum characters of YAML, which take the parser some seconds
+_MAX_UNPACKED = 1 << 30, 100  # maximum bytes of unpacked arrays, or multiple of the file's size if that is more
+_MAX_DEPTH = 100  # maximum nesting of brackets or indentations
+_MAX_BITS = 332  # maximum bits of an integer: 100 digits, within the range of floats
 
 
 StrPath = str | os.PathLike[str]  # type of file and folder arguments of public functions
@@ -65,7 +65,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
                 os.unlink(temporary)
 
 
-def read_text(path: Path, what: str, *, most: int = _MOST_BYTES) -> str:
+def read_text(path: Path, what: str, *, most: int = _MAX_BYTES) -> str:
     """Read a UTF-8 text file.
 
     Args:
@@ -189,7 +189,7 @@ def _check_unpacked(file: BinaryIO) -> None:
         unpacked = sum(member.file_size for member in archive.infolist())
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    most, factor = _MOST_UNPACKED
+    most, factor = _MAX_UNPACKED
     if unpacked > max(most, factor * size):
         raise ValueError(f"its {size} bytes claim to hold {unpacked}")
 
@@ -216,8 +216,8 @@ class _StrictLoader(yaml.SafeLoader):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             raise _refusal("aliases are not allowed", event)
-        if self._depth == _MOST_DEPTH:
-            raise _refusal(f"more than {_MOST_DEPTH} levels deep", event)
+        if self._depth == _MAX_DEPTH:
+            raise _refusal(f"more than {_MAX_DEPTH} levels deep", event)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -246,7 +246,7 @@ def _bounded(text: str, parse: Callable[[str], int] = int) -> int:
     Raises:
         ValueError: it has more than 100 digits, so a float cannot hold it.
     """
-    if len(text) <= _MOST_BITS + 2 and (number := parse(text)).bit_length() <= _MOST_BITS:
+    if len(text) <= _MAX_BITS + 2 and (number := parse(text)).bit_length() <= _MAX_BITS:
         return number
     raise ValueError("a number has more than 100 digits")
 
@@ -282,10 +282,8 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     Raises:
         UserError: the text is invalid.
     """
-    if len(text) > _MOST_YAML:
-        raise UserError(
-            f"{where} has more than {_MOST_YAML >> 20} Mi characters, more than any valid file of this kind"
-        )
+    if len(text) > _MAX_YAML:
+        raise UserError(f"{where} has more than {_MAX_YAML >> 20} Mi characters, more than any valid file of this kind")
     try:
         data = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:

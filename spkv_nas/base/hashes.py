@@ -22,7 +22,7 @@ from spkv_nas.base.locks import shared_lock
 
 _LARGE = 64 << 20  # bytes; smaller files are read within a tenth of a second
 _SETTLED = 2.0  # seconds since a change, after which another change surely has another timestamp
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 _HEX = re.compile("[0-9a-f]{64}")
 
 
@@ -52,7 +52,7 @@ def file_hashes(paths: Iterable[Path]) -> list[str]:
 @contextmanager
 def hashing(paths: Iterable[Path]) -> Iterator[Callable[[], list[str]]]:
     """Compute ``file_hashes`` in the background; yield a function that waits for and returns them."""
-    pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
     try:
         futures = [pool.submit(file_hash, path) for path in paths]
         yield lambda: [future.result() for future in futures]

@@ -5,13 +5,13 @@ Larger values would exhaust the memory or fail inside a library.
 
 from __future__ import annotations
 
-MOST_WHOLE = 2**53  # integers up to here are exact in float64, in which numbers are read and summed
-MOST_WINDOW = 2**31 - 1  # kernels use 32-bit integers
-MOST_BLOCK_SIZE = 2**24  # tokens
-MOST_BATCH = 2**24  # sequences
-MOST_SIZE = 2**20  # channels of a head, or heads of a layer
-MOST_RANK = 2**16  # of a low-rank adapter
-MOST_STEPS = 10**9
-MOST_REPEATS = 10_000  # seeds, thresholds, random layouts
-MOST_SEED = 2**32 - 1 - MOST_REPEATS  # numpy's seeds have 32 bits; repetitions increment the seed
-MOST_SHOWN = 1e9  # of a measured number: the range that a figure's axis can show
+MAX_WHOLE = 2**53  # integers up to here are exact in float64, in which numbers are read and summed
+MAX_WINDOW = 2**31 - 1  # kernels use 32-bit integers
+MAX_BLOCK_SIZE = 2**24  # tokens
+MAX_BATCH = 2**24  # sequences
+MAX_SIZE = 2**20  # channels of a head, or heads of a layer
+MAX_RANK = 2**16  # of a low-rank adapter
+MAX_STEPS = 10**9
+MAX_REPEATS = 10_000  # seeds, thresholds, random layouts
+MAX_SEED = 2**32 - 1 - MAX_REPEATS  # numpy's seeds have 32 bits; repetitions increment the seed
+MAX_SHOWN = 1e9  # of a measured number: the range that a figure's axis can show

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from spkv_nas.base.errors import UserError
 
-MOST_CHARACTERS, MOST_BYTES = 100, 180  # file systems allow 255 bytes; a run's folder adds hashes and a seed
+MAX_CHARACTERS, MAX_BYTES = 100, 180  # file systems allow 255 bytes; a run's folder adds hashes and a seed
 
 
 def check_name(name: str, what: str) -> str:
@@ -31,8 +31,8 @@ def _invalid_reason(name: str) -> str | None:
     """Return why a name is invalid; None if it is valid."""
     if not name or name != name.strip():
         return "it is empty, or begins or ends with a blank"
-    if len(name) > MOST_CHARACTERS or len(name.encode("utf-8", "surrogatepass")) > MOST_BYTES:
-        return f"it has {len(name)} characters; at most {MOST_CHARACTERS} ({MOST_BYTES} bytes)"
+    if len(name) > MAX_CHARACTERS or len(name.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+        return f"it has {len(name)} characters; at most {MAX_CHARACTERS} ({MAX_BYTES} bytes)"
     if name.startswith("."):
         return "it begins with a dot"
     invalid = next((character for character in name if character in "/\\" or not character.isprintable()), None)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spkv_nas.base.errors import UserError, shortened
 
-_MOST_SHOWN = 160  # characters of an invalid value
+_MAX_SHOWN = 160  # characters of an invalid value
 
 
 class Section(BaseModel):
@@ -54,14 +54,14 @@ def validate(schema: type[Schema], data: dict[str, Any], where: str) -> Schema:
 def _explain(schema: type[BaseModel], problem: dict[str, Any]) -> str:
     """Describe a pydantic error: the key, what was expected and what was found."""
     location = problem["loc"]
-    key = shortened(".".join(str(part) for part in location), _MOST_SHOWN)
+    key = shortened(".".join(str(part) for part in location), _MAX_SHOWN)
     if problem["type"] == "missing":
         return f"key '{key}' is missing"
     if problem["type"] == "extra_forbidden":
         known_keys = _known_keys(schema, location[:-1])
         return f"unknown key '{key}'; {suggestion(str(location[-1]), known_keys)}"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"key '{key}': {message}; found {shortened(repr(problem['input']), _MOST_SHOWN)}"
+    return f"key '{key}': {message}; found {shortened(repr(problem['input']), _MAX_SHOWN)}"
 
 
 def suggestion(key: str, known: Sequence[str]) -> str:

@@ -19,9 +19,9 @@ import pandas as pd
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text, write_atomic
-from spkv_nas.base.limits import MOST_WHOLE
+from spkv_nas.base.limits import MAX_WHOLE
 
-MOST_BYTES = 2 << 30  # maximum size; a search of 100,000 layouts with 640 heads has 80 MB
+MAX_BYTES = 2 << 30  # maximum size; a search of 100,000 layouts with 640 heads has 80 MB
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _read_cells(
     """
     # Split lines into cells
     where = f"{what} {file}"
-    reader = csv.reader(io.StringIO(read_text(file, what, most=MOST_BYTES).removeprefix("\ufeff")))
+    reader = csv.reader(io.StringIO(read_text(file, what, most=MAX_BYTES).removeprefix("\ufeff")))
     try:
         lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
     except csv.Error as error:
@@ -173,5 +173,5 @@ def _is_valid(values: pd.Series[float], column: Column) -> pd.Series[bool]:
     is_valid = np.isfinite(values) & (values <= column.high)
     is_valid &= values >= column.low if column.above is None else values > column.above
     if column.kind == "whole":
-        is_valid &= (values == values.round()) & (values.abs() <= MOST_WHOLE)
+        is_valid &= (values == values.round()) & (values.abs() <= MAX_WHOLE)
     return is_valid

@@ -17,7 +17,7 @@ ITEM_BYTES = {
     "int8": 1,
 }
 _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")  # prefixes of powers of 1,000
-MOST_CONTEXT = 2**40  # tokens
+MAX_CONTEXT = 2**40  # tokens
 _UNITS = {
     "": 1,
     "b": 1,
@@ -87,8 +87,8 @@ def parse_context(text: str) -> int:
         raise UserError(f"context '{text}' is not a number of tokens; use for example 131072 or 128k") from error
     if tokens < 1:
         raise UserError(f"a context must have at least 1 token; found {tokens}")
-    if tokens > MOST_CONTEXT:
-        raise UserError(f"context '{text}' is more than {MOST_CONTEXT:,} tokens; give for example 131072 or 128k")
+    if tokens > MAX_CONTEXT:
+        raise UserError(f"context '{text}' is more than {MAX_CONTEXT:,} tokens; give for example 131072 or 128k")
     return tokens
 
 

@@ -29,7 +29,7 @@ from pydantic import Field
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import read_text, write_atomic
-from spkv_nas.base.limits import MOST_SHOWN, MOST_WINDOW
+from spkv_nas.base.limits import MAX_SHOWN, MAX_WINDOW
 from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.schema import Section, validate
@@ -41,7 +41,7 @@ COLUMNS = (
     Column("phase", choices=get_args(Phase)),
     Column("context", "whole", low=1),
     Column("num_global", "whole"),
-    Column("seconds_per_token", "number", high=MOST_SHOWN),
+    Column("seconds_per_token", "number", high=MAX_SHOWN),
 )
 DTYPES = ("float32", "bfloat16", "float16")
 _MAX_COUNTS = 5  # maximum numbers of global heads to measure
@@ -79,9 +79,9 @@ class LayerCase:
             UserError: a number is below 1, Hq is not a multiple of Hkv, or the dtype is unknown.
         """
         for name in ("num_heads", "num_kv_heads", "head_dim", "window", "batch"):
-            if not 1 <= getattr(self, name) <= MOST_WINDOW:
+            if not 1 <= getattr(self, name) <= MAX_WINDOW:
                 value = shortened(str(getattr(self, name)), 40)
-                raise UserError(f"{name} must be at least 1 and at most {MOST_WINDOW}; found {value}")
+                raise UserError(f"{name} must be at least 1 and at most {MAX_WINDOW}; found {value}")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads")
         if self.dtype not in DTYPES:

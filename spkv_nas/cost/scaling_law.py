@@ -22,7 +22,7 @@ import scipy  # imports its subpackages on first use
 from numpy.typing import ArrayLike, NDArray
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MOST_SHOWN
+from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import Column, read_table
@@ -32,7 +32,7 @@ _RUNS = (
     Column("name", default=""),
     Column("variant", default=""),
     Column("train_flops", "number", above=0, high=1e100),
-    Column("nll", "number", above=0, high=MOST_SHOWN),
+    Column("nll", "number", above=0, high=MAX_SHOWN),
     Column("held_out", default="0", choices=("0", "1")),
 )
 MIN_RUNS = 4

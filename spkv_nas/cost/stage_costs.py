@@ -30,7 +30,7 @@ from spkv_nas.cost.memory import (
 
 BFLOAT16 = 2  # bytes
 _SHORTEST_BLOCK = 128  # tokens; shorter blocks are not recommended
-_MOST_DEVICES = 1024
+_MAX_DEVICES = 1024
 _RANK = 16  # of recommended adapters
 _AGAIN = "gradient_checkpointing: true"
 _GATHERED = 2  # layers whose weights FSDP2 gathers: the current one and the next
@@ -326,7 +326,7 @@ class Stages:
     def _sharded_remedy(self, ways: Mapping[str, Training], gated: bool) -> str:
         """Return the fewest devices on which sharded training fits, trying each of the ``ways``."""
         number = max(2, self.site.devices)
-        while number <= _MOST_DEVICES:
+        while number <= _MAX_DEVICES:
             for prefix, way in ways.items():
                 if self.site.holds(self._training_bytes(replace(way, sharded=True), number, 1, gated)):
                     return f"sharding: fsdp on {number} devices, {prefix}micro_batch_size: 1"

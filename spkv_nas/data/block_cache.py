@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _STATES = "sources.json"  # per folder: hashes of source states, newest first
-_MOST_STATES = 16
+_MAX_STATES = 16
 _FORMAT = "2"  # version of how texts become blocks
 
 
@@ -70,7 +70,7 @@ class BlockCache:
     def remember(self, folder: Path) -> None:
         """Record that ``folder`` holds the text in its current state."""
         states = [state for state in _read_states(folder / _STATES) if state != self._state]
-        write_json(folder / _STATES, {"states": [self._state, *states][:_MOST_STATES]})
+        write_json(folder / _STATES, {"states": [self._state, *states][:_MAX_STATES]})
 
     @cached_property
     def _state(self) -> str:

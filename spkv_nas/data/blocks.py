@@ -19,7 +19,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_npz
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import Document, in_pieces
-from spkv_nas.data.tokenizer import MOST_CHARACTERS, encode
+from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, encode
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Digest
@@ -286,7 +286,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     for document in documents:
         batch.append(document)
-        if len(batch) == TOKENIZE_BATCH or sum(len(each.text) for each in batch) >= MOST_CHARACTERS:
+        if len(batch) == TOKENIZE_BATCH or sum(len(each.text) for each in batch) >= MAX_ENCODED_CHARACTERS:
             yield batch
             batch = []
     if batch:

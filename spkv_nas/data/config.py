@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from spkv_nas.artifacts.defaults import BLOCK_SIZE, HELDOUT_TOKENS
-from spkv_nas.base.limits import MOST_BLOCK_SIZE, MOST_WHOLE
+from spkv_nas.base.limits import MAX_BLOCK_SIZE, MAX_WHOLE
 from spkv_nas.base.schema import Section
 
 ALL_TASKS: Literal["all-but-qa"] = "all-but-qa"
@@ -23,7 +23,7 @@ class SourceConfig(Section):
     text_field: str | None = Field(None, description="field or column with the text; default: text")
     domain: str | None = Field(None, description="domain of all documents of this source")
     domain_field: str | None = Field(None, description="field or column with the document's domain; default: domain")
-    max_documents: int | None = Field(None, ge=1, le=MOST_WHOLE, description="maximum number of documents")
+    max_documents: int | None = Field(None, ge=1, le=MAX_WHOLE, description="maximum number of documents")
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceConfig:
@@ -67,12 +67,12 @@ class DataConfig(Section):
     sources: list[str | SourceConfig] = Field(
         min_length=1, description="files, folders, stdlib, installed, or sections with path or dataset"
     )
-    block_size: int = Field(BLOCK_SIZE, ge=2, le=MOST_BLOCK_SIZE, description="tokens per block")
+    block_size: int = Field(BLOCK_SIZE, ge=2, le=MAX_BLOCK_SIZE, description="tokens per block")
     heldout: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents held out, chosen by content hash")
     max_heldout_tokens: int = Field(
         HELDOUT_TOKENS,
         ge=1,
-        le=MOST_WHOLE,
+        le=MAX_WHOLE,
         description="maximum number of held-out tokens, taken from all held-out documents",
     )
     mix: MixConfig | None = Field(None, description="synthetic samples to mix into the training text")

@@ -12,9 +12,9 @@ from spkv_nas.data.config import DataConfig
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import documents
 
-_MOST_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 6
+_MAX_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 6
 RULE = 2  # version of the choice of held-out tokens, so that results of another choice are not reused
-_LEAST = 2  # minimum number of held-out documents, as a single one gives no standard error
+_MIN_DOCUMENTS = 2  # minimum number of held-out documents, as a single one gives no standard error
 
 
 def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -> float:
@@ -32,7 +32,7 @@ def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -
     Raises:
         UserError: if the text is too short to be split.
     """
-    block_characters = _MOST_PER_TOKEN * config.block_size  # characters of a block
+    block_characters = _MAX_PER_TOKEN * config.block_size  # characters of a block
     # Read documents until both parts have enough
     hashed: list[tuple[int, int]] = []  # (hash, characters) of each document
     num_held = held_characters = kept_characters = 0
@@ -43,7 +43,7 @@ def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -
             num_held, held_characters = num_held + 1, held_characters + length
         else:
             kept_characters += length
-        if num_held >= _LEAST and held_characters >= block_characters and kept_characters >= block_characters:
+        if num_held >= _MIN_DOCUMENTS and held_characters >= block_characters and kept_characters >= block_characters:
             return config.heldout
     # Choose the nearest number of documents that gives both parts enough
     num_chosen = _parted(sorted(hashed), num_held, block_characters)
@@ -71,6 +71,6 @@ def _parted(hashed: list[tuple[int, int]], number: int, least: int) -> int:
             "use more text, or smaller blocks (--block-size; data.block_size in a recipe); each part needs four"
         )
     lengths = np.cumsum([length for _, length in hashed])
-    lowest = max(_LEAST, int(np.searchsorted(lengths, least)) + 1)
+    lowest = max(_MIN_DOCUMENTS, int(np.searchsorted(lengths, least)) + 1)
     highest = min(len(hashed) - 1, int(np.searchsorted(lengths, lengths[-1] - least, side="right")))
     return min(max(number, lowest), max(highest, 1))

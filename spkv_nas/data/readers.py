@@ -20,7 +20,7 @@ from spkv_nas.base.files import is_file, is_folder, parse_json
 from spkv_nas.data import installed, stdlib
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.pieces import cut
-from spkv_nas.data.tokenizer import MOST_CHARACTERS
+from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 TABLE_SUFFIXES = (".jsonl", ".parquet")
@@ -280,7 +280,7 @@ def _size(file: Path) -> int:
 
 
 def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str]]:
-    """Yield (None, the text), or the numbered pieces of a text of more than ``MOST_CHARACTERS``.
+    """Yield (None, the text), or the numbered pieces of a text of more than ``MAX_ENCODED_CHARACTERS``.
 
     Raises:
         UnicodeDecodeError: if the file is not UTF-8.
@@ -288,8 +288,8 @@ def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str]]:
         UserError: if it becomes unreadable after some pieces were yielded.
     """
     with file.open(encoding="utf-8") as stream:
-        head = stream.read(MOST_CHARACTERS + 1)
-        if len(head) <= MOST_CHARACTERS:
+        head = stream.read(MAX_ENCODED_CHARACTERS + 1)
+        if len(head) <= MAX_ENCODED_CHARACTERS:
             yield None, head
             return
         number = 0

@@ -23,9 +23,9 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.pieces import PIECE, cut
 from spkv_nas.data.readers import Read, Source, Text, open_source
-from spkv_nas.data.tokenizer import MOST_CHARACTERS
+from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS
 
-MOST_DOMAIN = 100  # maximum characters of a domain
+MAX_DOMAIN = 100  # maximum characters of a domain
 ENOUGH = 20  # documents; texts with fewer are cut into pieces, as one in twenty is held out by default
 _RECENT = 1 << 18  # hashes kept in a set before they are merged into the sorted array
 
@@ -113,11 +113,11 @@ def documents(
 
 
 def in_pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
-    """Yield documents, cut into pieces if longer than ``MOST_CHARACTERS``, and all if fewer than ``ENOUGH``."""
+    """Yield documents, cut into pieces if longer than ``MAX_ENCODED_CHARACTERS``, and all if fewer than ``ENOUGH``."""
     documents = iter(documents)
     first = list(islice(documents, ENOUGH))
     for document in chain(first, documents):
-        if len(first) < ENOUGH or len(document.text) > MOST_CHARACTERS:
+        if len(first) < ENOUGH or len(document.text) > MAX_ENCODED_CHARACTERS:
             yield from document.pieces(size)
         else:
             yield document
@@ -173,7 +173,7 @@ def _distinct(documents: Iterable[Document], left_out: LeftOut) -> Iterator[Docu
 
 def _document(text: Text) -> Document:
     """Return a document that can be written: without lone surrogates, and with a domain that fits a CSV cell."""
-    domain = shortened(printable(" ".join(text.domain.split())), MOST_DOMAIN)
+    domain = shortened(printable(" ".join(text.domain.split())), MAX_DOMAIN)
     return Document(_encodable(text.text), domain or "text", _encodable(text.name), text.piece)
 
 

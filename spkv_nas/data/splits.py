@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 BPE_SAMPLE_CHARACTERS = 20_000_000
 _TRAIN, _TEXT = "train", "text"  # subfolders of a cache folder
 _SAMPLE, _NOTES = "sample.npz", "sample-notes.json"
-_REACH, _LEAST_REACH = 400, 2_000_000  # characters that a sample is chosen from: per token, and at least
+_REACH, _MIN_REACH = 400, 2_000_000  # characters that a sample is chosen from: per token, and at least
 _TITLE = "reading and tokenising text, kB"
 _LOCKED = "reads and tokenises the text"
 
@@ -143,7 +143,7 @@ def load_text(
         block_size: tokens per block.
         max_tokens: take at least this many tokens (all of a shorter text), spread over the documents: one block of each
             before a second of any. Documents are chosen by hash from the beginning of the text, which has ``_REACH``
-            times as many characters (at least ``_LEAST_REACH``).
+            times as many characters (at least ``_MIN_REACH``).
         reporter: receives progress and notes on the text.
 
     Raises:
@@ -247,7 +247,7 @@ def _write_sample(
 ) -> Path:
     """Write a sample of a text, spread over the documents at its beginning, and return its folder."""
     seen, sample = _Seen(left_out), SpreadSample(max_tokens, block_size)
-    reach = max(_LEAST_REACH, _REACH * max_tokens)
+    reach = max(_MIN_REACH, _REACH * max_tokens)
     candidates = (document for document in _first(seen.pass_on(text_documents), reach) if sample.wants(document))
     for document, ids in tokenised(candidates, tokenizer):
         sample.add(document, ids)

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
-MOST_CHARACTERS = 1_000_000  # maximum length of a text encoded at once
+MAX_ENCODED_CHARACTERS = 1_000_000  # maximum length of a text encoded at once
 TRAINING_PIECE = 1_000  # characters per piece in training, as the time of a merge grows with the length of words
 
 
-def pieces(text: str, most: int = MOST_CHARACTERS) -> Iterator[str]:
-    """Yield ``text``, or pieces of up to ``most`` characters if it has more than ``MOST_CHARACTERS``."""
-    start, most = 0, len(text) if len(text) <= MOST_CHARACTERS else most
+def pieces(text: str, most: int = MAX_ENCODED_CHARACTERS) -> Iterator[str]:
+    """Yield ``text``, or pieces of up to ``most`` characters if it has more than ``MAX_ENCODED_CHARACTERS``."""
+    start, most = 0, len(text) if len(text) <= MAX_ENCODED_CHARACTERS else most
     while len(text) - start > most:
         end = end_of_piece(text, start, most)
         yield text[start:end]
@@ -35,9 +35,9 @@ def pieces(text: str, most: int = MOST_CHARACTERS) -> Iterator[str]:
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
     """Return the tokens, int32 [tokens], of each text, without special tokens.
 
-    Texts of more than ``MOST_CHARACTERS`` are encoded piece by piece, which may lose one merge at every cut.
+    Texts of more than ``MAX_ENCODED_CHARACTERS`` are encoded piece by piece, which may lose one merge at every cut.
     """
-    if max(map(len, texts), default=0) <= MOST_CHARACTERS:
+    if max(map(len, texts), default=0) <= MAX_ENCODED_CHARACTERS:
         return _ids(texts, tokenizer)
     return [np.concatenate([_ids([piece], tokenizer)[0] for piece in pieces(text)]) for text in texts]
 

@@ -17,13 +17,13 @@ from spkv_nas.artifacts.comparison import DENSE
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.files import write_npz
 from spkv_nas.base.statistics import jackknife_ratio
-from spkv_nas.evaluation.paired import MOST_NATS, DocumentNLL
+from spkv_nas.evaluation.paired import MAX_NATS, DocumentNLL
 
 FILE = "comparison-documents.npz"
 _REMEDY = "retrain the layouts again"
 _ARRAYS = (
     Array("strategy", "text", "R"),
-    Array("total", "number", "R D", low=-1, high=MOST_NATS),
+    Array("total", "number", "R D", low=-1, high=MAX_NATS),
     Array("num_tokens", "whole", "D"),
 )
 

@@ -28,7 +28,7 @@ from spkv_nas.evaluation.ridge import Ridge
 from spkv_nas.evaluation.zero_shot import keep_score, read_score, zero_shot
 
 _SHARES = (4, 2, 1)  # after each rung, one block in N has been scored
-_FEWEST = 8  # minimum number of scored blocks: a standard error over fewer is unreliable
+_MIN_BLOCKS = 8  # minimum number of scored blocks: a standard error over fewer is unreliable
 _BEHIND = 2.0  # standard errors behind the incumbent at which a layout is stopped
 
 Float = NDArray[np.float64]
@@ -55,7 +55,7 @@ class RungSchedule:
     def of(cls, text: TokenBlocks) -> RungSchedule | None:
         """Divide a text into rungs; None if it is too short for early stopping."""
         ends = [text.num_blocks // share for share in _SHARES]
-        ends = [end for end in ends if end >= _FEWEST or end == ends[-1]]
+        ends = [end for end in ends if end >= _MIN_BLOCKS or end == ends[-1]]
         if len(ends) == 1:
             return None
         rungs, block, document = zip(*map(_by_piece, text.nested(ends)), strict=True)

@@ -18,8 +18,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_npz
 from spkv_nas.base.statistics import effective_number, jackknife_ratio
 
-MOST_NATS = 1e15  # upper bound per document; its square is still far from the largest float
-_ARRAYS = (Array("total", "number", "documents", low=-1, high=MOST_NATS), Array("num_tokens", "whole", "documents"))
+MAX_NATS = 1e15  # upper bound per document; its square is still far from the largest float
+_ARRAYS = (Array("total", "number", "documents", low=-1, high=MAX_NATS), Array("num_tokens", "whole", "documents"))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import scipy  # loads scipy.stats on first use
 from numpy.typing import ArrayLike, NDArray
 
 NUM_RESAMPLES = 2000
-FEWEST = 8  # layouts or heads below which resampling gives no usable interval
+MIN_ITEMS = 8  # layouts or heads below which resampling gives no usable interval
 _EXACT = 7  # layouts up to which all permutations (5,040) are enumerated for the p-value
 
 
@@ -60,7 +60,7 @@ def spearman(one: ArrayLike, other: ArrayLike) -> tuple[float, tuple[float, floa
     if num_items < 3 or (np.ptp(pairs, axis=1) == 0).any():
         return None
     rho = float(_rho(*pairs[:, None])[0])
-    if num_items < FEWEST or abs(rho) > 1 - 1e-9:
+    if num_items < MIN_ITEMS or abs(rho) > 1 - 1e-9:
         return rho, None
     resamples = np.random.default_rng(0).integers(num_items, size=(NUM_RESAMPLES, num_items))
     low, high = np.nanpercentile(_rho(*pairs[:, resamples]), [2.5, 97.5])

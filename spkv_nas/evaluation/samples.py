@@ -16,7 +16,7 @@ from typing import Any
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import parse_json, read_text, write_atomic
 
-_MOST_BYTES = 1 << 34
+_MAX_BYTES = 1 << 34
 
 
 def sample_file(folder: Path, name: str, depends_on: str) -> Path:
@@ -38,7 +38,7 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
         UserError: if the file is damaged.
     """
     try:
-        text = read_text(file, "samples", most=_MOST_BYTES)
+        text = read_text(file, "samples", most=_MAX_BYTES)
         # Not splitlines(): other line breaks may occur inside samples
         return [parse_json(line) for line in text.removesuffix("\n").split("\n")]
     except ValueError as error:

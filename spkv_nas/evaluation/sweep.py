@@ -17,7 +17,7 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MOST_SHOWN
+from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
@@ -145,6 +145,4 @@ def read_sweep(path: Path) -> pd.DataFrame:
     Raises:
         UserError: if a column is missing, or a cell is not a number.
     """
-    return read_table(
-        path, "sweep", tuple(Column(name, "number", low=-MOST_SHOWN, high=MOST_SHOWN) for name in COLUMNS)
-    )
+    return read_table(path, "sweep", tuple(Column(name, "number", low=-MAX_SHOWN, high=MAX_SHOWN) for name in COLUMNS))

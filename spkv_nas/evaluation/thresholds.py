@@ -8,7 +8,7 @@ import numpy as np
 
 from spkv_nas.artifacts.defaults import TAU_POINTS
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MOST_REPEATS
+from spkv_nas.base.limits import MAX_REPEATS
 
 
 def check_tau(tau: float | None) -> None:
@@ -75,8 +75,8 @@ def _logit_spaced(low: float, high: float, num_taus: int) -> list[float]:
             f"a range is evenly spaced in logit(tau), so its ends must lie inside (0, 1); found {low:g}..{high:g}\n"
             "tau 0 (open gates) is always measured; to measure tau 1, give a list such as 0.5,0.9,1"
         )
-    if not 2 <= num_taus <= MOST_REPEATS:
-        raise UserError(f"--num-taus must be between 2 (the ends of the range) and {MOST_REPEATS}; found {num_taus}")
+    if not 2 <= num_taus <= MAX_REPEATS:
+        raise UserError(f"--num-taus must be between 2 (the ends of the range) and {MAX_REPEATS}; found {num_taus}")
     logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), num_taus)[1:-1]
     between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits, as in the CSV
     return [low, *between, high]

@@ -19,7 +19,7 @@ from spkv_nas.artifacts.gains import Gains
 from spkv_nas.evaluation.ranking import spearman
 
 _CLEAR = 2.0  # standard errors above which a head's gain is significant
-FEWEST_DOCUMENTS = 8  # minimum number of documents for naming single heads
+MIN_DOCUMENTS = 8  # minimum number of documents for naming single heads
 
 Float = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -118,7 +118,7 @@ class Trust:
 
 def _are_few(num_documents: int | None) -> bool:
     """Return True if the gains are known to come from too few documents to name heads by."""
-    return num_documents is not None and num_documents < FEWEST_DOCUMENTS
+    return num_documents is not None and num_documents < MIN_DOCUMENTS
 
 
 def _share(saved: Float, errors: Float, part: Mask) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.model.attention import GLOBAL_WINDOW, attention_layers, layer_state, layer_states
 from spkv_nas.model.custom_model_type import set_custom_model_type
-from spkv_nas.model.model_shape import MOST_LAYERS
+from spkv_nas.model.model_shape import MAX_LAYERS
 
 _Window = Annotated[int, Field(ge=1, le=GLOBAL_WINDOW)]
 
@@ -32,7 +32,7 @@ class SavedLayer(Section):
 class _SavedLayout(Section):
     """Layout of a hybrid: letters of its heads by layer, and the window of local heads."""
 
-    heads: list[str] = Field(min_length=1, max_length=MOST_LAYERS)
+    heads: list[str] = Field(min_length=1, max_length=MAX_LAYERS)
     window: _Window
 
 
@@ -40,7 +40,7 @@ class _Saved(Section):
     """Content of the section: the hooked layers, and either gates or a layout."""
 
     version: Literal[1]
-    layers: dict[str, SavedLayer] = Field(min_length=1, max_length=MOST_LAYERS)
+    layers: dict[str, SavedLayer] = Field(min_length=1, max_length=MAX_LAYERS)
     gates: GateConfig | None = None
     layout: _SavedLayout | None = None
 

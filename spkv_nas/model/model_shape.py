@@ -17,16 +17,16 @@ from spkv_nas.base.memory import require
 from spkv_nas.base.schema import suggestion
 from spkv_nas.model.gates import predictor_parameters
 
-MOST_LAYERS = 1000  # several times that of any decoder; a million would take forever to build
-_MOST_EXPERTS = 100_000
+MAX_LAYERS = 1000  # several times that of any decoder; a million would take forever to build
+_MAX_EXPERTS = 100_000
 _LAYER_COUNTS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers"}
-_MOST_LABELS = 10_000  # of a classifier; transformers builds a dictionary of them even for decoders
+_MAX_LABELS = 10_000  # of a classifier; transformers builds a dictionary of them even for decoders
 _EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts"}
 _READ_BY_MODELS = {"model_type", "head_dim"}  # read by decoders whose config class has no such field
-_MOST_COUNTS = {
-    **dict.fromkeys(_LAYER_COUNTS, MOST_LAYERS),
-    **dict.fromkeys(_EXPERT_COUNTS, _MOST_EXPERTS),
-    "num_labels": _MOST_LABELS,
+_MAX_COUNTS = {
+    **dict.fromkeys(_LAYER_COUNTS, MAX_LAYERS),
+    **dict.fromkeys(_EXPERT_COUNTS, _MAX_EXPERTS),
+    "num_labels": _MAX_LABELS,
 }
 
 
@@ -112,7 +112,7 @@ def check_counts(config: Mapping[str, Any], what: str) -> None:
     for key, value in config.items():
         if isinstance(value, Mapping) and key != "spkv":  # validated by its own schema
             check_counts(value, what)
-        most = _MOST_COUNTS.get(key)
+        most = _MAX_COUNTS.get(key)
         if most is not None and isinstance(value, int | float) and value > most:
             raise UserError(f"{what}: '{key}' in its config is {value:.6g}; more than {most:,} are not supported")
 
@@ -159,7 +159,7 @@ def check_size(
         The number of parameters.
 
     Raises:
-        UserError: more than ``MOST_LAYERS`` layers, or more parameters than memory can hold.
+        UserError: more than ``MAX_LAYERS`` layers, or more parameters than memory can hold.
     """
     check_counts(config.to_dict(), what)
     try:

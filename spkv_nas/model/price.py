@@ -29,10 +29,10 @@ from spkv_nas.model.gates import predictors
 from spkv_nas.model.hooks import watch_logits
 
 PROPORTIONAL, INTEGRAL = 6.0, 0.15  # gains per unit of density; the latter also per step
-_LEAST_RATE = 0.1  # share of the largest learning rate below which the gains stop growing
-_MOST_PROPORTIONAL = 1.0  # limit of the proportional term: gates that start alike respond late and all at once
-_MOST = 4.0  # limit of the exponent: a price of e^4 times the first
-_LEAST_SHARE = 0.1  # minimum first price, as a share of the mean absolute benefit
+_MIN_RATE = 0.1  # share of the largest learning rate below which the gains stop growing
+_MAX_PROPORTIONAL = 1.0  # limit of the proportional term: gates that start alike respond late and all at once
+_MAX_EXPONENT = 4.0  # limit of the exponent: a price of e^4 times the first
+_MIN_SHARE = 0.1  # minimum first price, as a share of the mean absolute benefit
 
 
 class Price:
@@ -58,17 +58,17 @@ class Price:
         """Set the first price from the benefits of heads [layers, KV heads]; NaN for heads without a gate."""
         gated = benefits[np.isfinite(benefits)]
         quantile = float(np.quantile(gated, 1.0 - self.target)) if gated.size else 0.0
-        least = _LEAST_SHARE * float(np.abs(gated).mean()) if gated.size else 0.0
+        least = _MIN_SHARE * float(np.abs(gated).mean()) if gated.size else 0.0
         self._first = max(quantile, least, float(np.finfo(np.float32).tiny))
 
     def move(self, density: float, learning_rate: float) -> None:
         """Update the price after a step of mean density ``density``, taken at ``learning_rate``."""
         self._largest_rate = max(self._largest_rate, learning_rate)
-        response = max(_LEAST_RATE, learning_rate / self._largest_rate)
+        response = max(_MIN_RATE, learning_rate / self._largest_rate)
         error = (density - self.target) / response
-        self._sum = min(self._sum + INTEGRAL * error, _MOST)
-        proportional = max(-_MOST_PROPORTIONAL, min(PROPORTIONAL * error, _MOST_PROPORTIONAL))
-        exponent = min(self._sum + proportional, _MOST)
+        self._sum = min(self._sum + INTEGRAL * error, _MAX_EXPONENT)
+        proportional = max(-_MAX_PROPORTIONAL, min(PROPORTIONAL * error, _MAX_PROPORTIONAL))
+        exponent = min(self._sum + proportional, _MAX_EXPONENT)
         # Exponential above the first price, linear below, so that negative prices can raise the density
         self.value = self._first * (math.exp(exponent) if exponent > 0.0 else 1.0 + exponent)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.base.flag import Flag
-from spkv_nas.base.limits import MOST_SEED, MOST_SIZE, MOST_STEPS
+from spkv_nas.base.limits import MAX_SEED, MAX_SIZE, MAX_STEPS
 from spkv_nas.probing.signal import Option
 from spkv_nas.proposal.budget import PAPER_BUDGET
 
-STEPS = Flag("Training steps.", low=1, high=MOST_STEPS)
-SEED = Flag("Random seed.", low=0, high=MOST_SEED)
+STEPS = Flag("Training steps.", low=1, high=MAX_STEPS)
+SEED = Flag("Random seed.", low=0, high=MAX_SEED)
 BUDGET = Flag("Number of global KV heads, or a share such as 25%.", ("--budget", "-b"), "N|N%")
 GRANULARITIES = HEAD, LAYER = "head", "layer"
 
@@ -25,7 +25,7 @@ ABLATION_OPTIONS = (
     Option(
         "max_heads",
         int,
-        Flag("Maximum number of heads to measure individually, in the layers that gain most.", low=1, high=MOST_SIZE),
+        Flag("Maximum number of heads to measure individually, in the layers that gain most.", low=1, high=MAX_SIZE),
         shown="all",
     ),
 )

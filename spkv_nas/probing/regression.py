@@ -40,7 +40,7 @@ from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadMeans, check_window, domain_means, signal_table
 from spkv_nas.proposal.budget import parse_budget
 
-_FEWEST = 10  # minimum number of layouts
+_MIN_LAYOUTS = 10  # minimum number of layouts
 _EXPLAINED = 0.1  # explained share of the variance between layouts below which to warn
 
 Float = NDArray[np.float64]
@@ -116,9 +116,9 @@ def _layouts(grid: Grid, num_global: int, window: int, number: int, seed: int, e
     drawn = [Layout.from_mask((row < num_global).reshape(grid), window=window) for row in order]
     matching = [x for x in earlier if (x.grid, x.num_global, x.window) == (grid, num_global, window)]
     layouts = list(dict.fromkeys([*drawn, *matching]))
-    if len(layouts) < _FEWEST:
+    if len(layouts) < _MIN_LAYOUTS:
         raise UserError(
-            f"a regression needs at least {_FEWEST} distinct layouts; found {len(layouts)} with {num_global} of "
+            f"a regression needs at least {_MIN_LAYOUTS} distinct layouts; found {len(layouts)} with {num_global} of "
             f"{grid[0] * grid[1]} heads global: give another --budget or a larger --num-layouts"
         )
     return layouts

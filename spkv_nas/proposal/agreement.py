@@ -16,7 +16,7 @@ from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file
-from spkv_nas.base.limits import MOST_SHOWN
+from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import read_record, write_record
@@ -30,10 +30,10 @@ _COLUMNS = (
     Column("second"),
     Column("budget", "whole", low=1),
     *(
-        Column(name, "number", low=-1, high=MOST_SHOWN, gaps=True)
+        Column(name, "number", low=-1, high=MAX_SHOWN, gaps=True)
         for name in ("jaccard", "chance", "spearman", "transfer")
     ),
-    Column("mean_difference", "number", high=MOST_SHOWN, gaps=True),
+    Column("mean_difference", "number", high=MAX_SHOWN, gaps=True),
 )
 PARTS = ("domain", "half")
 

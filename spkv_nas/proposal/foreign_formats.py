@@ -45,7 +45,7 @@ from spkv_nas.artifacts.head_score_rows import COLUMNS
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import is_file, is_folder, read_json, read_text
-from spkv_nas.base.limits import MOST_WINDOW
+from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.ranking import densest
 
@@ -206,7 +206,7 @@ def _read_config(file: Path) -> dict[str, int]:
     data = read_json(file, "config")
     sizes = {key: data[key] for key in _SIZE_KEYS if data.get(key) is not None}
     for key, value in sizes.items():
-        if type(value) is not int or not _SIZE_KEYS[key] <= value <= MOST_WINDOW:
+        if type(value) is not int or not _SIZE_KEYS[key] <= value <= MAX_WINDOW:
             shown = shortened(repr(value), 40)
             raise UserError(
                 f"config {file}: '{key}' must be a whole number of at least {_SIZE_KEYS[key]}; found {shown}"

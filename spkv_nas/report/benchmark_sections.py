@@ -23,7 +23,7 @@ from spkv_nas.report.section import Row, Section
 
 _TIED, _AT_FLOOR = "not significantly different", "not above the floor"
 _AVERAGE = "average of "
-_MOST_NAMED = 6
+_MAX_NAMED = 6
 _PAIR = ("Baseline", "Baseline density, %", "Difference")
 _LONG = ("Domain", "Documents", "Tokens", "Key tokens", "LongPPL", "PPL", "Density, %")
 _LONG_PAIR = ("Baseline", "Baseline PPL", "Baseline density, %", "Difference, %")
@@ -105,7 +105,7 @@ def _density_findings(rows: pd.DataFrame) -> Iterable[str]:
         if all(math.isnan(row["above_lowest_standard_error"]) for _, row in others):
             tied_note = "; no standard error of the differences is known"
         elif tied:
-            tied_note = f"; within two standard errors of the difference: {listed(tied, _MOST_NAMED)}"
+            tied_note = f"; within two standard errors of the difference: {listed(tied, _MAX_NAMED)}"
         else:
             tied_note = "; no other rule is within two standard errors of it"
         loss = change(best["delta_nll_percent"], best["delta_nll_standard_error"])
@@ -136,7 +136,7 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
     # Name the tasks that are not above the floor
     at_floor = [f"{task} at {length:,}" for length, task, row in lines if _AT_FLOOR in row.tag]
     findings = (
-        [f"Not above the floor by more than two standard errors: {listed(at_floor, _MOST_NAMED)}."] if at_floor else []
+        [f"Not above the floor by more than two standard errors: {listed(at_floor, _MAX_NAMED)}."] if at_floor else []
     )
     haystack = record.get("haystack", "RULER's noise")
     return Section(
@@ -261,7 +261,7 @@ def _pair_findings(rows: pd.DataFrame, names: Sequence[str], *, paired: bool) ->
         ("below", [pair for pair in clear if pair[1] < 0]),
     ):
         if differing:
-            listing = listed([f"{name} ({signed(difference)})" for name, difference in differing], _MOST_NAMED)
+            listing = listed([f"{name} ({signed(difference)})" for name, difference in differing], _MAX_NAMED)
             yield f"More than two standard errors {direction} the baseline: {listing}."
     if not clear:
         yield "No difference from the baseline exceeds two standard errors."

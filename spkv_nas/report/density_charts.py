@@ -18,7 +18,7 @@ from spkv_nas.report.formatting import short
 from spkv_nas.report.profiles import domain_profile, position_profile
 
 _DENSITY = "density"  # name of the chart whose cells the layout charts reuse
-_MOST_POINTED = 500  # with more dots by domain there are no tooltips, which would be most of the page
+_MAX_POINTED = 500  # with more dots by domain there are no tooltips, which would be most of the page
 _UNEVEN = 2.0  # ratio of the widest to the narrowest bucket from which positions are logarithmic
 
 
@@ -120,7 +120,7 @@ def domain_chart(table: HeadScores) -> Chart:
         )
         form: tuple[str, ...] = (f"{domain}\nlayer ", ", KV head ", ": ", "")
         heights = tuple(row + jitter(index) for index in range(len(values)))
-        if len(table.rows) > _MOST_POINTED:
+        if len(table.rows) > _MAX_POINTED:
             tips, form = (), ()
         marks += [
             Points(values, heights, tips=tips, form=form, size=3.6, opacity=0.45, label="" if row else "KV head"),

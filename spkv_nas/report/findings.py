@@ -11,7 +11,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
 from spkv_nas.evaluation.guidance import correlations, guidance
-from spkv_nas.evaluation.ranking import FEWEST
+from spkv_nas.evaluation.ranking import MIN_ITEMS
 from spkv_nas.report.evidence import COMPARISON, all_evidence
 from spkv_nas.report.formatting import BASELINES, change, signed, standard_errors, versus
 from spkv_nas.report.inputs import ReportInputs
@@ -121,9 +121,9 @@ def _is_correlation(recorded: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
-    """Return a rank correlation with its interval or, below ``FEWEST`` layouts, its p-value, if recorded."""
+    """Return a rank correlation with its interval or, below ``MIN_ITEMS`` layouts, its p-value, if recorded."""
     text, interval, p_value = signed(recorded["rho"], 2), recorded.get("interval"), recorded.get("p_value")
-    if recorded.get("layouts", FEWEST) < FEWEST or not isinstance(interval, list | tuple) or len(interval) != 2:
+    if recorded.get("layouts", MIN_ITEMS) < MIN_ITEMS or not isinstance(interval, list | tuple) or len(interval) != 2:
         return text if not isinstance(p_value, int | float) else f"{text} (p = {p_value:.2g})"
     low, high = (signed(float(bound), 2) for bound in interval)
     return f"{text} (95 % interval {low} to {high})"

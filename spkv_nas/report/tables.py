@@ -21,7 +21,7 @@ from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.profiles import domain_profile
 from spkv_nas.report.verdict import Verdict
 
-_MOST_MISSED = 5
+_MAX_MISSED = 5
 _GROUPS = {SP_KV: 1, FULL_ATTENTION: 2, DENSE: 3}  # order of the rows, after the layouts (0)
 _NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is"}
 
@@ -86,7 +86,7 @@ def missed_rows(inputs: ReportInputs) -> list[tuple[str, ...]]:
             inputs.table.measure.exact(values[head.layer, head.kv_head]),
             str(1 + int((values > values[head.layer, head.kv_head]).sum())),
         )
-        for head in inputs.trust.missed[:_MOST_MISSED]
+        for head in inputs.trust.missed[:_MAX_MISSED]
     ]
 
 

@@ -21,7 +21,7 @@ from spkv_nas.report.evidence import COMPARISON, Evidence, Result, all_evidence
 from spkv_nas.report.formatting import above, listed, number, signed, standard_errors
 from spkv_nas.report.inputs import ReportInputs, widest_layout
 
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 _RUNS = "None of these errors includes the variation between training runs."
 TIED, UNKNOWN, BEHIND = "tied", "unknown", "behind"  # standing of a layout relative to the best
 _WORDS = {
@@ -126,7 +126,7 @@ class Verdict:
             return ["No layout has been retrained yet, so it is not known which has the lowest NLL."]
         margin = standard_errors(self.critical)
         sentences = [
-            f"{template.format(margin=margin)}, in percentage points: {listed(named, _MOST_NAMED)}."
+            f"{template.format(margin=margin)}, in percentage points: {listed(named, _MAX_NAMED)}."
             for standing, template in _WORDS.items()
             if (named := self._named(standing))
         ]

@@ -20,7 +20,7 @@ from spkv_nas.stages.report.command import ReportOptions
 from spkv_nas.stages.search.command import SearchOptions
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 
-_MOST_LISTED = 8  # maximum number of commands in an error
+_MAX_LISTED = 8  # maximum number of commands in an error
 
 
 def chosen_table(
@@ -56,8 +56,8 @@ def chosen_table(
         if names:
             break
     # List the commands to choose from
-    commands = [next_line(command_line(replace(options, probe=name))) for name in list(records)[:_MOST_LISTED]]
-    more = ["..."] if len(records) > _MOST_LISTED else []
+    commands = [next_line(command_line(replace(options, probe=name))) for name in list(records)[:_MAX_LISTED]]
+    more = ["..."] if len(records) > _MAX_LISTED else []
     raise UserError("\n".join([f"{folder} has {len(records)} probes: choose one with --probe NAME", *commands, *more]))
 
 

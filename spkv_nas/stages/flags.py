@@ -12,18 +12,18 @@ from typing import Annotated
 from spkv_nas.base.device import DTYPES
 from spkv_nas.base.flag import Flag
 from spkv_nas.base.limits import (
-    MOST_BATCH,
-    MOST_BLOCK_SIZE,
-    MOST_REPEATS,
-    MOST_SIZE,
-    MOST_WHOLE,
-    MOST_WINDOW,
+    MAX_BATCH,
+    MAX_BLOCK_SIZE,
+    MAX_REPEATS,
+    MAX_SIZE,
+    MAX_WHOLE,
+    MAX_WINDOW,
 )
 from spkv_nas.probing.flags import BUDGET, SEED, STEPS
 from spkv_nas.probing.registry import SIGNALS
 
 MEMORY = "Constraints and memory"
-_MOST_DEVICES = 1 << 16
+_MAX_DEVICES = 1 << 16
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe file (YAML): model, text, training and gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)
@@ -42,9 +42,9 @@ _BUDGETS = Flag(
     ("--budget", "-b"),
     "N|N%|LIST|RANGE",
 )
-_MAX_TOKENS = Flag("Use at most N tokens, taking one block from each document in turn.", low=1, high=MOST_WHOLE)
-_BLOCK_SIZE = Flag("Tokens per block (sequence) of --data.", low=2, high=MOST_BLOCK_SIZE)
-_WINDOW = Flag("Window of a local head: recent keys it sees, including the query's.", low=1, high=MOST_WINDOW)
+_MAX_TOKENS = Flag("Use at most N tokens, taking one block from each document in turn.", low=1, high=MAX_WHOLE)
+_BLOCK_SIZE = Flag("Tokens per block (sequence) of --data.", low=2, high=MAX_BLOCK_SIZE)
+_WINDOW = Flag("Window of a local head: recent keys it sees, including the query's.", low=1, high=MAX_WINDOW)
 _CONTEXT = Flag("Sequence length in tokens; 1k is 1,024.", metavar="N|Nk", panel=MEMORY)
 _TAUS = Flag(
     "Thresholds: a range, evenly spaced in logit, or a comma-separated list. Open gates are measured too.",
@@ -76,7 +76,7 @@ RecipeOption = Annotated[Path | None, Flag(_RECIPE)]
 Tau = Annotated[float | None, Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")]
 Seed = Annotated[int, SEED]
 OptionalSeed = Annotated[int | None, SEED]
-Seeds = Annotated[int, Flag("Number of repetitions, each with a different seed.", low=1, high=MOST_REPEATS)]
+Seeds = Annotated[int, Flag("Number of repetitions, each with a different seed.", low=1, high=MAX_REPEATS)]
 Steps = Annotated[int | None, STEPS]
 
 # Measuring
@@ -90,7 +90,7 @@ Signal = Annotated[
 Taus = Annotated[str, _TAUS]
 OptionalTaus = Annotated[str | None, _TAUS]
 NumTaus = Annotated[
-    int | None, Flag("Number of thresholds in the range --taus LOW..HIGH, including its ends.", high=MOST_REPEATS)
+    int | None, Flag("Number of thresholds in the range --taus LOW..HIGH, including its ends.", high=MAX_REPEATS)
 ]
 OptionalProbe = Annotated[str | None, _PROBE]
 
@@ -119,14 +119,14 @@ OptionalWindow = Annotated[int | None, _WINDOW]
 # Constraints and memory
 Context = Annotated[str, _CONTEXT]
 OptionalContext = Annotated[str | None, _CONTEXT]
-Batch = Annotated[int, Flag("Sequences in the KV cache.", low=1, high=MOST_BATCH, panel=MEMORY)]
-HeadDim = Annotated[int | None, Flag("Head dimension.", high=MOST_SIZE, panel=MEMORY)]
+Batch = Annotated[int, Flag("Sequences in the KV cache.", low=1, high=MAX_BATCH, panel=MEMORY)]
+HeadDim = Annotated[int | None, Flag("Head dimension.", high=MAX_SIZE, panel=MEMORY)]
 KvDtype = Annotated[str | None, Flag("Data type of keys and values: float32, bfloat16, float8, ...", panel=MEMORY)]
 MinPerLayer = Annotated[
     int | None,
     Flag(
         "Minimum number of global heads per layer, except --global-layers and --local-layers.",
-        high=MOST_SIZE,
+        high=MAX_SIZE,
         panel=MEMORY,
     ),
 ]
@@ -134,7 +134,7 @@ MaxPerLayer = Annotated[
     int | None,
     Flag(
         "Maximum number of global heads per layer, except --global-layers and --local-layers.",
-        high=MOST_SIZE,
+        high=MAX_SIZE,
         panel=MEMORY,
     ),
 ]

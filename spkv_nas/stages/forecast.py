@@ -18,7 +18,7 @@ from spkv_nas.artifacts.defaults import (
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.device import choose_device, choose_dtype, dtype_name
-from spkv_nas.base.limits import MOST_WHOLE
+from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import ITEM_BYTES
@@ -82,7 +82,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     speed = EFFICIENCY * matmul_speed(device, bfloat16=num_bytes == BFLOAT16)
     # Count the text
     learns = gates is None and SIGNALS[str(options.signal)].needs_gates
-    num_tokens = MOST_WHOLE  # above every --max-tokens
+    num_tokens = MAX_WHOLE  # above every --max-tokens
     if options.max_tokens is None:
         reporter.announce("counting the tokens of the text")
         text = count_text(data.sources, base, load_tokenizer(subject.source))

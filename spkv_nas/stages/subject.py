@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from spkv_nas.training.recipe import Recipe
 
 
-_LEAST_SAMPLES = 2  # minimum number of RULER blocks, so that a domain has a standard error
+_MIN_SAMPLES = 2  # minimum number of RULER blocks, so that a domain has a standard error
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Subject:
         total = min(text.num_blocks, max_blocks or text.num_blocks)
         samples = ruler_blocks(recipe, tokenizer, read_essays(recipe, self.base), text.block_size, recipe.seed)
         assert samples is not None
-        number = max(min(_LEAST_SAMPLES, total), round(recipe.data.mix.ruler.share * total))
+        number = max(min(_MIN_SAMPLES, total), round(recipe.data.mix.ruler.share * total))
         held_out = samples.held_out(number)
         return held_out if number == total else text.spread(total - number).and_(held_out)
 

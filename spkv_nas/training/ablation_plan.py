@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV, check_layout_names
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import read_yaml
-from spkv_nas.base.names import MOST_CHARACTERS
+from spkv_nas.base.names import MAX_CHARACTERS
 from spkv_nas.base.schema import merged, validate
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
@@ -53,7 +53,7 @@ class Ablations(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MOST_CHARACTERS)
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_CHARACTERS)
     recipe: dict[str, Any] | str = Field(description="the base recipe, or its file from the folder of the ablations")
     rows: dict[str, Row] = Field(min_length=1, description="by name; the first is the baseline")
 

@@ -11,17 +11,17 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from spkv_nas.base.limits import MOST_BLOCK_SIZE, MOST_WHOLE
+from spkv_nas.base.limits import MAX_BLOCK_SIZE, MAX_WHOLE
 from spkv_nas.base.schema import Section
 
-MOST_THETA = 1e12
+MAX_THETA = 1e12
 _YARN_KEYS = ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
 
 
 class RopeConfig(Section):
     """Change rotary positions, by the names of transformers' ``rope_parameters``; other parameters stay the model's."""
 
-    rope_theta: float | None = Field(None, gt=1.0, le=MOST_THETA, description="base of the rotary frequencies")
+    rope_theta: float | None = Field(None, gt=1.0, le=MAX_THETA, description="base of the rotary frequencies")
     rope_type: Literal["default", "linear", "yarn"] | None = Field(
         None, description="scaling: linear (all frequencies) or yarn (low frequencies)"
     )
@@ -32,7 +32,7 @@ class RopeConfig(Section):
         "positions",
     )
     original_max_position_embeddings: int | None = Field(
-        None, ge=1, le=MOST_WHOLE, description="original context length of yarn; default: the model's positions"
+        None, ge=1, le=MAX_WHOLE, description="original context length of yarn; default: the model's positions"
     )
     attention_factor: float | None = Field(None, gt=0.0, description="yarn's factor on cos and sin")
     beta_fast: float | None = Field(None, gt=0.0, description="upper frequency boundary of yarn; default: 32")
@@ -58,7 +58,7 @@ class ExtendConfig(Section):
 
     at: float = Field(0.5, ge=0.0, lt=1.0, description="fraction of the branch's steps before the switch")
     block_size: int = Field(
-        ge=2, le=MOST_BLOCK_SIZE, description="tokens per longer block, a multiple of data.block_size"
+        ge=2, le=MAX_BLOCK_SIZE, description="tokens per longer block, a multiple of data.block_size"
     )
     rope: RopeConfig = Field(RopeConfig(), description="RoPE settings after the switch")
 

@@ -33,11 +33,11 @@ from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.text_size import TextSize
 
 SOFT_FRACTION = 0.8
-FEWEST_STEPS = 20
+MIN_STEPS = 20
 _STEP_TOKENS, _BLOCK_SIZE = {"cpu": 2048, "cuda": 16384}, {"cpu": 512, "cuda": 2048}
-_SMALLEST_BLOCK, _FEWEST_BLOCKS, _HELDOUT_BLOCKS = 32, 64, 8
-_HELDOUT_TOKENS, _MOST_HELDOUT = 20_000, 60_000
-_MODEL_SHARE, _MOST_MODEL_RATE = 0.05, 3e-4
+_SMALLEST_BLOCK, _MIN_BLOCKS, _HELDOUT_BLOCKS = 32, 64, 8
+_HELDOUT_TOKENS, _MAX_HELDOUT = 20_000, 60_000
+_MODEL_SHARE, _MAX_MODEL_RATE = 0.05, 3e-4
 
 _TEMPLATE = """\
 # For a model of {layers} layers x {kv_heads} KV heads, {parameters} parameters, and a text of {tokens} tokens.
@@ -97,12 +97,12 @@ class Draft:
         Raises:
             UserError: there is too little text.
         """
-        if text.tokens < _FEWEST_BLOCKS * _SMALLEST_BLOCK:
+        if text.tokens < _MIN_BLOCKS * _SMALLEST_BLOCK:
             raise _too_little(size, text)
         kind = "cuda" if device.startswith("cuda") else "cpu"
         max_block = min(_BLOCK_SIZE[kind], size.positions or _BLOCK_SIZE[kind])
         draft = cls(name, model, sources, size, text, kind, max_block)
-        max_block = min(max_block, text.tokens // _FEWEST_BLOCKS, int(draft.heldout * text.tokens) // _HELDOUT_BLOCKS)
+        max_block = min(max_block, text.tokens // _MIN_BLOCKS, int(draft.heldout * text.tokens) // _HELDOUT_BLOCKS)
         if max_block < _SMALLEST_BLOCK:
             raise _too_little(size, text)
         return replace(draft, block_size=2 ** int(math.log2(max_block)))
@@ -138,7 +138,7 @@ class Draft:
         """Return the commented YAML text of the recipe."""
         # Learning rates
         peak = peak_learning_rate(self.size.without_embeddings)
-        rate = _digits(min(_MODEL_SHARE * peak, _MOST_MODEL_RATE), 2)
+        rate = _digits(min(_MODEL_SHARE * peak, _MAX_MODEL_RATE), 2)
         multiplier = _digits(predictor_learning_rate(self.size.without_embeddings) / rate, 2)
         # Optional keys
         memory = ""
@@ -156,7 +156,7 @@ class Draft:
             parameters=f"{self.size.num_parameters:,}",
             block_size=self.block_size,
             heldout=self.heldout,
-            most_heldout=_MOST_HELDOUT,
+            most_heldout=_MAX_HELDOUT,
             steps=self.steps,
             batch_size=self.batch_size,
             step_tokens=self.batch_size * self.block_size,
@@ -178,7 +178,7 @@ def _too_little(size: ModelSize, text: TextSize) -> UserError:
     """Return the error for too little text."""
     return UserError(
         f"{text.tokens:,} tokens of text, {size.positions or 'any number of'} positions of the model: too few "
-        f"for {_FEWEST_BLOCKS} blocks of {_SMALLEST_BLOCK} tokens\ngive more text"
+        f"for {_MIN_BLOCKS} blocks of {_SMALLEST_BLOCK} tokens\ngive more text"
     )
 
 

@@ -3,7 +3,7 @@
 Restarting a finished model at a high learning rate makes it worse. The control gets worse as well, so that layouts look
 good next to it although they cost several times as much relative to the original model. Two rules decide on warnings:
 
-- The control may be at most ``MOST_HARM`` percent worse than the unchanged dense model, and a layout not worse than
+- The control may be at most ``MAX_HARM`` percent worse than the unchanged dense model, and a layout not worse than
   before it was retrained.
 - A difference within its standard error is no evidence of harm. The change of the control is always announced with its
   error, so that the absence of a warning is not mistaken for no change.
@@ -15,7 +15,7 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.training.recipe import Recipe
 
-MOST_HARM = 0.1  # percent of NLL
+MAX_HARM = 0.1  # percent of NLL
 WARMUP_SHARE = 0.1  # recommended warm-up, as a share of a branch's steps
 _LOWER_RATE = 3.0  # factor by which to reduce a harmful learning rate
 
@@ -31,7 +31,7 @@ def compare_control(control: DocumentNLL, dense: DocumentNLL, recipe: Recipe, re
     """
     change = paired_difference(control, dense)
     measured = f"full attention retrained (the control) has {_amount(change)} NLL than the dense model as it is"
-    if is_worse(change, MOST_HARM):
+    if is_worse(change, MAX_HARM):
         reporter.caution(f"warning: {measured}: this retraining harms the model, and layouts with it\n{remedy(recipe)}")
         return
     reporter.announce(measured)

@@ -20,8 +20,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.device import training_precision
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml
-from spkv_nas.base.limits import MOST_BATCH, MOST_RANK, MOST_SEED, MOST_STEPS, MOST_WHOLE
-from spkv_nas.base.names import MOST_CHARACTERS
+from spkv_nas.base.limits import MAX_BATCH, MAX_RANK, MAX_SEED, MAX_STEPS, MAX_WHOLE
+from spkv_nas.base.names import MAX_CHARACTERS
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.cost.ladder import find_level, ladder
 from spkv_nas.cost.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
@@ -69,10 +69,10 @@ class TokenizerConfig(Section):
 class DenseConfig(Section):
     """Train a new dense model: the stable phase, at a constant learning rate."""
 
-    steps: int = Field(3000, ge=1, le=MOST_STEPS, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per step, summed over all processes")
+    steps: int = Field(3000, ge=1, le=MAX_STEPS, description="optimizer steps")
+    batch_size: int = Field(8, ge=1, le=MAX_BATCH, description="blocks per step, summed over all processes")
     learning_rate: float = Field(2e-3, gt=0.0, description="constant learning rate after warm-up")
-    warmup_steps: int = Field(100, ge=0, le=MOST_STEPS, description="steps of linear warm-up")
+    warmup_steps: int = Field(100, ge=0, le=MAX_STEPS, description="steps of linear warm-up")
     weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0.0, description="norm to which gradients are clipped")
 
@@ -80,10 +80,10 @@ class DenseConfig(Section):
 class BranchConfig(Section):
     """Continue training in the same way for every variant: the decay phase."""
 
-    steps: int = Field(1000, ge=1, le=MOST_STEPS, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per step, summed over all processes")
+    steps: int = Field(1000, ge=1, le=MAX_STEPS, description="optimizer steps")
+    batch_size: int = Field(8, ge=1, le=MAX_BATCH, description="blocks per step, summed over all processes")
     learning_rate: float = Field(2e-3, gt=0.0, description="peak learning rate, followed by cosine decay")
-    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="steps of linear warm-up")
+    warmup_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps of linear warm-up")
     final_learning_rate: float = Field(
         0.01, ge=0.0, le=1.0, description="final learning rate as a fraction of the peak"
     )
@@ -97,7 +97,7 @@ class BranchConfig(Section):
 class LoraConfig(Section):
     """Train low-rank adapters of linear layers, and the gates' predictors, while the weights are frozen."""
 
-    rank: int = Field(16, ge=1, le=MOST_RANK, description="rank of the adapters")
+    rank: int = Field(16, ge=1, le=MAX_RANK, description="rank of the adapters")
     alpha: float = Field(32.0, gt=0.0, description="scale of the adapters: they are multiplied by alpha / rank")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout of an adapter's input")
     targets: Literal["all-linear"] | list[str] = Field(
@@ -129,9 +129,7 @@ class GatesConfig(GateConfig):
     soft_fraction: float = Field(
         0.75, ge=0.0, le=1.0, description="fraction of the branch's steps with soft gates, before they become hard"
     )
-    anneal_steps: int = Field(
-        0, ge=0, le=MOST_STEPS, description="steps of a linear transition from soft to hard gates"
-    )
+    anneal_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps of a linear transition from soft to hard gates")
     start_from: str | None = Field(None, description="checkpoint to initialise the predictors from")
 
     @model_validator(mode="before")
@@ -169,11 +167,11 @@ class GatesConfig(GateConfig):
 class EvaluationConfig(Section):
     """Measure held-out NLL, after training and while an SP-KV branch trains."""
 
-    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per forward pass in evaluation")
+    batch_size: int = Field(8, ge=1, le=MAX_BATCH, description="blocks per forward pass in evaluation")
     every: int | None = Field(
-        None, ge=1, le=MOST_STEPS, description="also evaluate every N steps while an SP-KV branch trains"
+        None, ge=1, le=MAX_STEPS, description="also evaluate every N steps while an SP-KV branch trains"
     )
-    max_tokens: int = Field(65536, ge=1, le=MOST_WHOLE, description="held-out tokens for evaluations during training")
+    max_tokens: int = Field(65536, ge=1, le=MAX_WHOLE, description="held-out tokens for evaluations during training")
 
 
 class Recipe(Section):
@@ -185,10 +183,10 @@ class Recipe(Section):
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=MOST_CHARACTERS,
+        max_length=MAX_CHARACTERS,
         description="name of the results in probes/, layouts/, reports/ and runs/",
     )
-    seed: int = Field(0, ge=0, le=MOST_SEED, description="random seed of new weights, predictors and the data order")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="random seed of new weights, predictors and the data order")
     model: ModelConfig = Field(description="model, or a level of the scaling ladder, such as micro-0")
     tokenizer: TokenizerConfig | None = Field(None, description="tokenizer; default: the model's")
     data: DataConfig = Field(description="text, and how to cut it into blocks")
@@ -199,11 +197,11 @@ class Recipe(Section):
         None, description="train low-rank adapters (LoRA), merged into the weights at the end"
     )
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="evaluation of held-out NLL")
-    checkpoint_every: int = Field(200, ge=1, le=MOST_STEPS, description="steps between checkpoints of a run")
+    checkpoint_every: int = Field(200, ge=1, le=MAX_STEPS, description="steps between checkpoints of a run")
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         [], description="experiment trackers to log to; TensorBoard files are in the run's folder"
     )
-    micro_batch_size: int | None = Field(None, ge=1, le=MOST_BATCH, description="blocks per forward and backward pass")
+    micro_batch_size: int | None = Field(None, ge=1, le=MAX_BATCH, description="blocks per forward and backward pass")
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )

@@ -31,7 +31,7 @@ from spkv_nas.training.branches import branch_folder, is_finished
 from spkv_nas.training.dense import dense_run, is_dense_trained, new_config, new_model
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
 from spkv_nas.training.run_files import newest_step
-from spkv_nas.training.step_cost import MOST_SECONDS, StepCost, estimate, how_trained, measure
+from spkv_nas.training.step_cost import MAX_SECONDS, StepCost, estimate, how_trained, measure
 from spkv_nas.training.text_size import TextSize, count_text
 from spkv_nas.training.variants import Kind, Variant
 
@@ -261,7 +261,7 @@ class Planner:
         guess = estimate(self.size, block_size, settings, device=device)
         max_blocks = (ROOM * self.available - guess.fixed_bytes) / guess.block_bytes
         num_blocks = min(
-            self._arguments[-1].per_device_train_batch_size, int(max_blocks), int(MOST_SECONDS / guess.pass_seconds)
+            self._arguments[-1].per_device_train_batch_size, int(max_blocks), int(MAX_SECONDS / guess.pass_seconds)
         )
         if num_blocks < 1:
             return guess

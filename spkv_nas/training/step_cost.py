@@ -35,7 +35,7 @@ from spkv_nas.model.model_shape import vocabulary_size
 from spkv_nas.training.branch_setup import frozen_dtype
 from spkv_nas.training.recipe import OFFLOAD, BranchConfig, DenseConfig, Recipe
 
-MOST_SECONDS = 5.0  # maximum duration of a trial pass
+MAX_SECONDS = 5.0  # maximum duration of a trial pass
 EFFICIENCY = 0.5  # speed of training relative to a matrix product
 _LOGIT_COPIES = 2 * 4  # bytes per logit in addition to what autograd saves
 _ROUNDS = 3  # maximum number of timed calls

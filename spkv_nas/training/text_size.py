@@ -15,7 +15,7 @@ from spkv_nas.data.tokenizer import encode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_CHARACTERS = 20_000_000  # maximum number of characters to count
+MAX_CHARACTERS = 20_000_000  # maximum number of characters to count
 _BATCH = 64  # documents per tokenizer call
 
 
@@ -26,7 +26,7 @@ class TextSize:
     Attributes:
         documents: number of documents.
         tokens: number of tokens, including separators.
-        is_whole: False if only the first ``MOST_CHARACTERS`` characters were counted.
+        is_whole: False if only the first ``MAX_CHARACTERS`` characters were counted.
     """
 
     documents: int
@@ -43,7 +43,7 @@ class TextSize:
 
 
 def count_text(sources: Iterable[str | SourceConfig], base: Path, tokenizer: PreTrainedTokenizerBase) -> TextSize:
-    """Count the documents and tokens of a text, up to ``MOST_CHARACTERS`` characters.
+    """Count the documents and tokens of a text, up to ``MAX_CHARACTERS`` characters.
 
     Args:
         sources: sources of the text.
@@ -55,7 +55,7 @@ def count_text(sources: Iterable[str | SourceConfig], base: Path, tokenizer: Pre
     """
     remaining = documents(sources, base)
     number = tokens = characters = 0
-    while characters < MOST_CHARACTERS:
+    while characters < MAX_CHARACTERS:
         texts = [document.text for document in islice(remaining, _BATCH)]
         if not texts:
             return TextSize(number, tokens)

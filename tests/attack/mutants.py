@@ -22,7 +22,7 @@ import numpy as np
 
 from spkv_nas.base.errors import UserError
 
-MOST_CHARACTERS = 1000  # of an error's message
+MAX_CHARACTERS = 1000  # of an error's message
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def attack(reader: Reader, number: int, seed: int = 0) -> Outcome:
                 outcome.accepted += 1
             except UserError as error:
                 outcome.refused += 1
-                if len(str(error)) > MOST_CHARACTERS:
+                if len(str(error)) > MAX_CHARACTERS:
                     outcome.crashes.append(f"a message of {len(str(error))} characters")
             except Exception as error:
                 where = traceback.extract_tb(error.__traceback__)[-3:]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attack.arena import Arena, Run
 
-MOST_SHOWN = 5  # failures of one attack that are printed in full
+MAX_SHOWN = 5  # failures of one attack that are printed in full
 _TAIL = 600  # characters of a command's standard error
 
 
@@ -29,7 +29,7 @@ class Tally:
 
     def check(self) -> None:
         """Fail the test if a round failed."""
-        shown = self.failures[:MOST_SHOWN]
+        shown = self.failures[:MAX_SHOWN]
         left = len(self.failures) - len(shown)
         more = [f"... and {left} more"] if left else []
         assert not self.failures, "\n\n".join([f"{len(self.failures)} failures of {self}", *shown, *more])

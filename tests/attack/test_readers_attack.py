@@ -11,7 +11,7 @@ from attack import mutants
 from attack.readers import READERS
 from attack.tally import Tally
 
-FULL, FEWEST = 1000, 80  # mutants of a kind of file
+FULL, MIN_MUTANTS = 1000, 80  # mutants of a kind of file
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
@@ -19,7 +19,7 @@ def test_reader(
     reader: mutants.Reader, request: pytest.FixtureRequest, attack: Callable[[str], AbstractContextManager[Tally]]
 ) -> None:
     option = request.config.getoption
-    number = max(FEWEST, round(FULL * option("--rounds", 1.0) / 100))
+    number = max(MIN_MUTANTS, round(FULL * option("--rounds", 1.0) / 100))
     with attack(f"mutants {reader.name}") as tally:
         outcome = mutants.attack(reader, number, seed=option("--attack-seed", 0))
         tally.counts.update(

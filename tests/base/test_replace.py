@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from spkv_nas.base.errors import MOST_CHARACTERS, UserError
+from spkv_nas.base.errors import MAX_CHARACTERS, UserError
 from spkv_nas.base.interrupt import deferred, raising
 from spkv_nas.base.names import check_name
 from spkv_nas.base.records import read_record, write_record
@@ -191,7 +191,7 @@ class TestNames:
 
 def test_what_a_file_holds_neither_fills_nor_drives_the_terminal() -> None:
     message = str(UserError("found '\x1b[2J" + "x" * 70_000 + "'\nlast line"))
-    assert len(message) <= MOST_CHARACTERS
+    assert len(message) <= MAX_CHARACTERS
     assert "\x1b" not in message
     assert message.endswith("'\nlast line")
 

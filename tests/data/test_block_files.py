@@ -47,7 +47,7 @@ class TestLongDocuments:
     def test_a_file_too_long_to_be_one_document_is_read_in_pieces(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(readers, "MOST_CHARACTERS", 5000)
+        monkeypatch.setattr(readers, "MAX_ENCODED_CHARACTERS", 5000)
         (tmp_path / "long.txt").write_text(prose(300))
         result = list(documents(["long.txt"], tmp_path, piece=1000))
         assert [d.text for d in result] == list(cut([prose(300)], 1000))
@@ -68,7 +68,7 @@ class TestLongDocuments:
         assert len({d.id for d in result}) == len(result) == 10
 
     def test_what_is_no_text_after_a_while_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(readers, "MOST_CHARACTERS", 5000)
+        monkeypatch.setattr(readers, "MAX_ENCODED_CHARACTERS", 5000)
         (tmp_path / "long.txt").write_bytes(prose(2000).encode() + b"\xff" + prose(2000).encode())
         with pytest.raises(UserError, match=r"cannot read .*long\.txt after \d+ chunks: .*utf-8"):
             list(documents(["long.txt"], tmp_path, piece=1000))
@@ -127,7 +127,7 @@ class TestShare:
     @pytest.mark.parametrize("others", [0, 8])
     def test_a_single_chunk_is_reported(self, others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """One chunk gives no standard error unless there are other documents."""
-        monkeypatch.setattr(readers, "MOST_CHARACTERS", 20_000)
+        monkeypatch.setattr(readers, "MAX_ENCODED_CHARACTERS", 20_000)
         (tmp_path / "long.txt").write_text(prose(2000))
         write_files(tmp_path / "text", others)
         messages: list[str] = []
@@ -246,8 +246,8 @@ class TestMemory:
 
     @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
     def test_of_a_long_text(self, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(readers, "MOST_CHARACTERS", 20_000)
-        monkeypatch.setattr("spkv_nas.data.blocks.MOST_CHARACTERS", 20_000)
+        monkeypatch.setattr(readers, "MAX_ENCODED_CHARACTERS", 20_000)
+        monkeypatch.setattr("spkv_nas.data.blocks.MAX_ENCODED_CHARACTERS", 20_000)
         peaks = []
         for megabytes in (1, 4):
             file = tmp_path / f"{megabytes}{suffix}"

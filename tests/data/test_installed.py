@@ -113,7 +113,7 @@ class TestWhatIsTaken:
         self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Files are drawn by a hash of their path, not alphabetically, and equally in another folder."""
-        monkeypatch.setattr(installed, "MOST_BYTES", 100)
+        monkeypatch.setattr(installed, "MAX_BYTES", 100)
         files: Files = {f"alpha/{letter}.py": letter * 10 for letter in "abcdefghijklmnopqrstuvwxyz"}
         site.add("alpha", files)
         result = list(texts())

@@ -16,7 +16,7 @@ from ruler_bytes import embedded_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MOST_SEED
+from spkv_nas.base.limits import MAX_SEED
 from spkv_nas.base.schema import merged
 from spkv_nas.data.mixture import Mixture
 from spkv_nas.data.order import BlockOrder, mixed_order
@@ -39,7 +39,7 @@ class TestMixture:
     @given(
         share=st.floats(0.001, 1.0),
         num_text=st.integers(1, 50),
-        seed=st.integers(0, MOST_SEED),
+        seed=st.integers(0, MAX_SEED),
         start=st.integers(0, 10_000),
         length=st.integers(1, 200),
     )
@@ -117,7 +117,7 @@ class TestBlocks:
 
     def test_no_sample_is_an_evaluations(self, tokenizer: PreTrainedTokenizerBase) -> None:
         text = tokenizer.decode(ruler_blocks(tokenizer).block(0)[0])
-        for seed in (0, MOST_SEED):
+        for seed in (0, MAX_SEED):
             assert generate("niah_single_1", seed, 0, 512, tokenizer, is_answered=True).answers[0] not in text
 
     def test_held_out_samples_are_not_trained_on(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -126,7 +126,7 @@ class TestBlocks:
         assert held_out.domains == ("ruler",)
         assert [document.name for document in held_out.documents] == ["sample 0", "sample 1", "sample 2"]
         assert np.array_equal(held_out.document[:, 0], [0, 1, 2])
-        learned = np.stack([ruler_blocks(tokenizer, seed=seed).block(0)[0] for seed in (0, 1, MOST_SEED + 1)])
+        learned = np.stack([ruler_blocks(tokenizer, seed=seed).block(0)[0] for seed in (0, 1, MAX_SEED + 1)])
         assert not (held_out.tokens[:, None] == learned).all(2).any()
         both = held_out.and_(held_out)
         assert (both.num_blocks, len(both.documents), list(both.document[:, -1])) == (6, 6, [0, 1, 2, 3, 4, 5])

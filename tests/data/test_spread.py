@@ -149,7 +149,7 @@ class TestTexts:
 
     def test_a_sample_reads_no_more_than_it_can_use(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_uneven(tmp_path / "text")
-        monkeypatch.setattr(splits, "_LEAST_REACH", 50_000)
+        monkeypatch.setattr(splits, "_MIN_REACH", 50_000)
         passed: list[Document] = []
         documents = splits.documents
         monkeypatch.setattr(

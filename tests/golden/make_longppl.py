@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 DENSE = ROOT / "spkv_nas" / "assets" / "stdlib-21x3" / "dense"
 SHORT, STRIDE = 96, 40
 FILES = ("proposal/coverage.py", "data/pieces.py", "artifacts/shape.py")  # of the package, which no model has read
-MOST = 1800  # characters, about 500 tokens
+MAX_CHARACTERS = 1800  # characters, about 500 tokens
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)))
     results: list[dict[str, Any]] = []
     for name in FILES:
-        text = (ROOT / "spkv_nas" / name).read_text()[:MOST]
+        text = (ROOT / "spkv_nas" / name).read_text()[:MAX_CHARACTERS]
         spans = Path(__file__).with_name("spans.txt")
         result = compute_longppl(
             text, model, model, tokenizer, tokenizer, save_path=str(spans), trunc_len=SHORT, sliding_window=STRIDE

@@ -181,7 +181,7 @@ class TestSources:
 
     def test_long_texts_are_read_in_chunks(self, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: object) -> None:
         """Memory and time do not grow with the length of one text."""
-        monkeypatch.setattr(tokenizers, "MOST_CHARACTERS", 40)
+        monkeypatch.setattr(tokenizers, "MAX_ENCODED_CHARACTERS", 40)
         text = "the quick brown fox " * 3 + "\n" + "x" * 100 + " jumps"
         for most in (40, 10):
             result = list(tokenizers.pieces(text, most))

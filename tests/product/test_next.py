@@ -21,7 +21,7 @@ from spkv_nas.stages.probe.command import ProbeOptions
 from spkv_nas.stages.score.command import ScoreOptions
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
-MOST_COMMANDS = 20
+MAX_COMMANDS = 20
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def walk(capsys: pytest.CaptureFixture[str], start: str) -> list[str]:
     while waiting:
         line = waiting.pop(0)
         done.append(line)
-        assert len(done) < MOST_COMMANDS, done
+        assert len(done) < MAX_COMMANDS, done
         waiting += [one for one in run(capsys, line) if one not in done and one not in waiting]
     return done
 

@@ -21,7 +21,7 @@ FLOORS = (
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms}
-MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 400, 60, 15
+MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 15
 
 
 def sources() -> list[Path]:
@@ -154,14 +154,14 @@ def test_files_and_functions_are_short() -> None:
     files = [file for file in sources() if home(file) != "kernels"]
     tests = list((ROOT / "tests").rglob("*.py"))
     long = [
-        f"{file.name} {lines}" for file in files + tests if (lines := len(file.read_text().splitlines())) > MOST_LINES
+        f"{file.name} {lines}" for file in files + tests if (lines := len(file.read_text().splitlines())) > MAX_LINES
     ]
     assert not long, "\n".join(long)
     long = [
         f"{file.name}:{node.lineno} {node.name}"
         for file in files
         for node in functions(file)
-        if node.end_lineno is not None and node.end_lineno - node.lineno >= MOST_FUNCTION_LINES
+        if node.end_lineno is not None and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
     ]
     assert not long, "\n".join(long)
 
@@ -169,4 +169,4 @@ def test_files_and_functions_are_short() -> None:
 def test_commands_take_few_parameters() -> None:
     for file in (ROOT / "spkv_nas" / "cli").glob("*.py"):
         for node in functions(file):
-            assert len(node.args.args) + len(node.args.kwonlyargs) <= MOST_PARAMETERS, f"{file.name}: {node.name}"
+            assert len(node.args.args) + len(node.args.kwonlyargs) <= MAX_PARAMETERS, f"{file.name}: {node.name}"

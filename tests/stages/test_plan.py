@@ -394,6 +394,6 @@ def test_the_tokens_of_a_text_are_counted_as_blocks_have_them(
     blocks = build_blocks(documents(sources, recipe_file.parent), tiny_tokenizer, 2)
     assert (whole.documents, whole.is_whole) == (40, True)
     assert blocks.tokens.size == whole.tokens // 2 * 2
-    monkeypatch.setattr(text_size, "MOST_CHARACTERS", 10)
+    monkeypatch.setattr(text_size, "MAX_CHARACTERS", 10)
     part = text_size.count_text(sources, recipe_file.parent, tiny_tokenizer)
     assert not part.is_whole

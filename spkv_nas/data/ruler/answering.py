@@ -18,7 +18,7 @@ from spkv_nas.data.ruler.sample import Request, Sample, fill, first_fitting
 
 NEW_TOKENS = 32
 _TRIES = 100  # maximum number of questions tried until one fits
-_LEAST_TOKENS = 16  # minimum tokens per document; bounds how many are drawn
+_MIN_TOKENS = 16  # minimum tokens per document; bounds how many are drawn
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class DocumentQuestions:
         rng, related = request.rng, {*question.own, *question.akin}
         # Choose documents: the question's own, then those of its article, then others
         akin = rng.sample(question.akin, len(question.akin))
-        number = min(len(questions.documents), request.length // _LEAST_TOKENS)
+        number = min(len(questions.documents), request.length // _MIN_TOKENS)
         unrelated = [index for index in rng.sample(range(len(questions.documents)), number) if index not in related]
         chosen = [*question.own, *akin, *unrelated]
         order = rng.getrandbits(64)

@@ -21,9 +21,9 @@ Haystack = Callable[[int], list[str]]
 LINE_BREAK, SPACE = "\n", " "  # between lines of noise or needles; between sentences of essays
 
 _NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
-_MOST_DOCUMENTS, _MOST_WORDS = 1000, 500_000
+_MAX_DOCUMENTS, _MAX_WORDS = 1000, 500_000
 _LONGEST = 60  # maximum words per sentence; text without full stops is cut
-_LEAST = 20  # minimum number of sentences of essays
+_MIN_SENTENCES = 20  # minimum number of sentences of essays
 
 
 def noise(number: int) -> list[str]:
@@ -51,15 +51,15 @@ class Essays:
         """
         all_sentences: list[tuple[str, ...]] = []
         num_words = 0
-        for document in islice(documents([*files], Path()), _MOST_DOCUMENTS):
+        for document in islice(documents([*files], Path()), _MAX_DOCUMENTS):
             sentences = list(_sentences(document.text))
             all_sentences += sentences
             num_words += sum(map(len, sentences))
-            if num_words >= _MOST_WORDS:
+            if num_words >= _MAX_WORDS:
                 break
-        if len(all_sentences) < _LEAST:
+        if len(all_sentences) < _MIN_SENTENCES:
             raise UserError(
-                f"{asked_by} {', '.join(files)}: {len(all_sentences)} sentences; at least {_LEAST} are needed "
+                f"{asked_by} {', '.join(files)}: {len(all_sentences)} sentences; at least {_MIN_SENTENCES} are needed "
                 "to hide needles"
             )
         return cls(tuple(all_sentences))

@@ -10,7 +10,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import parse_json, read_text
 
 SQUAD, HOTPOT = "qa_1", "qa_2"  # task for each form of file
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Questions:
             UserError: if it has neither form, or no question has an answer.
         """
         try:
-            content = parse_json(read_text(file, "questions", most=_MOST_BYTES))
+            content = parse_json(read_text(file, "questions", most=_MAX_BYTES))
             questions = _squad(content["data"]) if isinstance(content, dict) else _hotpot(content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):

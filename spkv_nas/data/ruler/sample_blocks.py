@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base.limits import MOST_SEED
+from spkv_nas.base.limits import MAX_SEED
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import Sample, first_fitting
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DOMAIN = "ruler"
-_FIRST_SEED = MOST_SEED + 1  # disjoint from the seeds of evaluations
+_FIRST_SEED = MAX_SEED + 1  # disjoint from the seeds of evaluations
 _HELD_OUT_SEED = 2 * _FIRST_SEED  # disjoint from the seeds of training runs
 
 

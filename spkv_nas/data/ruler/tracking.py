@@ -20,7 +20,7 @@ from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import Request, Sample, fill, first_fitting
 
 NEW_TOKENS = 30
-_LETTERS, _EXAMPLE_LETTERS, _EXAMPLE_SENTENCES, _LEAST_SENTENCES = 5, 3, 10, 10
+_LETTERS, _EXAMPLE_LETTERS, _EXAMPLE_SENTENCES, _MIN_SENTENCES = 5, 3, 10, 10
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class VariableTracking:
             def render_all(number: int) -> str:
                 return f"{leading_text}{render(number)}"
 
-            return fill(request, render_all, prefix, names, new_tokens=NEW_TOKENS, least=_LEAST_SENTENCES)
+            return fill(request, render_all, prefix, names, new_tokens=NEW_TOKENS, least=_MIN_SENTENCES)
 
         return first_fitting(partial(make, leading_text) for leading_text in (example, ""))
 

@@ -16,7 +16,7 @@ from spkv_nas.base.statistics import clustered_error
 from spkv_nas.evaluation.longppl.reading import LongText, Reading
 
 ALL = "all"
-LEAST_KEYS = 100  # minimum number of key tokens to report a perplexity
+MIN_KEYS = 100  # minimum number of key tokens to report a perplexity
 
 
 def longppl_table(
@@ -39,9 +39,9 @@ def longppl_table(
         sums = _Sums.of([own[index] for index in indices], documents)
         other_sums = None if against is None else _Sums.of([against[index] for index in indices], documents)
         rows.append(_row(domain, sums, other_sums))
-        if sums.num_keys < LEAST_KEYS:
+        if sums.num_keys < MIN_KEYS:
             withheld[domain] = (
-                f"LongPPL is not reported: found {sums.num_keys} key tokens, but at least {LEAST_KEYS} are needed"
+                f"LongPPL is not reported: found {sums.num_keys} key tokens, but at least {MIN_KEYS} are needed"
             )
     return pd.DataFrame(rows, columns=LONGPPL.header), withheld
 
@@ -91,7 +91,7 @@ class _Sums:
 def _row(domain: str, sums: _Sums, against: _Sums | None) -> tuple[Any, ...]:
     """Return the cells of a domain."""
     nan = float("nan")
-    has_enough = sums.num_keys >= LEAST_KEYS
+    has_enough = sums.num_keys >= MIN_KEYS
     mean, error = sums.mean() if has_enough else (nan, nan)
     ppl = math.exp(mean)
     row = (

@@ -32,7 +32,7 @@ from spkv_nas.model.modes import evaluation_mode
 BEYOND = 64  # number of tokens with keys outside the window
 TOLERANCE = 1e-5  # relative to the largest logit
 _STEPS = 8  # number of these tokens to decode one by one
-_LEAST_SECONDS = 300.0
+_MIN_SECONDS = 300.0
 _SLOWER = 20.0  # time limit, as a multiple of the time taken here
 _TEXT = "The 3 quick brown foxes' déjà-vu:\n\tfor i in range(10): x += 1.5e-3  # 你好, 🦊"
 
@@ -127,7 +127,7 @@ def compare(answer: SubprocessResult, hybrid: ReferenceLogits) -> float:
 
 def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[SubprocessResult]:
     """Run every folder over its hybrid's tokens in one subprocess. Raises ``UserError`` as ``check``."""
-    seconds = max(_LEAST_SECONDS, _SLOWER * sum(hybrid.seconds for hybrid in hybrids.values()))
+    seconds = max(_MIN_SECONDS, _SLOWER * sum(hybrid.seconds for hybrid in hybrids.values()))
     try:
         with tempfile.TemporaryDirectory() as folder:
             return _ask(hybrids, Path(folder), seconds)

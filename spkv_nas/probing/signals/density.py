@@ -9,7 +9,7 @@ from spkv_nas.artifacts.defaults import ABLATION_TOKENS, PRICED_STEPS
 from spkv_nas.artifacts.kinds import DENSITY as KIND
 from spkv_nas.artifacts.kinds import DENSITY_UNIT
 from spkv_nas.base.flag import Flag
-from spkv_nas.base.limits import MOST_WHOLE
+from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.probing.flags import BUDGET_OPTION, SEED_OPTION, STEPS
 from spkv_nas.probing.signal import Option, Signal
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _TAU = Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")
 _ABLATION_TOKENS = Flag(
-    "Tokens for the add-one-head ablation that validates the ranking; 0 skips it.", low=0, high=MOST_WHOLE
+    "Tokens for the add-one-head ablation that validates the ranking; 0 skips it.", low=0, high=MAX_WHOLE
 )
 
 

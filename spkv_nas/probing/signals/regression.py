@@ -8,14 +8,14 @@ from spkv_nas.artifacts.defaults import REGRESSION_LAYOUTS
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.kinds import GAIN, NATS
 from spkv_nas.base.flag import Flag
-from spkv_nas.base.limits import MOST_REPEATS
+from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.probing.flags import BUDGET_OPTION, SEED_OPTION
 from spkv_nas.probing.signal import Option, Signal, Work
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
 
-_NUM_LAYOUTS = Flag("Random layouts to score.", low=1, high=MOST_REPEATS)
+_NUM_LAYOUTS = Flag("Random layouts to score.", low=1, high=MAX_REPEATS)
 
 
 class Regression(Signal):

@@ -23,7 +23,7 @@ from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_atomic
-from spkv_nas.base.names import MOST_CHARACTERS
+from spkv_nas.base.names import MAX_CHARACTERS
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_seconds
 from spkv_nas.data.readers import AT_HAND
@@ -36,7 +36,7 @@ from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.next_steps import after_init
-from spkv_nas.training.first_recipe import FEWEST_STEPS, Draft
+from spkv_nas.training.first_recipe import MIN_STEPS, Draft
 from spkv_nas.training.run_plan import ROOM, Plan, PlannedRun, Planner, summarize_runs
 from spkv_nas.training.text_size import count_text
 from spkv_nas.training.variants import Variant
@@ -140,7 +140,7 @@ def _steps_in_time(planner: Planner, seconds: float) -> int:
     """Return the training steps per run for which all runs together take ``seconds``.
 
     Raises:
-        UserError: the time is too short for ``FEWEST_STEPS``.
+        UserError: the time is too short for ``MIN_STEPS``.
     """
     trained = (Variant.sp_kv(), Variant.full_attention(), *[_any_layout(planner)] * _num_layouts())
     batch_size, steps = planner.recipe.branch.batch_size, planner.recipe.branch.steps
@@ -148,10 +148,10 @@ def _steps_in_time(planner: Planner, seconds: float) -> int:
     runs = [*(planner.new_branch("", variant) for variant in trained), *_heldout_passes(planner)]
     fixed_seconds = sum(run.seconds for run in runs) - steps * step_seconds
     steps_in_time = int((seconds - fixed_seconds) / step_seconds)
-    if steps_in_time < FEWEST_STEPS:
-        needed = format_seconds(fixed_seconds + FEWEST_STEPS * step_seconds)
+    if steps_in_time < MIN_STEPS:
+        needed = format_seconds(fixed_seconds + MIN_STEPS * step_seconds)
         raise UserError(
-            f"--minutes is too short: {FEWEST_STEPS} steps of every run, the minimum, take {needed} on this machine; "
+            f"--minutes is too short: {MIN_STEPS} steps of every run, the minimum, take {needed} on this machine; "
             "allow more minutes, or use a smaller model"
         )
     return steps_in_time
@@ -192,4 +192,4 @@ def _recipe_name(model: str) -> str:
     """Return a name for the model's recipe, of valid characters; for an embedded model it differs from the demo's."""
     base_name = model if model.startswith(EMBEDDED_PREFIX) else model_name(model)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", base_name).strip("-._")
-    return name[:MOST_CHARACTERS] or "mine"
+    return name[:MAX_CHARACTERS] or "mine"

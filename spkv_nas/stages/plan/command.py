@@ -8,20 +8,20 @@ from typing import Annotated
 from spkv_nas.artifacts import defaults
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MOST_WHOLE
+from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.base.progress import Reporter
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, InDtype, InWorkspace
 from spkv_nas.stages.result import Result
 
-_MOST_DEVICES = 1024
+_MAX_DEVICES = 1024
 Devices = Annotated[
     int,
-    Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=_MOST_DEVICES),
+    Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=_MAX_DEVICES),
 ]
 Utilisation = Annotated[float, Flag("Assumed share of a GPU's peak FLOP/s, for estimating times.", low=0.001, high=1.0)]
-Tokens = Annotated[int | None, Flag("Number of held-out tokens to evaluate on.", low=1, high=MOST_WHOLE)]
+Tokens = Annotated[int | None, Flag("Number of held-out tokens to evaluate on.", low=1, high=MAX_WHOLE)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where gates are learned
 _GAINS = "ablation_tokens"  # option of signals whose ranking is validated
-_MOST_TARGET = 0.99  # maximum target density of learned gates
+_MAX_TARGET = 0.99  # maximum target density of learned gates
 
 
 def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
@@ -160,7 +160,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
     config = GateConfig(
         window=options.window or default_window(model, blocks.block_size),
         tau=GateConfig().tau if options.tau is None else options.tau,
-        target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MOST_TARGET),
+        target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MAX_TARGET),
     )
     schedule = {"steps": options.steps or PRICED_STEPS, "step_tokens": STEP_TOKENS, "seed": options.seed or 0}
     key_parts = [on_main(lambda: checkpoint_hash(subject.source)), str(model.dtype), config.model_dump(), schedule]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MOST_REPEATS
+from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.base.progress import Reporter
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.proposal.registry import STRATEGIES
@@ -15,7 +15,7 @@ from spkv_nas.stages import flags
 from spkv_nas.stages.options import ONLY_PROBE, ConstraintOptions, InWorkspace
 from spkv_nas.stages.result import Result
 
-NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MOST_REPEATS)]
+NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MAX_REPEATS)]
 KvBytes = Annotated[
     str | None,
     Flag("Memory for keys and values, such as 2GiB, instead of --budget.", metavar="SIZE", panel=flags.MEMORY),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from spkv_nas.artifacts.defaults import COMPARED_SAMPLER, SAMPLER
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MOST_REPEATS, MOST_STEPS
+from spkv_nas.base.limits import MAX_REPEATS, MAX_STEPS
 from spkv_nas.base.progress import Reporter
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.search.registry import SAMPLERS
@@ -34,7 +34,7 @@ TrialsPerRound = Annotated[
     Flag(
         "Number of layouts sampled at once; workers share the layouts of a round.",
         low=1,
-        high=MOST_REPEATS,
+        high=MAX_REPEATS,
         panel=_EFFORT,
     ),
 ]
@@ -73,9 +73,7 @@ NumShort = Annotated[
     int, Flag("Number of best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_EFFORT)
 ]
 NumFull = Annotated[int, Flag("Number of the best of those to retrain in full.", low=0, high=10**6, panel=_EFFORT)]
-ShortSteps = Annotated[
-    int | None, Flag("Number of steps of a short retraining.", low=1, high=MOST_STEPS, panel=_EFFORT)
-]
+ShortSteps = Annotated[int | None, Flag("Number of steps of a short retraining.", low=1, high=MAX_STEPS, panel=_EFFORT)]
 Storage = Annotated[str | None, Flag("URL of the study's database, such as postgresql://...")]
 
 

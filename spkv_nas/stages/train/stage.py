@@ -10,7 +10,7 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.tables import MOST_BYTES
+from spkv_nas.base.tables import MAX_BYTES
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.train.command import TrainOptions
 from spkv_nas.training.branches import BranchContext
@@ -74,7 +74,7 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
     log, heldout = checkpoint / "density-log.csv", checkpoint / "heldout-log.csv"
     if log.is_file():
         rows = read_density_log(log)
-        write_atomic(folder / "density-evolution.csv", read_text(log, "density log", most=MOST_BYTES))
+        write_atomic(folder / "density-evolution.csv", read_text(log, "density log", most=MAX_BYTES))
         save_chart(folder, density_evolution_chart(rows))
     if heldout.is_file():
-        write_atomic(folder / "heldout-log.csv", read_text(heldout, "held-out log", most=MOST_BYTES))
+        write_atomic(folder / "heldout-log.csv", read_text(heldout, "held-out log", most=MAX_BYTES))

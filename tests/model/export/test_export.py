@@ -104,7 +104,7 @@ class TestFreshProcess:
         [
             (
                 "verify_export",
-                "_LEAST_SECONDS",
+                "_MIN_SECONDS",
                 0.01,
                 r"was not compared with plain transformers within .* nothing was written",
             ),

@@ -9,7 +9,7 @@ from spkv_nas.artifacts import defaults
 from spkv_nas.artifacts.baselines import EXACT, METHODS, PROTOCOLS
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MOST_WINDOW
+from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.base.progress import Reporter
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.evaluation import Evaluation
@@ -26,7 +26,7 @@ Densities = Annotated[
 Sinks = Annotated[
     str, Flag("Comma-separated numbers of attention sinks: first keys of a block, always kept.", metavar="N|LIST")
 ]
-Chunk = Annotated[int | None, Flag("Tokens processed between two evictions.", low=1, high=MOST_WINDOW)]
+Chunk = Annotated[int | None, Flag("Tokens processed between two evictions.", low=1, high=MAX_WINDOW)]
 ReadingProtocol = Annotated[
     str,
     Flag(

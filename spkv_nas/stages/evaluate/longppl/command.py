@@ -7,7 +7,7 @@ from typing import Annotated
 
 from spkv_nas.artifacts import defaults
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MOST_BLOCK_SIZE
+from spkv_nas.base.limits import MAX_BLOCK_SIZE
 from spkv_nas.base.progress import Reporter
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.evaluation import Evaluation
@@ -18,8 +18,8 @@ from spkv_nas.stages.result import Result
 Evaluator = Annotated[
     str | None, Flag("Checkpoint that selects the key tokens; its gates are all open.", metavar="CHECKPOINT")
 ]
-ShortContext = Annotated[int | None, Flag("Length of the short context in tokens.", low=1, high=MOST_BLOCK_SIZE)]
-Stride = Annotated[int | None, Flag("Stride of the sliding short-context window.", low=1, high=MOST_BLOCK_SIZE)]
+ShortContext = Annotated[int | None, Flag("Length of the short context in tokens.", low=1, high=MAX_BLOCK_SIZE)]
+Stride = Annotated[int | None, Flag("Stride of the sliding short-context window.", low=1, high=MAX_BLOCK_SIZE)]
 Alpha = Annotated[
     float | None, Flag("Minimum log-likelihood gain of long over short context, in nats.", low=0.0, high=1e6)
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from spkv_nas.artifacts import defaults
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MOST_REPEATS
+from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.base.progress import Reporter
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.evaluation import Evaluation
@@ -16,7 +16,7 @@ from spkv_nas.stages.result import Result
 
 Lengths = Annotated[str, Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")]
 RulerTasks = Annotated[str | None, Flag("Comma-separated RULER tasks, such as niah_single_1,vt.", metavar="NAMES")]
-Samples = Annotated[int | None, Flag("Samples per task and length.", low=1, high=MOST_REPEATS)]
+Samples = Annotated[int | None, Flag("Samples per task and length.", low=1, high=MAX_REPEATS)]
 Haystack = Annotated[list[str] | None, Flag("Essays to hide needles in: files or folders; repeat for several.")]
 Questions = Annotated[
     list[str] | None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MOST_WHOLE
+from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.base.progress import Reporter
 from spkv_nas.stages.evaluate.evaluation import Evaluation
 from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
@@ -27,7 +27,7 @@ Include = Annotated[
     list[str] | None,
     Flag("Folder with YAML task definitions, whose Python code is run; repeat for several.", metavar="FOLDER"),
 ]
-Limit = Annotated[int | None, Flag("Evaluate only the first N samples of each task.", low=1, high=MOST_WHOLE)]
+Limit = Annotated[int | None, Flag("Evaluate only the first N samples of each task.", low=1, high=MAX_WHOLE)]
 AllowCode = Annotated[
     bool, Flag("Allow tasks such as mbpp to run model-written code on this machine.", ("--allow-code",))
 ]
