@@ -46,6 +46,15 @@ def inputs(shape: tuple[int, int, int, int, int], gate: str, seed: int = 0) -> d
     return tensors | {"log_utility": log_utility, "keep": keep}
 
 
+def with_sink_logits(tensors: dict[str, Tensor | None], seed: int = 0) -> dict[str, Tensor | None]:
+    """Add learned sinks as large as the largest scores; the first head has none (-inf) if there are several."""
+    assert tensors["q"] is not None
+    sink_logits = 3 * torch.randn(tensors["q"].shape[1], generator=torch.Generator().manual_seed(seed)).double()
+    if len(sink_logits) > 1:
+        sink_logits[0] = -torch.inf
+    return tensors | {"sink_logits": sink_logits}
+
+
 def run(
     tensors: dict[str, Tensor | None], dtype: torch.dtype, device: str = "cpu", **options: object
 ) -> dict[str, Tensor]:
@@ -53,7 +62,7 @@ def run(
     tensors = {name: x.to(device) if x is not None else None for name, x in tensors.items()}
     leaves = {
         name: x.detach()
-        .to(torch.promote_types(dtype, torch.float32) if name == "log_utility" else dtype, copy=True)
+        .to(torch.promote_types(dtype, torch.float32) if name in ("log_utility", "sink_logits") else dtype, copy=True)
         .requires_grad_()
         for name, x in tensors.items()
         if x is not None and name != "keep"

@@ -1,9 +1,10 @@
 """Public operators: validate arguments, choose a backend, and call it.
 
-    s(t, s) = <q_t, k_s> * scale + bias(t, s),    bias = 0 where 0 <= t - s < w_h, else log u_s | 0 or -inf
-    out_t   = sum_s softmax(s)(t, s) v_s          over s <= t
+    s(t, s) = <q_t, k_s> * scale + bias(t, s),    bias = 0 where 0 <= t - s < w_h or s < n_h, else log u_s | 0 or -inf
+    p(t, s) = exp(s(t, s)) / (exp(sink) + sum_s exp(s(t, s))),    out_t = sum_s p(t, s) v_s    over s <= t
 
-SP-KV paper, section "Self-Pruned KV Mechanism". The window ``w`` counts the query's own key.
+SP-KV paper, section "Self-Pruned KV Mechanism". The window ``w`` counts the query's own key. Sink tokens, the first
+``n_h`` keys: StreamingLLM (arXiv 2309.17453). Learned sinks, a logit per query head: gpt-oss.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from spkv_kernels.paged_cache import PagedKVCache
 BACKENDS = ("reference", "cpu", "triton")  # of ``attention``
 DECODE_BACKENDS = ("reference", "torch", "triton")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LEAST = {"window": (1, "1 or more (the query's own key included)"), "sinks": (0, "0 or more")}
 
 
 def attention(
@@ -29,6 +31,8 @@ def attention(
     v: Tensor,
     *,
     window: int | Tensor,
+    sinks: int | Tensor = 0,
+    sink_logits: Tensor | None = None,
     log_utility: Tensor | None = None,
     keep: Tensor | None = None,
     scale: float | None = None,
@@ -43,36 +47,55 @@ def attention(
         window: number of recent keys that are always visible, including the query's own: an int, or an int tensor
             [Hkv]. T or more is global. The values of a tensor on the GPU are not checked (below 1 counts as 1), because
             reading them would synchronise, which a CUDA graph cannot do.
+        sinks: number of sink tokens: the first keys of the sequence, which later queries always see, too, without a
+            gate. An int, or an int tensor [Hkv] like ``window`` (below 0 on the GPU counts as 0). 0: none.
+        sink_logits: [Hq], floating point, learned sinks: logits that only add exp(logit) to the denominator of the
+            head's softmax. -inf or None: none. Differentiable.
         log_utility: [B, Hkv, T], floating point, natural logarithm of the utility (at most 0; not checked), which is
-            added to the scores of keys outside the window. Differentiable.
-        keep: bool [B, Hkv, T]; outside the window only these keys are visible. Excludes ``log_utility``.
+            added to the scores of keys outside the window, except sink tokens. Differentiable.
+        keep: bool [B, Hkv, T]; outside the window only these keys and sink tokens are visible. Excludes
+            ``log_utility``.
         scale: scale of the scores; None: 1 / sqrt(D).
         backend: "auto" (cpu for tensors on the CPU, triton for CUDA tensors), "reference" (any device), "cpu" or
             "triton" (not float64, D up to 256). A backend requested by name never falls back to another.
 
     Returns:
         [B, Hq, T, D] in the dtype of ``q``. Without a gate, heads whose window is T or more see every key, and the
-        others only their window.
+        others only their window and their sink tokens.
 
     Raises:
         ValueError: shapes, dtypes, devices or the backend do not fit; the message names the argument.
     """
+    # Check the arguments
     _check(q, k, v, log_utility, keep)
     name = _backend(backend, q)
-    windows = (_window_tensor if name == "triton" else _windows)(window, k.shape[1], q.shape[2], q.device)
+    per_head = _per_head_tensor if name == "triton" else _per_head
+    windows: tuple[int, ...] | Tensor = per_head("window", window, k.shape[1], q.shape[2], q.device)
+    num_sinks = _sinks(sinks, windows, k.shape[1], q.shape[2], q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if scale == 0 or not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number other than 0; found {scale}")
-    out: Tensor = _implementation(name)(q, k, v, windows, log_utility, keep, scale)
+    sink_logits = _sink_logits(sink_logits, q)
+    # Call the backend
+    out: Tensor = _implementation(name)(q, k, v, windows, log_utility, keep, scale, num_sinks, sink_logits)
     return out
 
 
-def decode_attention(q: Tensor, cache: PagedKVCache, *, scale: float | None = None, backend: str = "auto") -> Tensor:
+def decode_attention(
+    q: Tensor,
+    cache: PagedKVCache,
+    *,
+    sink_logits: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """Compute attention of the newest token of every sequence over its cache. Not differentiable.
 
     Args:
         q: [B, Hq, D]; the token's key must have been appended.
-        cache: cache of the layer. A sequence must hold at least one token.
+        cache: cache of the layer. A sequence must hold at least one token. Sink tokens are those of its keys that were
+            added with ``keep``, like all others outside the window.
+        sink_logits: [Hq], floating point, learned sinks as in ``attention``, or None.
         scale: scale of the scores; None: 1 / sqrt(D).
         backend: "auto" (triton for CUDA tensors, torch otherwise), "torch" (torch operations, any device), "triton"
             (not float64, D up to 256; never synchronises, so it can be captured in CUDA graphs, and returns zeros for
@@ -90,9 +113,12 @@ def decode_attention(q: Tensor, cache: PagedKVCache, *, scale: float | None = No
     if backend == "auto":
         backend = "triton" if q.device.type == "cuda" else "torch"
     _check_name(backend, DECODE_BACKENDS)
+    sink_logits = _sink_logits(sink_logits, q)
     # Call the backend
     if backend == "triton":
         _check_triton(q.device, torch.promote_types(q.dtype, cache.pool_k.dtype), q.shape[-1])
+        if sink_logits is not None:
+            raise ValueError("sink_logits: backend 'triton' does not decode with learned sinks; select 'torch'")
         from spkv_kernels.triton import decode_kernels as kernels
 
         return kernels.decode_attention(q, cache, scale)
@@ -101,14 +127,21 @@ def decode_attention(q: Tensor, cache: PagedKVCache, *, scale: float | None = No
     if backend == "reference":
         from spkv_kernels import reference
 
-        return reference.decode_attention(q, cache, scale)
+        return reference.decode_attention(q, cache, scale, sink_logits)
     from spkv_kernels import decode
 
-    return decode.decode_attention(q, cache, scale)
+    return decode.decode_attention(q, cache, scale, sink_logits)
 
 
 def extend_attention(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, cache: PagedKVCache, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    cache: PagedKVCache,
+    *,
+    sink_logits: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Compute attention of T new tokens over the cache and each other, for chunked prompts and conversations.
 
@@ -121,6 +154,7 @@ def extend_attention(
         v: [B, Hkv, T, D].
         keep: bool [B, Hkv, T].
         cache: cache of the layer.
+        sink_logits: [Hq], floating point, learned sinks as in ``attention``, or None.
         scale: scale of the scores; None: 1 / sqrt(D).
 
     Returns:
@@ -136,7 +170,8 @@ def extend_attention(
         raise ValueError(f"k: expected {cache.num_kv_heads} heads, as in the cache; found {k.shape[1]}")
     from spkv_kernels import decode
 
-    return decode.extend_attention(q, k, v, keep, cache, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return decode.extend_attention(q, k, v, keep, cache, scale, _sink_logits(sink_logits, q))
 
 
 def _check_queries(q: Tensor, shape: tuple[int | None, ...], cache: PagedKVCache) -> None:
@@ -239,33 +274,65 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor | None, keep: Te
             raise ValueError(f"{name}: expected device {q.device}, that of q; found {optional.device}")
 
 
-def _windows(window: int | Tensor, heads: int, length: int, _: torch.device) -> tuple[int, ...]:
-    """Return the window of every KV head, clamped to T."""
-    if isinstance(window, Tensor):
-        _check_window_tensor(window, heads)
-        values = tuple(int(w) for w in window.tolist())
+def _sink_logits(sink_logits: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return the learned sinks [Hq] in the dtype of the scores. Raises ``ValueError`` unless they fit ``q``."""
+    if sink_logits is None:
+        return None
+    if sink_logits.shape != q.shape[1:2] or sink_logits.dtype not in _DTYPES:
+        raise ValueError(
+            f"sink_logits: expected floating point [{q.shape[1]}], one per query head; "
+            f"found {sink_logits.dtype} {tuple(sink_logits.shape)}"
+        )
+    if sink_logits.device != q.device:
+        raise ValueError(f"sink_logits: expected device {q.device}, that of q; found {sink_logits.device}")
+    return sink_logits.to(torch.promote_types(q.dtype, torch.float32))
+
+
+def _sinks(
+    sinks: int | Tensor, windows: tuple[int, ...] | Tensor, heads: int, length: int, device: torch.device
+) -> tuple[int, ...] | Tensor | None:
+    """Return the number of sink tokens of every KV head, in the form of ``windows``; None if it is 0 for all.
+
+    It is 0 for a global head, unless the windows are a tensor.
+    """
+    if isinstance(windows, Tensor):
+        unread = isinstance(sinks, Tensor) and sinks.is_cuda
+        if not unread and not any(_per_head("sinks", sinks, heads, length, device)):
+            return None
+        return _per_head_tensor("sinks", sinks, heads, length, device)
+    values = _per_head("sinks", sinks, heads, length, device)
+    values = tuple(0 if w == length else n for n, w in zip(values, windows, strict=True))
+    return values if any(values) else None
+
+
+def _per_head(name: str, value: int | Tensor, heads: int, length: int, _: torch.device) -> tuple[int, ...]:
+    """Return the window or the number of sinks of every KV head, clamped to T."""
+    if isinstance(value, Tensor):
+        _check_int_tensor(name, value, heads)
+        values = tuple(int(n) for n in value.tolist())
     else:
         try:
-            values = (operator.index(window),) * heads
+            values = (operator.index(value),) * heads
         except TypeError:
-            raise ValueError(f"window: expected an int or an int tensor [{heads}]; found {window!r}") from None
-    if min(values) < 1:
-        raise ValueError(f"window: expected 1 or more (the query's own key included); found {min(values)}")
-    return tuple(min(w, length) for w in values)
+            raise ValueError(f"{name}: expected an int or an int tensor [{heads}]; found {value!r}") from None
+    least, expected = _LEAST[name]
+    if min(values) < least:
+        raise ValueError(f"{name}: expected {expected}; found {min(values)}")
+    return tuple(min(n, length) for n in values)
 
 
-def _window_tensor(window: int | Tensor, heads: int, length: int, device: torch.device) -> Tensor:
-    """Return the windows as int32 [Hkv] on ``device``, without reading a tensor that is already there."""
-    if isinstance(window, Tensor) and window.device == device and device.type == "cuda":
-        _check_window_tensor(window, heads)
-        return window.clamp(1, length).to(torch.int32)
-    values = _windows(window, heads, length, device)
+def _per_head_tensor(name: str, value: int | Tensor, heads: int, length: int, device: torch.device) -> Tensor:
+    """Return ``_per_head`` as int32 [Hkv] on ``device``, without reading a tensor that is already there."""
+    if isinstance(value, Tensor) and value.device == device and device.type == "cuda":
+        _check_int_tensor(name, value, heads)
+        return value.clamp(_LEAST[name][0], length).to(torch.int32)
+    values = _per_head(name, value, heads, length, device)
     if len(set(values)) == 1:
         return torch.full((heads,), values[0], dtype=torch.int32, device=device)
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def _check_window_tensor(window: Tensor, heads: int) -> None:
-    """Raise ``ValueError`` unless ``window`` is an int tensor [Hkv]."""
-    if window.shape != (heads,) or window.is_floating_point() or window.dtype == torch.bool:
-        raise ValueError(f"window: expected an int tensor [{heads}]; found {window.dtype} {tuple(window.shape)}")
+def _check_int_tensor(name: str, value: Tensor, heads: int) -> None:
+    """Raise ``ValueError`` unless ``value`` is an int tensor [Hkv]."""
+    if value.shape != (heads,) or value.is_floating_point() or value.dtype == torch.bool:
+        raise ValueError(f"{name}: expected an int tensor [{heads}]; found {value.dtype} {tuple(value.shape)}")

@@ -20,7 +20,7 @@ _CHUNK = 16384  # query rows per chunk of pages: 4,096 pages at G = 4
 _QUERIES = 256  # tokens per step of ``extend_attention``
 
 
-def decode_attention(q: Tensor, cache: PagedState, scale: float) -> Tensor:
+def decode_attention(q: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None) -> Tensor:
     """Compute ``spkv_kernels.decode_attention``."""
     batch, query_heads, size = q.shape
     # Attend over the ring
@@ -32,19 +32,31 @@ def decode_attention(q: Tensor, cache: PagedState, scale: float) -> Tensor:
     scores.masked_fill_(~filled, -torch.inf)
     state = _softmax_state(scores.flatten(0, 1), ring_v)
     # Add the pages
-    return _finish(_add_pages(rows * scale, cache, *state)).view(batch, query_heads, size).to(q.dtype)
+    out = _finish(_add_pages(rows * scale, cache, *state), cache, sink_logits)
+    return out.view(batch, query_heads, size).to(q.dtype)
 
 
-def extend_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, cache: PagedState, scale: float) -> Tensor:
+def extend_attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None
+) -> Tensor:
     """Compute ``spkv_kernels.extend_attention``, ``_QUERIES`` tokens at a time."""
     parts = [
-        _extend(q[:, :, start : start + _QUERIES], start, k, v, keep, cache, scale)
+        _extend(q[:, :, start : start + _QUERIES], start, k, v, keep, cache, scale, sink_logits)
         for start in range(0, q.shape[2], _QUERIES)
     ]
     return torch.cat(parts, 2)
 
 
-def _extend(q: Tensor, start: int, k: Tensor, v: Tensor, keep: Tensor, cache: PagedState, scale: float) -> Tensor:
+def _extend(
+    q: Tensor,
+    start: int,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    cache: PagedState,
+    scale: float,
+    sink_logits: Tensor | None,
+) -> Tensor:
     """Attend from new tokens at ``start`` over ring and new keys under a mask, then over pages."""
     batch, query_heads, num_tokens, size = q.shape
     heads, window, device = cache.num_kv_heads, cache.window, q.device
@@ -66,7 +78,7 @@ def _extend(q: Tensor, start: int, k: Tensor, v: Tensor, keep: Tensor, cache: Pa
     scores = torch.bmm(rows, keys.mT).view(batch, heads, -1, num_tokens, window + stop)
     scores.masked_fill_(~visible[:, :, None], -torch.inf)
     state = _softmax_state(scores.flatten(2, 3).flatten(0, 1), values)
-    out = _finish(_add_pages(rows, cache, *state))
+    out = _finish(_add_pages(rows, cache, *state), cache, sink_logits)
     return out.view(batch, query_heads, num_tokens, size).to(q.dtype)
 
 
@@ -112,7 +124,16 @@ def _add_pages(
     return largest, total, acc
 
 
-def _finish(state: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Return A / L, the attention output."""
-    _, total, acc = state
+def _finish(state: tuple[Tensor, Tensor, Tensor], cache: PagedState, sink_logits: Tensor | None) -> Tensor:
+    """Return A / (L + exp(sink - M)), the attention output [N, R, D]."""
+    largest, total, acc = state
+    if sink_logits is not None:
+        # The logit of each row, whose queries are ordered by head, then token: [Hq] -> [N, R]
+        heads = cache.num_kv_heads
+        by_head = sink_logits.repeat_interleave(heads * largest.shape[1] // len(sink_logits)).view(heads, -1)
+        rows = by_head.to(largest.dtype).repeat(cache.batch_size, 1)
+        # exp(sink - M) may overflow: rescale to the larger of both
+        new_largest = torch.maximum(largest, rows)
+        shrink = torch.exp(largest - new_largest)
+        total, acc = total * shrink + torch.exp(rows - new_largest), acc * shrink[..., None]
     return acc / total[..., None]

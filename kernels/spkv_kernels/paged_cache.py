@@ -2,8 +2,9 @@
 
 The last ``window`` tokens of a sequence are in a ring buffer. A token that leaves the ring is moved to long-term pages
 of its head if its gate kept it, and dropped otherwise; ``spkv_kernels.pages`` allocates the pages. A head that keeps
-all tokens is global, and one that keeps none is local, so hybrid layouts use this cache too. SP-KV paper, sections
-"Inference Efficiency" and "Inference efficiency" (appendix).
+all tokens is global, and one that keeps none is local, so hybrid layouts use this cache too. Entries of pages are never
+evicted, so a caller pins the sink tokens of a head by ``keep`` for its first tokens. SP-KV paper, sections "Inference
+Efficiency" and "Inference efficiency" (appendix).
 
     cache = PagedKVCache(batch_size=2, num_kv_heads=8, head_dim=128, window=128)
     cache.prefill(k, v, keep)                  # a prompt: [B, Hkv, T, D], keep bool [B, Hkv, T]

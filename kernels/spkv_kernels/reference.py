@@ -19,27 +19,44 @@ def attention(
     log_utility: Tensor | None,
     keep: Tensor | None,
     scale: float,
+    sinks: tuple[int, ...] | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
-    """Compute ``spkv_kernels.attention``; ``windows`` is one int per KV head, at most T."""
+    """Compute ``spkv_kernels.attention``; ``windows`` and ``sinks`` are one int per KV head, at most T."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     length, group = q.shape[2], q.shape[1] // k.shape[1]
     keys, values = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
     scores = q.to(dtype) @ keys.mT * scale
-    bias = _bias(windows, length, log_utility, keep, dtype, q.device).repeat_interleave(group, dim=1)
-    return (torch.softmax(scores + bias, dim=-1) @ values).to(q.dtype)
+    bias = _bias(windows, sinks, length, log_utility, keep, dtype, q.device).repeat_interleave(group, dim=1)
+    return (_softmax(scores + bias, sink_logits) @ values).to(q.dtype)
+
+
+def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Compute the softmax of scores [..., Hq, T, n] with learned sinks [Hq] as one more column, which is dropped."""
+    if sink_logits is None:
+        return torch.softmax(scores, dim=-1)
+    column = sink_logits.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
 
 
 def _bias(
     windows: tuple[int, ...],
+    sinks: tuple[int, ...] | None,
     length: int,
     log_utility: Tensor | None,
     keep: Tensor | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Compute the bias of the scores [B or 1, Hkv, T, T]: 0 in the window, the gate outside, -inf for the future."""
+    """Compute the bias of the scores [B or 1, Hkv, T, T].
+
+    It is 0 in the window and at sink tokens, the gate elsewhere, and -inf for the future.
+    """
     age = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
-    limit = torch.tensor(windows, device=device)[None, :, None, None]
+    limit, num_sinks = (
+        torch.tensor(x, device=device)[None, :, None, None] for x in (windows, sinks or (0,) * len(windows))
+    )
+    visible = (age < limit) | (torch.arange(length, device=device) < num_sinks)
     outside = torch.full((), -torch.inf, dtype=dtype, device=device)
     if log_utility is not None:
         gate = log_utility.to(dtype)[:, :, None, :]
@@ -48,10 +65,10 @@ def _bias(
     else:
         gate = outside.expand(1, 1, 1, 1)
     zero = torch.zeros((), dtype=dtype, device=device)
-    return torch.where(age < 0, outside, torch.where(age < limit, zero, gate))
+    return torch.where(age < 0, outside, torch.where(visible, zero, gate))
 
 
-def decode_attention(q: Tensor, cache: PagedState, scale: float) -> Tensor:
+def decode_attention(q: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None) -> Tensor:
     """Compute ``spkv_kernels.decode_attention``, one sequence and head after the other."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q)
@@ -60,6 +77,7 @@ def decode_attention(q: Tensor, cache: PagedState, scale: float) -> Tensor:
         for head in range(cache.num_kv_heads):
             k, v = (x.to(dtype) for x in cache.entries(sequence, head))
             rows = slice(head * group, (head + 1) * group)
-            scores = q[sequence, rows].to(dtype) @ k.T * scale
-            out[sequence, rows] = (torch.softmax(scores, -1) @ v).to(q.dtype)
+            scores = (q[sequence, rows].to(dtype) @ k.T * scale)[:, None]
+            p = _softmax(scores, None if sink_logits is None else sink_logits[rows])
+            out[sequence, rows] = (p[:, 0] @ v).to(q.dtype)
     return out

@@ -187,6 +187,33 @@ def test_extending_in_chunks_equals_one_pass(chunks: list[int], monkeypatch: pyt
         start += number
 
 
+@pytest.mark.parametrize("prompt", [1, 2, 30])
+@pytest.mark.parametrize("sinks", [[0, 3, 12], [1, 1, 1]], ids=str)
+def test_sink_tokens_stay_and_learned_sinks_count(sinks: list[int], prompt: int) -> None:
+    """The caller keeps the sink tokens; they move from the ring to pages and stay, however they came."""
+    batch, heads, group, window, size = 2, 3, 2, 5, 8
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(batch, heads * group, 60, size, generator=generator, dtype=torch.float64)
+    k, v = (torch.randn(batch, heads, 60, size, generator=generator, dtype=torch.float64) for _ in range(2))
+    learned = {"sink_logits": torch.tensor([3.0, -torch.inf, 0.0, 300.0, -1.0, 1.0]).double()}
+    keep = (torch.arange(60) < torch.tensor(sinks)[:, None]).expand(batch, -1, -1)
+    expected = attention(q, k, v, window=window, sinks=torch.tensor(sinks), **learned, backend="reference")
+    cache = PagedKVCache(batch, heads, size, window=window, page_size=4, dtype=torch.float64)
+    # A prompt, single tokens, and a second prompt
+    parts = [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, 40)), slice(40, 60)]
+    for part in parts:
+        extended = extend_attention(q[:, :, part], k[:, :, part], v[:, :, part], keep[:, :, part], cache, **learned)
+        assert torch.allclose(extended, expected[:, :, part], rtol=1e-10)
+        if part.stop - part.start > 1:
+            cache.prefill(k[:, :, part], v[:, :, part], keep[:, :, part])
+        else:
+            cache.append(k[:, :, part.start], v[:, :, part.start], keep[:, :, part.start])
+        for backend in ("torch", "reference"):
+            decoded = decode_attention(q[:, :, part.stop - 1], cache, **learned, backend=backend)
+            assert torch.allclose(decoded, expected[:, :, part.stop - 1], rtol=1e-10)
+    assert torch.equal(cache.lengths, torch.tensor([sinks] * batch))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -215,3 +242,7 @@ def test_inputs_that_do_not_fit() -> None:
     cache.append(good[:, :, 0], good[:, :, 0], keep[:, :, 0])
     with pytest.raises(ValueError, match="backend: expected 'auto', 'reference', 'torch', 'triton'; found 'cpu'"):
         decode_attention(torch.zeros(1, 2, 8), cache, backend="cpu")
+    with pytest.raises(ValueError, match=r"sink_logits: expected floating point \[4\]"):
+        decode_attention(torch.zeros(1, 4, 8), cache, sink_logits=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"sink_logits: expected floating point \[4\]"):
+        extend_attention(torch.zeros(1, 4, 3, 8), good, good, keep, cache, sink_logits=torch.zeros(4, 1))

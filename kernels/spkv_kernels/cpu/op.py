@@ -16,6 +16,7 @@ k [N, T, D].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,42 +38,74 @@ def attention(
     log_utility: Tensor | None,
     keep: Tensor | None,
     scale: float,
+    sinks: tuple[int, ...] | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
-    """Compute ``spkv_kernels.attention``; ``windows`` is one int per KV head, at most T.
+    """Compute ``spkv_kernels.attention``; ``windows`` and ``sinks`` are one int per KV head, at most T.
 
     16-bit inputs are computed in float32: faster here below about 1,000 tokens, and the gradients stay exact.
     """
     # Split query heads by KV head: [B, Hkv, G, T, D]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    heads = k.shape[1]
+    batch, heads, length = k.shape[:3]
     gate = log_utility.to(dtype) if log_utility is not None else keep
-    queries = q.to(dtype).reshape(q.shape[0], heads, -1, *q.shape[2:])
-    inputs = [queries, k.to(dtype), v.to(dtype)] + ([gate] if gate is not None else [])
-    # Compute heads with the same window together
-    if len(set(windows)) == 1:
-        return _one_window(inputs, windows[0], scale).flatten(1, 2).to(q.dtype)
+    queries = q.to(dtype).reshape(batch, heads, -1, *q.shape[2:])
+    logits = sink_logits.reshape(1, heads, -1).expand(batch, -1, -1) if sink_logits is not None else None
+    inputs, gates = (queries, k.to(dtype), v.to(dtype)), (gate, logits)
+    # Compute heads with the same window and sinks together; those that reach all keys are global
+    kinds = [(w, n) if w + n < length else (length, 0) for w, n in zip(windows, sinks or (0,) * heads, strict=True)]
+    if len(set(kinds)) == 1:
+        return _one_kind(inputs, gates, *kinds[0], scale).flatten(1, 2).to(q.dtype)
     by_head = [x.unbind(1) for x in inputs]
+    gates_by_head = [x.unbind(1) if x is not None else None for x in gates]
     outs: dict[int, Tensor] = {}
-    for window in sorted(set(windows)):
-        members = [head for head in range(heads) if windows[head] == window]
-        out = _one_window([torch.stack([x[head] for head in members], 1) for x in by_head], window, scale)
-        outs.update(zip(members, out.unbind(1), strict=True))
+    for kind in sorted(set(kinds)):
+        members = [head for head in range(heads) if kinds[head] == kind]
+        some = [torch.stack([x[head] for head in members], 1) for x in by_head]
+        some_gates = [torch.stack([x[head] for head in members], 1) if x is not None else None for x in gates_by_head]
+        outs.update(zip(members, _one_kind(some, some_gates, *kind, scale).unbind(1), strict=True))
     return torch.stack([outs[head] for head in range(heads)], 1).flatten(1, 2).to(q.dtype)
 
 
-def _one_window(inputs: list[Tensor], window: int, scale: float) -> Tensor:
-    """Attend from q [B, H, G, T, D] over k, v [B, H, T, D] with an optional gate [B, H, T]: [B, H, G, T, D]."""
-    q, k, v, *gate = (x.flatten(0, 1).contiguous() for x in inputs)
-    out: Tensor = _Attention.apply(q, k, v, gate[0] if gate else None, window, scale)  # type: ignore[no-untyped-call]
+def _one_kind(
+    inputs: Sequence[Tensor], gates: Sequence[Tensor | None], window: int, sinks: int, scale: float
+) -> Tensor:
+    """Attend with one window and number of sink tokens: [B, H, G, T, D].
+
+    Args:
+        inputs: q [B, H, G, T, D] and k, v [B, H, T, D].
+        gates: log u or bool [B, H, T], and learned sinks [B, H, G]; each may be None.
+        window: w.
+        sinks: number of sink tokens; w + sinks < T unless it is 0.
+        scale: scale of the scores.
+    """
+    q, k, v = (x.flatten(0, 1).contiguous() for x in inputs)
+    gate, logits = (x.flatten(0, 1).contiguous() if x is not None else None for x in gates)
+    if sinks:
+        is_sink = torch.arange(k.shape[1], device=k.device) < sinks
+        if gate is None:
+            gate = is_sink.repeat(len(k), 1)
+        else:
+            gate = gate | is_sink if gate.dtype == torch.bool else gate.masked_fill(is_sink, 0.0)
+    out: Tensor = _Attention.apply(q, k, v, gate, logits, window, scale)  # type: ignore[no-untyped-call]
     return out.view(inputs[0].shape)
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of heads with the same window."""
+    """Attention of heads with the same window and sinks."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-        """Compute [N, G, T, D] from q [N, G, T, D], k, v [N, T, D] and a gate [N, T] (log u, or bool) or None."""
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor | None,
+        logits: Tensor | None,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        """Compute [N, G, T, D] from q [N, G, T, D], k, v [N, T, D], a gate [N, T] (log u, or bool), sinks [N, G]."""
         length = q.shape[2]
         if window >= length:
             out, lse = masked_forward(q, k, v, None, 1, scale)
@@ -82,36 +115,51 @@ class _Attention(torch.autograd.Function):
             out, lse = compact_forward(q, k, v, gate, window, scale)
         else:
             out, lse = masked_forward(q, k, v, gate_bias(gate, q.dtype), window, scale)
-        ctx.save_for_backward(q, k, v, gate, out, lse)
+        if logits is not None:
+            total = torch.logaddexp(lse, logits[..., None])
+            out.mul_(torch.exp(lse - total).unsqueeze(-1))
+            lse = total
+        ctx.save_for_backward(q, k, v, gate, logits, out, lse)
         ctx.window, ctx.scale = window, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Compute dq, dk, dv, and the gradient of a soft gate."""
-        q, k, v, gate, out, lse = ctx.saved_tensors
-        window, scale, needs_dgate = ctx.window, ctx.scale, ctx.needs_input_grad[3]
+        """Compute dq, dk, dv, and the gradients of a soft gate and of learned sinks."""
+        q, k, v, gate, logits, out, lse = ctx.saved_tensors
         rows = Rows(grad.contiguous(), q, out, lse)
-        # Causal attention
-        if window >= q.shape[2]:
-            dq, dk, dv, _ = causal_backward(rows, k, v, None, scale, False)
-            return dq, dk, dv, torch.zeros_like(gate) if needs_dgate else None, None, None
-        # Hard gates over gathered keys
-        if gate is not None and compacts(gate, k, window):
-            return *compact_backward(rows, k, v, gate, window, scale), None, None, None
-        # Keys in the window
-        dq, dk, dv = window_backward(rows, k, v, window, scale)
-        # Keys outside it, for the rows that have any
-        dgate = None
-        if gate is not None:
-            num_far = q.shape[2] - window
-            bias = gate_bias(gate[:, :num_far], q.dtype)
-            far_dq, far_dk, far_dv, dgate = causal_backward(
-                rows.at(slice(window, None)), k[:, :num_far], v[:, :num_far], bias, scale, needs_dgate
-            )
-            dq[:, :, window:] += far_dq
-            dk[:, :num_far] += far_dk
-            dv[:, :num_far] += far_dv
-            dgate = F.pad(dgate, (0, window)) if dgate is not None else None
-        return dq, dk, dv, dgate, None, None
+        dlogits = None
+        if ctx.needs_input_grad[4]:
+            p_sink = torch.exp(logits[..., None] - lse)
+            dlogits = -(p_sink * (rows.grad * out).sum(-1)).sum(-1)
+        gradients = _keys_backward(rows, k, v, gate, ctx.window, ctx.scale, ctx.needs_input_grad[3])
+        return *gradients, dlogits, None, None
+
+
+def _keys_backward(
+    rows: Rows, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float, needs_dgate: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute dq [N, G, T, D], dk, dv [N, T, D], and the gradient of a soft gate [N, T] if it needs one."""
+    # Causal attention
+    if window >= rows.q.shape[2]:
+        dq, dk, dv, _ = causal_backward(rows, k, v, None, scale, False)
+        return dq, dk, dv, torch.zeros_like(gate) if gate is not None and needs_dgate else None
+    # Hard gates over gathered keys
+    if gate is not None and compacts(gate, k, window):
+        return *compact_backward(rows, k, v, gate, window, scale), None
+    # Keys in the window
+    dq, dk, dv = window_backward(rows, k, v, window, scale)
+    # Keys outside it, for the rows that have any
+    dgate = None
+    if gate is not None:
+        num_far = rows.q.shape[2] - window
+        bias = gate_bias(gate[:, :num_far], k.dtype)
+        far_dq, far_dk, far_dv, dgate = causal_backward(
+            rows.at(slice(window, None)), k[:, :num_far], v[:, :num_far], bias, scale, needs_dgate
+        )
+        dq[:, :, window:] += far_dq
+        dk[:, :num_far] += far_dk
+        dv[:, :num_far] += far_dv
+        dgate = F.pad(dgate, (0, window)) if dgate is not None else None
+    return dq, dk, dv, dgate

@@ -234,7 +234,15 @@ def attention(
     log_utility: Tensor | None,
     keep: Tensor | None,
     scale: float,
+    sinks: Tensor | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
-    """Compute ``spkv_kernels.attention``; ``windows`` is int32 [Hkv] on the device of ``q``."""
+    """Compute ``spkv_kernels.attention``; ``windows`` and ``sinks`` are int32 [Hkv] on the device of ``q``.
+
+    Raises:
+        ValueError: there are sink tokens or learned sinks, which these kernels do not support.
+    """
+    if sinks is not None or sink_logits is not None:
+        raise ValueError("sinks, sink_logits: backend 'triton' supports no sinks; use backend 'cpu' or 'reference'")
     out: Tensor = _forward(q, k, v, windows, log_utility, keep, scale)[0]
     return out
