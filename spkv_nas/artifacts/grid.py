@@ -1,10 +1,36 @@
-"""The grid of KV heads (layers x heads): format it, and check that two grids agree."""
+"""The grid of KV heads (layers x heads): sizes of what has one, its format, and a check that two grids agree."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 from spkv_nas.base.errors import UserError
 
 Grid = tuple[int, int]  # (layers L, KV heads per layer Hkv)
+
+
+class OnGrid(ABC):
+    """Sizes of an object that holds a value for every KV head."""
+
+    @property
+    @abstractmethod
+    def grid(self) -> Grid:
+        """Return (L, Hkv)."""
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers L."""
+        return self.grid[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Return the number of KV heads per layer Hkv."""
+        return self.grid[1]
+
+    @property
+    def num_heads(self) -> int:
+        """Return the number of KV heads, L * Hkv."""
+        return self.grid[0] * self.grid[1]
 
 
 def grid_words(grid: Grid) -> str:

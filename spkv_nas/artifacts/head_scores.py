@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, field_validator
 from spkv_nas.artifacts.diagnosis import FROZEN, missed_price, undifferentiated
 from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gains import Gains
-from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.grid import Grid, OnGrid
 from spkv_nas.artifacts.head_score_rows import file_rows, read_rows
 from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
 from spkv_nas.artifacts.kinds import DENSITY, kind_of
@@ -64,7 +64,7 @@ class _ProbeFile(Section):
 
 
 @dataclass(frozen=True, eq=False)
-class HeadScores:
+class HeadScores(OnGrid):
     """Head scores per layer, KV head and domain, at one threshold.
 
     Attributes:
@@ -95,24 +95,9 @@ class HeadScores:
     gains: Gains | None = None
 
     @cached_property
-    def num_layers(self) -> int:
-        """Return the number of layers L."""
-        return int(self.rows["layer"].max()) + 1
-
-    @cached_property
-    def num_kv_heads(self) -> int:
-        """Return the number of KV heads per layer Hkv."""
-        return int(self.rows["kv_head"].max()) + 1
-
-    @property
     def grid(self) -> Grid:
         """Return (L, Hkv)."""
-        return self.num_layers, self.num_kv_heads
-
-    @property
-    def num_heads(self) -> int:
-        """Return the number of KV heads, L * Hkv."""
-        return self.num_layers * self.num_kv_heads
+        return int(self.rows["layer"].max()) + 1, int(self.rows["kv_head"].max()) + 1
 
     @property
     def signal(self) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
-from spkv_nas.artifacts.grid import Grid, check_grid
+from spkv_nas.artifacts.grid import Grid, OnGrid, check_grid
 from spkv_nas.artifacts.views import grid_html
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import StrPath, parse_yaml, read_text, write_atomic, yaml_line
@@ -45,7 +45,7 @@ provenance: {provenance}
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(OnGrid):
     """Hybrid layout: which KV heads are global (SP-KV paper, section "Designing Stronger Hybrids").
 
     Attributes:
@@ -84,24 +84,9 @@ class Layout:
         check_name(self.strategy, "the strategy")
 
     @property
-    def num_layers(self) -> int:
-        """Return the number of layers L."""
-        return len(self.heads)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Return the number of KV heads per layer Hkv."""
-        return len(self.heads[0])
-
-    @property
     def grid(self) -> Grid:
         """Return (L, Hkv)."""
-        return self.num_layers, self.num_kv_heads
-
-    @property
-    def num_heads(self) -> int:
-        """Return the number of KV heads, L * Hkv."""
-        return self.num_layers * self.num_kv_heads
+        return len(self.heads), len(self.heads[0])
 
     @property
     def num_global(self) -> int:

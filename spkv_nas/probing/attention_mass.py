@@ -67,9 +67,7 @@ def attention_mass(
 
         # Add the masses to the sums of their documents
         def add(start: int, masses: list[Tensor]) -> None:
-            collected.count(start, start + len(masses[0]), slice(window, None))
-            for layer, values in enumerate(masses):
-                collected.add(layer, values)
+            collected.add(start, masses, slice(window, None))
 
         run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()

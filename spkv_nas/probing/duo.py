@@ -18,25 +18,22 @@ Differences from the original:
 - 200 steps by default instead of 2,000; 4 sinks and the layout's window instead of 128 and 256.
 
 Local heads of a layout have no sinks, so they see less than alpha was learned with.
-
-The blocks of each step are sharded across ranks (torchrun); ranks beyond the number of blocks per step stay idle.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import DUO_STEP_BLOCKS, DUO_STEPS, FROZEN_STEP_PASSES
+from spkv_nas.artifacts.defaults import DUO_STEP_BLOCKS, DUO_STEPS
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.base.distributed import own_share, sum_gradients, sum_over_processes
+from spkv_nas.base.distributed import sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Progress
@@ -44,38 +41,39 @@ from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
-from spkv_nas.probing.frozen import frozen, ramp
-from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
+from spkv_nas.probing.frozen import check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
+from spkv_nas.probing.heads import check_window
+from spkv_nas.probing.mixture import Mixture
 
 
-class Mixture:
-    """Attention observer of one layer: full attention while it ``records``, otherwise alpha's mixture with local.
+class AlphaMixture(Mixture):
+    """Mixture whose global attention is that of a recorded pass of the unchanged model; alpha is its ``share``.
 
     Attributes:
-        alpha: float32 [Hkv], learned share of full attention.
         records: True during the forward pass of the unchanged model, whose output is stored.
     """
 
     def __init__(self, state: LayerState, window: int, sinks: int, device: torch.device) -> None:
         """Start with alpha at 1; local attention sees the ``window`` most recent and the first ``sinks`` keys."""
-        self.alpha = torch.ones(state.num_kv_heads, device=device, requires_grad=True)
+        alpha = torch.ones(state.num_kv_heads, device=device, requires_grad=True)
+        super().__init__(alpha, window=window, global_window=state.checkpoint_window)
         self.records = False
-        self._visible = state.checkpoint_window
-        self._window = min(window, self._visible)
         self._sinks = 0 if state.native_window else sinks  # sliding-window layers never see the first keys
-        self._full: Tensor | None = None
+        self._recorded: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Compute the attention output [B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
+        """Record global attention or mix it with local attention; shapes as in ``Mixture``."""
         if self.records:
-            self._full = attention(q, k, v, window=self._visible, scale=scale)
-            return self._full
-        assert self._full is not None
+            self._recorded = self.global_attention(q, k, v, scale)
+            return self._recorded
+        assert self._recorded is not None
+        return self.mix(self._recorded, self.local_attention(q, k, v, scale))
+
+    def local_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Compute local attention, which sees the first keys as well; shapes as in ``Mixture``."""
         keep = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
         keep[:, :, : self._sinks] = True
-        local = attention(q, k, v, window=self._window, keep=keep if self._sinks else None, scale=scale)
-        alpha = self.alpha.to(q.device).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
-        return alpha * self._full + (1.0 - alpha) * local
+        return attention(q, k, v, window=self._window, keep=keep if self._sinks else None, scale=scale)
 
 
 def duo(
@@ -120,24 +118,22 @@ def duo(
     check_window(blocks, window, sinks)
     with full_attention(model) as states, frozen(model):
         # Train alpha
-        mixtures = [Mixture(state, window, sinks, model.device) for state in states]
+        mixtures = [AlphaMixture(state, window, sinks, model.device) for state in states]
         for state, mixture in zip(states, mixtures, strict=True):
             state.observer = mixture
         loss = _learn(model, mixtures, blocks, batch_size, steps, learning_rate, regularisation, seed, progress)
 
     # Build the table
-    values = torch.stack([mixture.alpha.detach() for mixture in mixtures]).double().cpu().numpy()
+    values = torch.stack([mixture.share.detach() for mixture in mixtures]).double().cpu().numpy()
     options = {"sink_size": sinks, "steps": steps, "regularisation": regularisation, "seed": seed}
     table_metadata = {**(metadata or {}), **options, "distillation_loss": float(f"{loss:.4g}")}
-    num_tokens = blocks.tokens.size
     tokens_seen = steps * min(batch_size, blocks.num_blocks) * blocks.block_size
-    means, passes = HeadMeans(values, "all", tokens_seen, 0), FROZEN_STEP_PASSES * tokens_seen / num_tokens
-    return signal_table("duo", [means], window, passes=passes, tokens=num_tokens, name=name, metadata=table_metadata)
+    return learned_table("duo", values, blocks, window, tokens_seen, name=name, metadata=table_metadata)
 
 
 def _learn(
     model: PreTrainedModel,
-    mixtures: list[Mixture],
+    mixtures: list[AlphaMixture],
     blocks: TokenBlocks,
     batch_size: int,
     steps: int,
@@ -147,25 +143,22 @@ def _learn(
     progress: Progress | None,
 ) -> float:
     """Train the alphas of ``mixtures`` in place, and return the distillation loss of the last step."""
-    alphas = [mixture.alpha for mixture in mixtures]
+    alphas = [mixture.share for mixture in mixtures]
     optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: ramp(step, steps))
     micro_batch = AdaptiveBatchSize(batch_size)
     loss = 0.0
     for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
         # Gradients on this rank's blocks
-        share = own_share(len(block_indices))
-        step_tokens = blocks.tokens[block_indices[share.start : share.stop]].astype(np.int64)
-        distance = _add_gradients(
-            model, mixtures, torch.from_numpy(step_tokens).to(model.device), regularisation, micro_batch
-        )
+        tokens = rank_tokens(blocks, block_indices, model.device)
+        loss = _add_gradients(model, mixtures, tokens, regularisation, micro_batch)
         # Update and clamp alpha
         optimizer.step()
         scheduler.step()
         with torch.no_grad():
             for alpha in alphas:
                 alpha.clamp_(0.0, 1.0)
-        loss = _finite(distance, step)
+        check_finite("duo: the distillation loss", loss, step)
         if progress is not None:
             progress(step, steps)
     return loss
@@ -173,7 +166,7 @@ def _learn(
 
 def _add_gradients(
     model: PreTrainedModel,
-    mixtures: list[Mixture],
+    mixtures: list[AlphaMixture],
     step_tokens: Tensor,
     regularisation: float,
     micro_batch: AdaptiveBatchSize,
@@ -187,20 +180,22 @@ def _add_gradients(
         regularisation: lambda.
         micro_batch: micro-batch size.
     """
-    alphas = [mixture.alpha for mixture in mixtures]
+    alphas = [mixture.share for mixture in mixtures]
 
-    def passes(size: int) -> Tensor:
+    def gradients(parts: Iterator[Tensor]) -> Tensor:
         for alpha in alphas:
             alpha.grad = None
         sums = torch.zeros(2, dtype=torch.float64)
-        for tokens in filter(len, torch.split(step_tokens, size)):  # this rank may have none
+        for tokens in parts:
             error, full = sums_of_squares(model, mixtures, tokens)
             torch.autograd.backward(error)
             sums += torch.stack([error.detach(), full]).cpu()
         return sums
 
-    error, full = sum_over_processes(micro_batch.run(passes, max(1, len(step_tokens)))).tolist()
+    # Gradients of the squared error, summed over ranks
+    error, full = sum_over_processes(run_micro_batches(gradients, step_tokens, micro_batch)).tolist()
     sum_gradients(alphas)
+    # Divide by the full model's square, and add the gradient of the regularisation
     for alpha in alphas:
         assert alpha.grad is not None
         alpha.grad = alpha.grad / full + regularisation / (len(alphas) * alpha.numel())
@@ -208,17 +203,7 @@ def _add_gradients(
     return distance
 
 
-def _finite(loss: float, step: int) -> float:
-    """Return the loss, or raise ``UserError`` if it is not finite."""
-    if not math.isfinite(loss):
-        raise UserError(
-            f"duo: the distillation loss is {loss} at step {step}\nthe model's weights are damaged or diverged, or its "
-            "activations overflow in its dtype: load it in float32"
-        )
-    return loss
-
-
-def sums_of_squares(model: PreTrainedModel, mixtures: list[Mixture], tokens: Tensor) -> tuple[Tensor, Tensor]:
+def sums_of_squares(model: PreTrainedModel, mixtures: list[AlphaMixture], tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the summed squared error of the mixture's last hidden states, and the summed square of the full model's.
 
     Both sum over the same number of values, so the distillation loss is their ratio.

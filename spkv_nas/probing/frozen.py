@@ -1,17 +1,33 @@
-"""Helpers for signals that train gates on a frozen model: freezing, micro-batch size, learning-rate schedule."""
+"""Train the gates of a signal on a frozen model: freezing, micro-batches, learning rate, checks, and the table.
+
+The blocks of each step are sharded across ranks (torchrun); ranks beyond the number of blocks per step stay idle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.defaults import FROZEN_STEP_PASSES
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.base.distributed import own_share
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.memory import AdaptiveBatchSize, Result
 from spkv_nas.cost.memory import PassMemory, fitting_pass
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.device_map import check_placed, memory_for_passes
 from spkv_nas.model.model_shape import model_size
+from spkv_nas.probing.heads import HeadMeans, signal_table
 
 ROOM = 0.5  # share of the free memory that a forward and backward pass may use
 
@@ -34,6 +50,32 @@ def frozen(model: nn.Module, learning: Collection[nn.Parameter] = ()) -> Iterato
             parameter.requires_grad_(True)
 
 
+@contextmanager
+def frozen_within_memory(
+    model: PreTrainedModel,
+    length: int,
+    num_blocks: int,
+    learning: Collection[nn.Parameter] = (),
+    gates: GateConfig | None = None,
+    *,
+    mixes: bool = False,
+) -> Iterator[AdaptiveBatchSize]:
+    """Freeze ``model`` as ``frozen``, recompute activations if memory is short, and yield the micro-batch size.
+
+    Args:
+        model: the model.
+        length: tokens per block.
+        num_blocks: blocks per step.
+        learning: parameters to train.
+        gates: configuration of the gates being trained, if any.
+        mixes: True if layers compute both global and local attention.
+    """
+    with frozen(model, learning):
+        pass_size, recomputes = passes(model, length, num_blocks, gates, mixes=mixes)
+        with recomputed(model) if recomputes else nullcontext():
+            yield AdaptiveBatchSize(pass_size)
+
+
 def passes(
     model: PreTrainedModel, length: int, wanted: int, gates: GateConfig | None = None, *, mixes: bool = False
 ) -> tuple[int, bool]:
@@ -54,7 +96,75 @@ def passes(
     return fitting_pass(memory, length, wanted, ROOM * memory_for_passes(model))
 
 
+def blocks_per_step(blocks: TokenBlocks, step_tokens: int) -> int:
+    """Return the number of blocks in a step of ``step_tokens`` tokens, rounded down, but at least one."""
+    return min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
+
+
+def rank_tokens(blocks: TokenBlocks, indices: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return this rank's tokens of a step, int64 [B, T] on ``device``; B may be 0.
+
+    Args:
+        blocks: training text.
+        indices: int64 [blocks], blocks of the step, the same on all ranks.
+        device: device of the tokens.
+    """
+    share = own_share(len(indices))
+    return torch.from_numpy(blocks.tokens[indices[share.start : share.stop]].astype(np.int64)).to(device)
+
+
+def run_micro_batches(
+    run: Callable[[Iterator[Tensor]], Result], tokens: Tensor, micro_batch: AdaptiveBatchSize
+) -> Result:
+    """Call ``run`` with ``tokens`` [B, T] in micro-batches, again with smaller ones if a GPU runs out of memory.
+
+    Args:
+        run: takes micro-batches int64 [b, T], possibly none, and computes gradients from zero.
+        tokens: this rank's tokens of a step.
+        micro_batch: micro-batch size.
+    """
+    return micro_batch.run(lambda size: run(filter(len, torch.split(tokens, size))), max(1, len(tokens)))
+
+
 def ramp(step: int, steps: int) -> float:
     """Return the learning-rate factor: linear warm-up and decay over a fifth of the steps each, at least 0.1."""
     fifth = max(1, steps // 5)
     return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))
+
+
+def check_finite(what: str, loss: float, step: int, gradient: Tensor | None = None) -> None:
+    """Raise ``UserError`` if a step's loss, or its gradient, is not finite; ``what`` names the loss."""
+    if not math.isfinite(loss) or (gradient is not None and not gradient.isfinite().all()):
+        raise UserError(
+            f"{what} is {loss} at step {step}\nthe model's weights are damaged or diverged, or its activations "
+            "overflow in its dtype: load it in float32 (--dtype float32)"
+        )
+
+
+def learned_table(
+    signal: str,
+    values: NDArray[np.float64],
+    blocks: TokenBlocks,
+    window: int,
+    tokens_seen: int,
+    *,
+    name: str,
+    metadata: Mapping[str, Any],
+) -> HeadScores:
+    """Build the table of a signal learned on all domains together.
+
+    Args:
+        signal: name of the signal.
+        values: scores [L, Hkv].
+        blocks: training text.
+        window: number of recent keys a local head sees, including the query's own key.
+        tokens_seen: tokens of all steps.
+        name: name of the table.
+        metadata: provenance and options.
+
+    Raises:
+        UserError: a value is not finite.
+    """
+    means, num_tokens = HeadMeans(values, "all", tokens_seen, 0), blocks.tokens.size
+    num_passes = FROZEN_STEP_PASSES * tokens_seen / num_tokens
+    return signal_table(signal, [means], window, passes=num_passes, tokens=num_tokens, name=name, metadata=metadata)

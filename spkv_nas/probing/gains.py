@@ -45,16 +45,6 @@ MIXED = "mixed"  # single heads in some layers, whole layers elsewhere
 Unit = tuple[int, range]  # heads switched together: layer and KV heads
 
 
-def opening(model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any) -> HeadScores:
-    """Measure the NLL that each KV head saves when it alone is made global; options as in ``gains``."""
-    return gains("opening", model, blocks, window, opens=True, **options)
-
-
-def closing(model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any) -> HeadScores:
-    """Measure the NLL that each KV head costs when it alone is made local; options as in ``gains``."""
-    return gains("closing", model, blocks, window, opens=False, **options)
-
-
 def gains(
     signal: str,
     model: PreTrainedModel,
@@ -74,7 +64,7 @@ def gains(
         blocks: held-out text.
         window: number of recent keys a local head sees, including the query's own key.
         opens: True to make heads global in an all-local model, False to make them local in an all-global one.
-        name: name of the table; defaults to ``signal``.
+        name: name of the table; None: ``signal``.
         metadata: provenance of the model and the text.
         options: ``granularity``, ``max_heads``, ``batch_size`` and ``progress``, as in ``_measure``.
 

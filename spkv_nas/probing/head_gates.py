@@ -16,65 +16,48 @@ Each step is a projected gradient step: all gates are lowered by the same amount
 budget. The gradient is scaled by its root mean square over all heads, not per head as in Adam, which would move
 unimportant heads as fast as important ones (reports/LOG.md). A head's score is the mean of its gate over all steps,
 which also ranks the heads that end at exactly 0 or 1, by how early they got there.
-
-The blocks of each step are sharded across ranks (torchrun); ranks beyond the number of blocks per step stay idle.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import FROZEN_STEP_PASSES, HEAD_GATE_STEPS, LEARNING_TOKENS
+from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.base.distributed import own_share, sum_over_processes
+from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.activation_checkpointing import recomputed
-from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState
+from spkv_nas.model.attention import LayerState
 from spkv_nas.model.loss import mean_divergence
 from spkv_nas.model.windows import default_window, full_attention
-from spkv_nas.probing.frozen import frozen, passes, ramp
-from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
+from spkv_nas.probing.frozen import (
+    blocks_per_step,
+    check_finite,
+    frozen_within_memory,
+    learned_table,
+    ramp,
+    rank_tokens,
+    run_micro_batches,
+)
+from spkv_nas.probing.heads import check_window
+from spkv_nas.probing.mixture import Mixture
 from spkv_nas.proposal.budget import parse_budget
 
 _RATE = 0.05  # peak step size of a gate whose gradient equals the root mean square over heads
 _MOMENTUM, _SCALE_MOMENTUM = 0.9, 0.99
-
-
-class HeadGate:
-    """Attention observer of one layer: the gated mixture of global and local attention.
-
-    Attributes:
-        window: number of recent keys that local attention sees, including the query's own key, as in a layout.
-        gate: float [Hkv], share of global attention by KV head.
-    """
-
-    def __init__(self, window: int, gate: Tensor) -> None:
-        """Mix with ``gate`` [Hkv]; local attention sees ``window`` keys."""
-        self.window, self.gate = window, gate
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Compute the attention output [B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
-        q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for both
-        global_output, local_output = (
-            attention(q, k, v, window=visible, scale=scale) for visible in (GLOBAL_WINDOW, self.window)
-        )
-        gate = self.gate.to(q.device, q.dtype).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
-        return gate * global_output + (1.0 - gate) * local_output
 
 
 def head_gates(
@@ -111,19 +94,20 @@ def head_gates(
         raise UserError(f"head gates need at least one step; found {steps}")
     window = default_window(model, blocks.block_size) if window is None else window
     check_window(blocks, window)
-    size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
-    pass_size, recomputes = passes(model, blocks.block_size, size, mixes=True)
-    micro_batch = AdaptiveBatchSize(pass_size)
-    with full_attention(model) as states, frozen(model), recomputed(model) if recomputes else nullcontext():
+    size = blocks_per_step(blocks, step_tokens)
+    with (
+        full_attention(model) as states,
+        frozen_within_memory(model, blocks.block_size, size, mixes=True) as micro_batch,
+    ):
         grid, divergence = (len(states), states[0].num_kv_heads), math.nan
         # One projected gradient step per batch
         learning = _Learning(grid, parse_budget(budget, math.prod(grid)), steps)
         for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed), 1):
             gates = learning.gates.detach().to(model.device).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
-                state.observer = HeadGate(window, gate)
-            divergence, gradient = _slope(model, states, gates, blocks.tokens[np.sort(block_indices)], micro_batch)
-            _check_finite(divergence, gradient, step)
+                state.observer = Mixture(gate.to(model.dtype), window=window)
+            divergence, gradient = _slope(model, states, gates, blocks, np.sort(block_indices), micro_batch)
+            check_finite("head gates: the loss", divergence, step, gradient)
             learning.step(step, gradient)
             if progress is not None:
                 progress(step, steps)
@@ -131,54 +115,43 @@ def head_gates(
     # Build the table
     table_metadata = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
     table_metadata |= {"divergence": float(f"{divergence:.4g}")}  # nats per token, in the last step
-    tokens_seen = steps * size * blocks.block_size
-    means = HeadMeans(learning.mean.numpy(), "all", tokens_seen, 0)
-    size, num_passes = blocks.tokens.size, FROZEN_STEP_PASSES * tokens_seen / blocks.tokens.size
-    return signal_table(
-        "head-gates", [means], window, passes=num_passes, tokens=size, name=name, metadata=table_metadata
-    )
-
-
-def _check_finite(divergence: float, gradient: Tensor, step: int) -> None:
-    """Raise ``UserError`` if the loss or a gradient is not finite."""
-    if not (math.isfinite(divergence) and torch.isfinite(gradient).all()):
-        raise UserError(
-            f"head gates: the loss is {divergence} at step {step}\nthe model's weights are damaged or "
-            "diverged, or its activations overflow in its dtype: load it in float32"
-        )
+    scores, tokens_seen = learning.mean.numpy(), steps * size * blocks.block_size
+    return learned_table("head-gates", scores, blocks, window, tokens_seen, name=name, metadata=table_metadata)
 
 
 def _slope(
     model: PreTrainedModel,
     states: Sequence[LayerState],
     gates: Tensor,
-    blocks: NDArray[np.int32],
+    blocks: TokenBlocks,
+    block_indices: NDArray[np.int64],
     micro_batch: AdaptiveBatchSize,
 ) -> tuple[float, Tensor]:
     """Compute the KL divergence of a step and its gradient with respect to the gates; must be called on all ranks.
 
     Args:
-        model: the frozen model, with a ``HeadGate`` on each layer.
+        model: the frozen model, with a ``Mixture`` on each layer.
         states: the model's layers.
         gates: float [layers, KV heads], the leaf tensor that the observers use.
-        blocks: int32 [B, T], tokens of the step, the same on all ranks.
+        blocks: training text.
+        block_indices: int64 [B], blocks of the step, the same on all ranks.
         micro_batch: micro-batch size.
 
     Returns:
         (divergence in nats per token, gradient float64 [layers, KV heads] on the CPU).
     """
-    share = own_share(len(blocks))
-    step_tokens = torch.from_numpy(blocks[share.start : share.stop].astype(np.int64)).to(model.device)
 
-    def gradients(size: int) -> Tensor:
+    def gradients(parts: Iterator[Tensor]) -> Tensor:
         sums = torch.zeros(1 + gates.numel(), device=model.device)
-        for tokens in filter(len, torch.split(step_tokens, size)):  # this rank may have none
-            loss = mean_divergence(model, tokens, partial(_unobserved, states)) * (len(tokens) / len(blocks))
+        for tokens in parts:
+            share = len(tokens) / len(block_indices)
+            loss = mean_divergence(model, tokens, partial(_unobserved, states)) * share
             (gradient,) = torch.autograd.grad(loss, gates)
             sums += torch.cat([loss.detach()[None], gradient.flatten()]).float()
         return sums
 
-    sums = sum_over_processes(micro_batch.run(gradients, max(1, len(step_tokens)))).double().cpu()
+    rank_sums = run_micro_batches(gradients, rank_tokens(blocks, block_indices, model.device), micro_batch)
+    sums = sum_over_processes(rank_sums).double().cpu()
     return float(sums[0]), sums[1:].view(gates.shape)
 
 

@@ -94,16 +94,14 @@ class HeadSums:
         self.sums = torch.zeros(num_layers, num_heads, len(blocks.documents), dtype=torch.float64, device=device)
         self.counts = np.zeros(len(blocks.documents), dtype=np.int64)
 
-    def count(self, start: int, stop: int, positions: slice) -> None:
-        """Count the tokens at ``positions`` of blocks ``start:stop``, whose values each layer's ``add`` will pass."""
-        owner = self._blocks.document[start:stop, positions].ravel()
+    def add(self, start: int, layers: Sequence[Tensor], positions: slice) -> None:
+        """Add the values of each layer, [B, H, tokens], at ``positions`` of the B blocks from ``start`` on."""
+        owner = self._blocks.document[start : start + len(layers[0]), positions].ravel()
         self.counts += np.bincount(owner, minlength=len(self.counts))
-        self._owner = torch.from_numpy(owner.astype(np.int64)).to(self.sums.device)
-
-    def add(self, layer: int, values: Tensor) -> None:
-        """Add one layer's ``values`` [B, H, tokens] for the tokens of the last ``count`` call."""
-        rows = values.transpose(0, 1).flatten(1).to(self.sums.device, torch.float64)
-        self.sums[layer].index_add_(1, self._owner, rows)
+        owner_index = torch.from_numpy(owner.astype(np.int64)).to(self.sums.device)
+        for layer, values in enumerate(layers):
+            rows = values.transpose(0, 1).flatten(1).to(self.sums.device, torch.float64)
+            self.sums[layer].index_add_(1, owner_index, rows)
 
     def add_up(self) -> None:
         """Sum over all ranks after the last ``add``; must be called on all ranks."""

@@ -9,14 +9,12 @@ The optimizer is AdamW with betas 0.9 and 0.95, no weight decay for vectors, and
 rate, as in the paper ("Scaling analysis details"). Memory is that of inference, plus the predictors with their moments
 and the activations of one pass. Activation checkpointing is used if the activations of a single block would not fit.
 A step that still runs out of GPU memory is repeated in smaller micro-batches.
-
-The blocks of each step are sharded across ranks (torchrun); ranks beyond the number of blocks per step stay idle.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,14 +29,13 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.defaults import LEARNING_TOKENS, PRICED_STEPS
 from spkv_nas.artifacts.diagnosis import FROZEN
 from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.base.distributed import on_main, own_share, sum_gradients, sum_over_processes
+from spkv_nas.base.distributed import on_main, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.cost.ladder import predictor_learning_rate
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.device_map import check_placed
@@ -47,10 +44,15 @@ from spkv_nas.model.loss import mean_nll
 from spkv_nas.model.model_shape import model_size
 from spkv_nas.model.modes import evaluation_mode, set_price
 from spkv_nas.model.price import KeyBenefitEstimator, Price
-from spkv_nas.probing.frozen import frozen, passes
+from spkv_nas.probing.frozen import (
+    blocks_per_step,
+    check_finite,
+    frozen_within_memory,
+    rank_tokens,
+    run_micro_batches,
+)
 from spkv_nas.probing.gate_state import GateState
 
-STEP_TOKENS = LEARNING_TOKENS
 _WEIGHT_DECAY, _BETAS, _FINAL = 0.1, (0.9, 0.95), 0.01
 _SAVE_EVERY = 20  # steps
 
@@ -89,7 +91,7 @@ def learn_gates(
     config: GateConfig,
     *,
     steps: int = PRICED_STEPS,
-    step_tokens: int = STEP_TOKENS,
+    step_tokens: int = LEARNING_TOKENS,
     learning_rate: float | None = None,
     seed: int = 0,
     state: Path | None = None,
@@ -119,28 +121,25 @@ def learn_gates(
     check_placed(model)
 
     # Attach gates and restore the last checkpoint
-    size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
+    size = blocks_per_step(blocks, step_tokens)
     attach_gates(model, config, seed=seed)
     rate = learning_rate or predictor_learning_rate(model_size(model).without_embeddings)
     learning = _Learning(model, config, rate, steps)
-    with frozen(model, predictor_parameters(model)), evaluation_mode(model):
-        pass_size, recomputes = passes(model, blocks.block_size, size, config)
-        micro_batch = AdaptiveBatchSize(pass_size)
+    predictors = predictor_parameters(model)
+    with (
+        evaluation_mode(model),
+        frozen_within_memory(model, blocks.block_size, size, predictors, config) as micro_batch,
+    ):
         first = learning.restore(state)
-        batches = shuffled_batches(blocks.num_blocks, size, steps, seed + 1)
-
         # Train on this rank's share of each batch
-        with recomputed(model) if recomputes else nullcontext():
-            for step, block_indices in enumerate(batches):
-                if step < first:
-                    continue
-                share = own_share(size)
-                indices = np.sort(block_indices)[share.start : share.stop]
-                tokens = torch.from_numpy(blocks.tokens[indices].astype(np.int64)).to(model.device)
-                learning.step(step, tokens, size, micro_batch)
-                progress(step + 1, steps, f"density {learning.density:.2f}")
-                if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
-                    on_main(partial(learning.save, state, step + 1))
+        for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed + 1)):
+            if step < first:
+                continue
+            tokens = rank_tokens(blocks, np.sort(block_indices), model.device)
+            learning.step(step, tokens, size, micro_batch)
+            progress(step + 1, steps, f"density {learning.density:.2f}")
+            if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
+                on_main(partial(learning.save, state, step + 1))
     set_price(model, 0.0)
     return Learned(steps, steps * size * blocks.block_size, learning.density, learning.last_price, first)
 
@@ -182,16 +181,9 @@ class _Learning:
         self.last_price = self._config.price if price is None else price.value
 
         # Gradients, summed over ranks
-        def gradients(size: int) -> tuple[Tensor, NDArray[np.float64] | None]:
-            return self._add_gradients(torch.split(tokens, size), num_blocks)
-
-        total, benefits = micro_batch.run(gradients, max(1, len(tokens)))
-        total = sum_over_processes(total)
-        if not torch.isfinite(total):
-            raise UserError(
-                f"the training loss of the gates is {float(total)} at step {number}\nthe model's weights are damaged "
-                "or diverged, or its activations overflow in its dtype: load it in float32 (--dtype float32)"
-            )
+        gradients = partial(self._add_gradients, num_blocks=num_blocks)
+        total, benefits = run_micro_batches(gradients, tokens, micro_batch)
+        check_finite("the training loss of the gates", float(sum_over_processes(total)), number)
         sum_gradients(self._parameters.values())
         # Adjust the price toward the target density
         measured = self._tracker.stop()
@@ -206,7 +198,7 @@ class _Learning:
             group["lr"] = self._rates[number]
         self._optimizer.step()
 
-    def _add_gradients(self, parts: tuple[Tensor, ...], num_blocks: int) -> tuple[Tensor, NDArray[np.float64] | None]:
+    def _add_gradients(self, parts: Iterator[Tensor], num_blocks: int) -> tuple[Tensor, NDArray[np.float64] | None]:
         """Compute a step's gradients from zero, one micro-batch of ``parts`` at a time.
 
         Args:
@@ -222,7 +214,7 @@ class _Learning:
         self._tracker.start()
         total = torch.zeros((), device=self._model.device)
         try:
-            for tokens in filter(len, parts):  # this rank may have none
+            for tokens in parts:
                 share = len(tokens) / num_blocks  # the last micro-batch may be smaller
                 set_price(self._model, self.last_price * share)
                 loss = mean_nll(self._model, tokens) * share

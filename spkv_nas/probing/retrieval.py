@@ -109,9 +109,7 @@ def _collect(
     def add(start: int, result: tuple[list[Tensor], int]) -> None:
         scores, correct = result
         num_correct[0] += correct
-        collected.count(start, start + len(scores[0]), query_positions)
-        for layer, values in enumerate(scores):
-            collected.add(layer, values)
+        collected.add(start, scores, query_positions)
 
     run_own_batches(run, add, blocks, batch_size, device, progress)
     return num_correct

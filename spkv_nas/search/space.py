@@ -56,7 +56,7 @@ class Space:
     @property
     def grid(self) -> Grid:
         """Return (L, Hkv)."""
-        return self.table.num_layers, self.table.num_kv_heads
+        return self.table.grid
 
     def layout(self, point: str) -> Layout:
         """Return the layout of a point."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from spkv_nas.artifacts.defaults import (
     ABLATION_TOKENS,
     BLOCK_SIZE,
+    LEARNING_TOKENS,
     PRICED_STEPS,
     SCORING_TOKENS,
 )
@@ -26,11 +27,10 @@ from spkv_nas.cost.stage_costs import BFLOAT16, Site, StageCost, Stages
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
-from spkv_nas.probing.flags import ablation_passes
 from spkv_nas.probing.frozen import ROOM
-from spkv_nas.probing.priced import STEP_TOKENS
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
+from spkv_nas.probing.signals.ablation import ablation_passes
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages.options import REFERENCE
 from spkv_nas.stages.probe.command import ProbeOptions
@@ -108,7 +108,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
 
 def gate_training(stages: Stages, steps: int | None) -> Iterator[StageCost]:
     """Yield the training of gates on a frozen model."""
-    yield stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, STEP_TOKENS, ROOM)
+    yield stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, LEARNING_TOKENS, ROOM)
 
 
 def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:

@@ -29,7 +29,8 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.ranking import spearman
 from spkv_nas.evaluation.trust import Missed, Trust
 from spkv_nas.model.checkpoint import save
-from spkv_nas.probing.gains import opening, opening_gains
+from spkv_nas.probing.gains import opening_gains
+from spkv_nas.probing.signals.ablation import OPENING
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.ranking import densest
 from spkv_nas.report.inputs import ReportInputs
@@ -227,10 +228,10 @@ def test_gains_of_a_table_are_those_of_the_signal() -> None:
     blocks = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i == 7], str(i)) for i in range(8)))
     model = tiny_model(vocab_size=300)
     result, took = opening_gains(model, blocks, 6)
-    assert result.values == pytest.approx(opening(model, blocks, 6).values, abs=1e-9)
+    assert result.values == pytest.approx(OPENING.measure(model, blocks, 6).values, abs=1e-9)
     assert took == {"passes": 6.0, "tokens": 160, "documents": 8}
     one = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "a", str(i)) for i in range(8)))
-    assert result.standard_error == pytest.approx(opening(model, one, 6).standard_error, abs=1e-9)
+    assert result.standard_error == pytest.approx(OPENING.measure(model, one, 6).standard_error, abs=1e-9)
 
 
 class TestCommand:

@@ -28,9 +28,7 @@ class ValueNorm(Signal):
             return norms
 
         def add(start, norms):
-            sums.count(start, start + len(norms[0]), slice(None))
-            for layer, values in enumerate(norms):
-                sums.add(layer, values)
+            sums.add(start, norms, slice(None))
 
         with torch.inference_mode(), full_attention(model) as states:  # the model is as before afterwards
             sums = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)

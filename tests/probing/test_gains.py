@@ -26,10 +26,11 @@ from spkv_nas.model.attach import detach
 from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.windows import full_attention
-from spkv_nas.probing.gains import closing, opening
 from spkv_nas.probing.measure import measure_signal
+from spkv_nas.probing.signals.ablation import CLOSING, OPENING
 
 WINDOW = 6
+opening, closing = OPENING.measure, CLOSING.measure
 Signal = Callable[..., HeadScores]
 
 

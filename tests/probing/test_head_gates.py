@@ -23,7 +23,8 @@ from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.loss import mean_nll
 from spkv_nas.model.windows import apply_layout, full_attention
 from spkv_nas.probing import frozen
-from spkv_nas.probing.head_gates import HeadGate, head_gates, project
+from spkv_nas.probing.head_gates import head_gates, project
+from spkv_nas.probing.mixture import Mixture
 
 WINDOW, LENGTH = 6, 40
 
@@ -52,7 +53,7 @@ def strong_attention_model(dead: bool = False) -> PreTrainedModel:
 def gated_heads(model: PreTrainedModel, gates: Tensor) -> Iterator[None]:
     with full_attention(model) as states:
         for state, gate in zip(states, gates, strict=True):
-            state.observer = HeadGate(WINDOW, gate)
+            state.observer = Mixture(gate, window=WINDOW)
         yield
 
 

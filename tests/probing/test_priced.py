@@ -73,7 +73,7 @@ class TestLearning:
     def test_passes_do_not_change_it(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
         whole, _ = learn(blocks, step_tokens=96)  # three blocks, so that two in a pass leave one
         for together, recomputes in ((1, False), (2, True)):
-            monkeypatch.setattr(priced, "passes", lambda *_, made=(together, recomputes): made)
+            monkeypatch.setattr(frozen, "passes", lambda *_, made=(together, recomputes), **__: made)
             parts, _ = learn(blocks, step_tokens=96)
             mine, theirs = learned(whole), learned(parts)
             assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in mine)

@@ -24,7 +24,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout, full_attention
 from spkv_nas.probing import heads
 from spkv_nas.probing.attention_mass import attention_mass
-from spkv_nas.probing.duo import Mixture, duo, sums_of_squares
+from spkv_nas.probing.duo import AlphaMixture, duo, sums_of_squares
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.registry import SIGNALS, check_options
 from spkv_nas.probing.retrieval import needles, retrieval
@@ -188,15 +188,15 @@ class TestDuo:
     def value(self, alphas: Tensor, sinks: int = 0) -> float:
         return float(self.loss(alphas, sinks)[0].detach())
 
-    def loss(self, alphas: Tensor, sinks: int = 0) -> tuple[Tensor, list[Mixture]]:
+    def loss(self, alphas: Tensor, sinks: int = 0) -> tuple[Tensor, list[AlphaMixture]]:
         """Return the distillation loss of a float64 llama at the given alphas [4, 2]."""
         model = tiny_model(vocab_size=300).double()
         tokens = torch.randint(3, 290, (2, LENGTH), generator=torch.Generator().manual_seed(0))
         with full_attention(model) as states:
-            mixtures = [Mixture(state, WINDOW, sinks, model.device) for state in states]
+            mixtures = [AlphaMixture(state, WINDOW, sinks, model.device) for state in states]
             for state, mixture, alpha in zip(states, mixtures, alphas, strict=True):
                 state.observer = mixture
-                mixture.alpha = alpha.double().clone().requires_grad_()
+                mixture.share = alpha.double().clone().requires_grad_()
             error, full = sums_of_squares(model, mixtures, tokens)
             return error / full, mixtures
 
@@ -223,7 +223,7 @@ class TestDuo:
         alphas = torch.linspace(0.2, 0.9, 8).view(4, 2).double()
         loss, mixtures = self.loss(alphas)
         loss.backward()
-        gradient = torch.stack([m.alpha.grad for m in mixtures if m.alpha.grad is not None])
+        gradient = torch.stack([m.share.grad for m in mixtures if m.share.grad is not None])
         for layer, head in ((0, 0), (1, 1), (3, 0)):
             change = torch.zeros(4, 2).double()
             change[layer, head] = 1e-2

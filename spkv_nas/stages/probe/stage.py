@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from spkv_nas.artifacts.defaults import ABLATION_TOKENS, PRICED_STEPS, RECOMMENDED, SCORING_TOKENS
+from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, RECOMMENDED, SCORING_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
@@ -26,7 +26,7 @@ from spkv_nas.model.windows import default_window
 from spkv_nas.probing.flags import LAYER
 from spkv_nas.probing.gains import opening_gains
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.probing.priced import STEP_TOKENS, learn_gates
+from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.registry import SIGNALS, check_options, signal_options
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.proposal.budget import parse_budget
@@ -162,7 +162,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
         tau=GateConfig().tau if options.tau is None else options.tau,
         target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MAX_TARGET),
     )
-    schedule = {"steps": options.steps or PRICED_STEPS, "step_tokens": STEP_TOKENS, "seed": options.seed or 0}
+    schedule = {"steps": options.steps or PRICED_STEPS, "step_tokens": LEARNING_TOKENS, "seed": options.seed or 0}
     key_parts = [on_main(lambda: checkpoint_hash(subject.source)), str(model.dtype), config.model_dump(), schedule]
     key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode())
     blocks.feed(key)

@@ -1,0 +1,51 @@
+"""Mix global and local attention by head: the attention of signals that learn how much of each a head needs.
+
+    out_h = share_h global_h + (1 - share_h) local_h,   0 <= share_h <= 1
+
+With shares of 0 and 1 this is the attention of a layout.
+"""
+
+from __future__ import annotations
+
+from spkv_kernels import attention
+from torch import Tensor
+
+from spkv_nas.model.attention import GLOBAL_WINDOW
+
+
+class Mixture:
+    """Attention observer of one layer.
+
+    Attributes:
+        share: float [Hkv], share of global attention by KV head.
+    """
+
+    def __init__(self, share: Tensor, *, window: int, global_window: int = GLOBAL_WINDOW) -> None:
+        """Mix with ``share``.
+
+        Args:
+            share: float [Hkv]; the output has the wider dtype of ``share`` and the queries.
+            window: number of recent keys that local attention sees, including the query's own key.
+            global_window: the same for global attention.
+        """
+        self.share = share
+        self._window, self._global_window = min(window, global_window), global_window
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Compute the attention output [B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
+        q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for both
+        return self.mix(self.global_attention(q, k, v, scale), self.local_attention(q, k, v, scale))
+
+    def mix(self, global_output: Tensor, local_output: Tensor) -> Tensor:
+        """Mix two attention outputs [B, Hq, T, D] by the share of each query head's KV head."""
+        groups = global_output.shape[1] // len(self.share)
+        share = self.share.to(global_output.device).repeat_interleave(groups)[:, None, None]
+        return share * global_output + (1.0 - share) * local_output
+
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Compute global attention; shapes as in ``__call__``."""
+        return attention(q, k, v, window=self._global_window, scale=scale)
+
+    def local_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Compute local attention; shapes as in ``__call__``."""
+        return attention(q, k, v, window=self._window, scale=scale)

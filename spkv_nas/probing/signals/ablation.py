@@ -1,0 +1,56 @@
+"""Single-head ablations: the NLL saved by adding one head alone, or lost by removing it alone (``probing.gains``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.kinds import GAIN, NATS
+from spkv_nas.base.flag import Flag
+from spkv_nas.base.limits import MAX_SIZE
+from spkv_nas.probing.flags import GRANULARITIES, HEAD
+from spkv_nas.probing.signal import Option, Signal, Work
+
+if TYPE_CHECKING:
+    from spkv_nas.artifacts.head_scores import HeadScores
+
+_GRANULARITY = Flag("Choose single heads, or only whole layers.", metavar="head|layer", values=GRANULARITIES)
+_MAX_HEADS = Flag(
+    "Maximum number of heads to measure individually, in the layers that gain most.", low=1, high=MAX_SIZE
+)
+
+
+class Ablation(Signal):
+    """Gain of each head, switched alone.
+
+    Attributes:
+        opens: True to make heads global in an all-local model, False to make them local in an all-global one.
+    """
+
+    kind, unit = GAIN, NATS
+    computes_logits, cached_layers = True, 1.0
+    options = (Option("granularity", str, _GRANULARITY, HEAD), Option("max_heads", int, _MAX_HEADS, shown="all"))
+
+    def __init__(self, name: str, help: str, *, opens: bool) -> None:
+        """Name the ablation."""
+        self.name, self.help, self.opens = name, help, opens
+
+    def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
+        """Measure the gains with ``granularity`` and ``max_heads``."""
+        from spkv_nas.probing.gains import gains
+
+        return gains(self.name, model, blocks, window, opens=self.opens, **options)
+
+    def work(self, grid: Grid, tokens: int, block_size: int, **options: Any) -> Work:
+        """Return the passes that all heads take, measured singly."""
+        return Work(ablation_passes(grid), tokens)
+
+
+def ablation_passes(grid: Grid) -> float:
+    """Return the forward passes needed to measure every head of a (layers, KV heads) grid, including the baseline."""
+    num_layers, num_heads = grid
+    return 1.0 + (num_layers + 1) / 2 * num_heads
+
+
+OPENING = Ablation("opening", "NLL saved by making one head global in an all-local model", opens=True)
+CLOSING = Ablation("closing", "NLL lost by making one head local in an all-global model", opens=False)
