@@ -130,18 +130,18 @@ def pass_device(model: nn.Module) -> torch.device:
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
-def blocks_per_process(batch_size: int, together: int = 1) -> int:
-    """Return the number of blocks per process in a global batch, a multiple of ``together``.
+def blocks_per_process(batch_size: int, multiple: int = 1) -> int:
+    """Return the number of blocks per process in a global batch, divisible by ``multiple``.
 
     Raises:
         UserError: the batch cannot be divided evenly.
     """
     processes = num_processes()
-    if batch_size % (processes * together):
-        multiple_text = "" if together == 1 else f", {together} together"
+    if batch_size % (processes * multiple):
+        multiple_text = "" if multiple == 1 else f", {multiple} together"
         raise UserError(
             f"a batch_size of {batch_size} blocks cannot be divided evenly among {processes} processes{multiple_text}\n"
-            f"batch sizes count the blocks of all processes: use a multiple of {processes * together}"
+            f"batch sizes count the blocks of all processes: use a multiple of {processes * multiple}"
         )
     return batch_size // processes
 

@@ -28,12 +28,12 @@ def printable(text: str) -> str:
     )
 
 
-def shortened(text: str, most: int) -> str:
-    """Return ``text``, shortened in the middle to ``most`` characters if it is longer."""
-    if len(text) <= most:
+def shortened(text: str, max_length: int) -> str:
+    """Return ``text``, shortened in the middle to ``max_length`` characters if it is longer."""
+    if len(text) <= max_length:
         return text
-    end = most // 4
-    return f"{text[: most - end - 5]} ... {text[-end:]}"
+    end = max_length // 4
+    return f"{text[: max_length - end - 5]} ... {text[-end:]}"
 
 
 def first_line(error: BaseException) -> str:

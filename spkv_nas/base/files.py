@@ -65,13 +65,13 @@ def write_atomic(path: Path, content: str | bytes) -> None:
                 os.unlink(temporary)
 
 
-def read_text(path: Path, what: str, *, most: int = _MAX_BYTES) -> str:
+def read_text(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> str:
     """Read a UTF-8 text file.
 
     Args:
         path: the file.
         what: kind of file in errors ("recipe", "layout", ...).
-        most: maximum size in bytes.
+        max_bytes: maximum size in bytes.
 
     Raises:
         UserError: the file cannot be read or is too large.
@@ -80,9 +80,9 @@ def read_text(path: Path, what: str, *, most: int = _MAX_BYTES) -> str:
         if _would_wait(path):
             raise UserError(f"cannot read {what} {path}: it is not a regular file")
         with path.open("rb") as file:
-            data = file.read(most + 1)
-        if len(data) > most:
-            raise UserError(f"{what} {path} has more than {most >> 20} MiB, more than any valid file of this kind")
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise UserError(f"{what} {path} has more than {max_bytes >> 20} MiB, more than any valid file of this kind")
         return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
     except FileNotFoundError as error:
         raise UserError(f"{what} not found: {path}") from error

@@ -64,10 +64,10 @@ def _explain(schema: type[BaseModel], problem: dict[str, Any]) -> str:
     return f"key '{key}': {message}; found {shortened(repr(problem['input']), _MAX_SHOWN)}"
 
 
-def suggestion(key: str, known: Sequence[str]) -> str:
-    """Suggest the nearest of the known keys, or list them all if none is similar."""
-    matches = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean '{matches[0]}'?" if matches else f"known keys: {', '.join(known)}"
+def suggestion(key: str, names: Sequence[str]) -> str:
+    """Suggest the nearest of the names, or list them all if none is similar."""
+    matches = difflib.get_close_matches(key, names, n=1)
+    return f"did you mean '{matches[0]}'?" if matches else f"known keys: {', '.join(names)}"
 
 
 def _known_keys(schema: type[BaseModel], location: tuple[Any, ...]) -> list[str]:

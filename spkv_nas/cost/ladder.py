@@ -106,13 +106,13 @@ class Level:
             "tie_word_embeddings": False,
         }
 
-    def recipe(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill in a recipe's content with this level's values, without changing what is ``given``.
+    def recipe(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill in a recipe's content with this level's values, without changing what is in ``settings``.
 
         The number of steps follows the batch and block sizes that are given, to keep the level's number of tokens.
         """
         # Derive the default batch size from the block size
-        data, dense, branch = (_mapping(given.get(key)) for key in ("data", "dense", "branch"))
+        data, dense, branch = (_mapping(settings.get(key)) for key in ("data", "dense", "branch"))
         block_size = _size(data.get("block_size")) or self.block_size
         batch_size = max(1, round(self.batch_tokens / block_size))
 
@@ -137,8 +137,8 @@ class Level:
             },
         }
         # Leave a section that is not a mapping unchanged: the recipe's validation rejects it
-        valid_sections = {key: section for key, section in filled.items() if isinstance(given.get(key, {}), Mapping)}
-        return {**given, **valid_sections, "model": {"config": self.config()}}
+        valid_sections = {key: section for key, section in filled.items() if isinstance(settings.get(key, {}), Mapping)}
+        return {**settings, **valid_sections, "model": {"config": self.config()}}
 
 
 def flops_table(context: int, density: float) -> pd.DataFrame:

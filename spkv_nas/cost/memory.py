@@ -180,18 +180,19 @@ class PassMemory:
         return num_tokens * item * self.size.hidden_size * self.size.heads.num_layers
 
 
-def fitting_pass(memory: PassMemory, block_size: int, wanted: int, room: float) -> tuple[int, bool]:
+def fitting_pass(memory: PassMemory, block_size: int, max_blocks: int, room: float) -> tuple[int, bool]:
     """Return (blocks per pass, whether to recompute layers) to train gates on a frozen model in ``room`` bytes.
 
     Layers are recomputed only if the activations of a single block do not fit. At least one block is returned, even if
     it does not fit.
     """
-    num_blocks = most(wanted, room, lambda blocks: memory.learning(blocks * block_size))
+    num_blocks = largest_fit(max_blocks, room, lambda blocks: memory.learning(blocks * block_size))
     if num_blocks:
         return num_blocks, False
-    return max(1, most(wanted, room, lambda blocks: memory.learning(blocks * block_size, recomputes=True))), True
+    num_blocks = largest_fit(max_blocks, room, lambda blocks: memory.learning(blocks * block_size, recomputes=True))
+    return max(1, num_blocks), True
 
 
-def most(wanted: int, room: float, num_bytes: Callable[[int], float]) -> int:
-    """Return the largest n up to ``wanted`` with ``num_bytes(n)``, which increases with n, at most ``room``; or 0."""
-    return bisect.bisect_right(range(1, wanted + 1), room, key=num_bytes)
+def largest_fit(max_blocks: int, room: float, num_bytes: Callable[[int], float]) -> int:
+    """Return the largest n <= ``max_blocks`` with ``num_bytes(n)``, which increases with n, at most ``room``; or 0."""
+    return bisect.bisect_right(range(1, max_blocks + 1), room, key=num_bytes)

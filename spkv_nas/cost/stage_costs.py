@@ -24,7 +24,7 @@ from spkv_nas.cost.memory import (
     Learns,
     PassMemory,
     fitting_pass,
-    most,
+    largest_fit,
     num_predictor_parameters,
 )
 
@@ -233,7 +233,7 @@ class Stages:
         bytes_of = partial(passes.shared, share=shares) if scored else passes.forward
         weights = self._weights(gated=gated)
         room = ROOM * self.site.memory - weights
-        blocks = max(1, most(self.batch_size, room, lambda number: bytes_of(number * self.block_size)))
+        blocks = max(1, largest_fit(self.batch_size, room, lambda number: bytes_of(number * self.block_size)))
         blocks = min(blocks, max(1, tokens // self.block_size))
         num_tokens = round(tokens * times)
         return self._work(
@@ -336,7 +336,7 @@ class Stages:
     def _fitting(self, training: Training, gated: bool) -> int:
         """Return the largest micro-batch size that fits on one of the site's devices, or 0."""
         room, devices = ROOM * self.site.memory, self.site.devices
-        return most(
+        return largest_fit(
             self._micro(training), room, lambda blocks: self._training_bytes(training, devices, blocks, gated).total
         )
 

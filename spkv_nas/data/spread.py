@@ -42,20 +42,20 @@ class _Stretch:
 
 
 class SpreadSample:
-    """A sample of at least ``most`` tokens, or all: stretches of the documents with the smallest hashes.
+    """A sample of at least ``max_tokens`` tokens, or all: stretches of the documents with the smallest hashes.
 
     The choice depends only on the content of the documents. Further documents can displace the last stretches, but
     never move others. Memory is proportional to the stretches kept.
     """
 
-    def __init__(self, most: int, stretch: int) -> None:
+    def __init__(self, max_tokens: int, stretch: int) -> None:
         """Start an empty sample.
 
         Args:
-            most: number of tokens after which no further stretch is taken.
+            max_tokens: number of tokens after which no further stretch is taken.
             stretch: tokens per stretch, a multiple of the block size.
         """
-        self._most, self._stretch = most, stretch
+        self._max_tokens, self._stretch = max_tokens, stretch
         self._total = 0
         self._kept: list[_Stretch] = []  # ascending by key
 
@@ -78,7 +78,7 @@ class SpreadSample:
             part_tokens = ids[start : start + size].copy()
             insort(self._kept, _Stretch(key, start, info, part_tokens), key=lambda stretch: stretch.key)
             self._total += len(part_tokens)
-        while self._total - len(self._kept[-1].tokens) >= self._most:
+        while self._total - len(self._kept[-1].tokens) >= self._max_tokens:
             self._total -= len(self._kept.pop().tokens)
 
     def blocks(self, block_size: int, what: str, *, balanced: bool = False) -> TokenBlocks:
@@ -102,7 +102,7 @@ class SpreadSample:
 
     def _takes(self, key: _Key) -> bool:
         """Return True if a stretch with this key would be kept."""
-        return self._total < self._most or key < self._kept[-1].key
+        return self._total < self._max_tokens or key < self._kept[-1].key
 
 
 def _balanced(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:

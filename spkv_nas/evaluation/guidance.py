@@ -17,7 +17,7 @@ _MILESTONES = (10, 20, 50, 100, 200, 500, 1000)
 
 
 @dataclass(frozen=True)
-class Retrained:
+class RetrainedLayout:
     """A layout after full retraining, and its change of NLL in percent."""
 
     layout: str
@@ -26,7 +26,7 @@ class Retrained:
 
 
 @dataclass(frozen=True)
-class Reached:
+class SamplerSummary:
     """Search results of one sampler.
 
     Attributes:
@@ -39,7 +39,7 @@ class Reached:
     after_trials: dict[int, float] = field(default_factory=dict)
     by_seed: list[float] = field(default_factory=list)
     standard_error: float | None = None
-    retrained: Retrained | None = None
+    retrained: RetrainedLayout | None = None
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the mapping that is written to ``search.yaml``."""
@@ -92,13 +92,13 @@ def hypervolume(points: NDArray[np.float64], low: NDArray[np.float64], high: NDA
     return float(area)
 
 
-def guidance(rows: pd.DataFrame) -> dict[str, Reached]:
+def guidance(rows: pd.DataFrame) -> dict[str, SamplerSummary]:
     """Summarize each sampler by name: the samplers in order, then the baselines if they were retrained.
 
     Of a sampler's fully retrained layouts, without the baselines, the one with the best short retraining counts: it was
     chosen on other text than it is evaluated on.
     """
-    reached = {str(sampler): _reached(study) for sampler, study in best_so_far(rows).groupby("sampler", sort=False)}
+    summaries = {str(sampler): _summary(study) for sampler, study in best_so_far(rows).groupby("sampler", sort=False)}
     baselines = rows.loc[rows["sampler"] == BASELINE, "hash"]
     for sampler, trials in rows.groupby("sampler", sort=False):
         candidates = trials if sampler == BASELINE else trials[~trials["hash"].isin(baselines)]
@@ -106,18 +106,18 @@ def guidance(rows: pd.DataFrame) -> dict[str, Reached]:
         if not retrained.empty:
             best = retrained.iloc[0]
             change, error = _rounded(best["full_delta_percent"]), _rounded(best["full_standard_error"])
-            earlier = reached.get(str(sampler), Reached())
-            reached[str(sampler)] = replace(earlier, retrained=Retrained(str(best["name"]), change, error))
-    return reached
+            earlier = summaries.get(str(sampler), SamplerSummary())
+            summaries[str(sampler)] = replace(earlier, retrained=RetrainedLayout(str(best["name"]), change, error))
+    return summaries
 
 
-def _reached(curve: pd.DataFrame) -> Reached:
+def _summary(curve: pd.DataFrame) -> SamplerSummary:
     """Summarize the trials of one sampler, given its rows of ``best_so_far``."""
     last = int(curve["trials"].max())
     counts = sorted({*(count for count in _MILESTONES if count < last), last})
     means = curve.groupby("trials")["quality"].mean()
     final = curve[curve["trials"] == last]["quality"]
-    return Reached(
+    return SamplerSummary(
         after_trials={count: _rounded(means[count]) for count in counts},
         by_seed=[_rounded(value) for value in final],
         standard_error=_rounded(final.std(ddof=1) / math.sqrt(len(final))) if len(final) > 1 else None,

@@ -8,7 +8,7 @@ from spkv_nas.base.distributed import gathered
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.cost.memory import ROOM, PassMemory, logit_bytes, most
+from spkv_nas.cost.memory import ROOM, PassMemory, largest_fit, logit_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +44,7 @@ def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporte
     max_batch, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
     memory = PassMemory(model_size(model), int(model.dtype.itemsize), gate_config(model))
     room = ROOM * memory_for_passes(model)
-    fitting = min(gathered(max(1, most(max_batch, room, lambda number: memory.shared(number * length)))))
+    fitting = min(gathered(max(1, largest_fit(max_batch, room, lambda number: memory.shared(number * length)))))
     if fitting < max_batch:
         reporter.announce(f"using a micro-batch of {fitting} x {length:,} tokens, the most that fits in memory")
     return fitting

@@ -16,7 +16,7 @@ MIN_ITEMS = 8  # layouts or heads below which resampling gives no usable interva
 _EXACT = 7  # layouts up to which all permutations (5,040) are enumerated for the p-value
 
 
-def rank_correlation(one: ArrayLike, other: ArrayLike) -> dict[str, Any] | None:
+def rank_correlation(first: ArrayLike, second: ArrayLike) -> dict[str, Any] | None:
     """Compute Spearman's rho of two measures [layouts] as a mapping: rho, p_value, layouts, interval.
 
     ``p_value`` is two-sided, and exact over all permutations for up to seven layouts. ``interval`` is that of
@@ -24,7 +24,7 @@ def rank_correlation(one: ArrayLike, other: ArrayLike) -> dict[str, Any] | None:
     defined.
     """
     # Keep the items that have both measures
-    pairs = _both(one, other)
+    pairs = _finite_pairs(first, second)
     correlation = spearman(*pairs)
     if correlation is None:
         return None
@@ -46,7 +46,7 @@ def rank_correlation(one: ArrayLike, other: ArrayLike) -> dict[str, Any] | None:
     }
 
 
-def spearman(one: ArrayLike, other: ArrayLike) -> tuple[float, tuple[float, float] | None] | None:
+def spearman(first: ArrayLike, second: ArrayLike) -> tuple[float, tuple[float, float] | None] | None:
     """Compute Spearman's rho of two measures [items], and its 95 % percentile interval.
 
     The interval is a bootstrap over the items (with replacement, fixed seed; resamples in which a measure is constant
@@ -55,7 +55,7 @@ def spearman(one: ArrayLike, other: ArrayLike) -> tuple[float, tuple[float, floa
     measures, or a constant measure. Imports nothing slow.
     """
     # Keep the items that have both measures
-    pairs = _both(one, other)
+    pairs = _finite_pairs(first, second)
     num_items = pairs.shape[1]
     if num_items < 3 or (np.ptp(pairs, axis=1) == 0).any():
         return None
@@ -77,16 +77,16 @@ def format_rank_correlation(correlation: Mapping[str, Any]) -> str:
     return f"{correlation['rho']:+.2f} ({uncertainty})"
 
 
-def _both(one: ArrayLike, other: ArrayLike) -> NDArray[np.float64]:
+def _finite_pairs(first: ArrayLike, second: ArrayLike) -> NDArray[np.float64]:
     """Return [2, items], restricted to the items for which both measures are finite."""
-    pairs = np.stack([np.asarray(one, dtype=float), np.asarray(other, dtype=float)])
+    pairs = np.stack([np.asarray(first, dtype=float), np.asarray(second, dtype=float)])
     return pairs[:, np.isfinite(pairs).all(0)]
 
 
-def _rho(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
+def _rho(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
     """Compute Spearman's rho of each row of two arrays [rows, items]; NaN where one is constant."""
-    ranks = np.stack([pd.DataFrame(values).rank(axis=1).to_numpy() for values in (one, other)])
+    ranks = np.stack([pd.DataFrame(values).rank(axis=1).to_numpy() for values in (first, second)])
     ranks -= ranks.mean(2, keepdims=True)
     scale = np.sqrt((ranks**2).sum(2).prod(0))
-    rhos: NDArray[np.float64] = np.divide(ranks.prod(0).sum(1), scale, out=np.full(len(one), np.nan), where=scale > 0)
+    rhos: NDArray[np.float64] = np.divide(ranks.prod(0).sum(1), scale, out=np.full(len(first), np.nan), where=scale > 0)
     return rhos

@@ -58,7 +58,7 @@ class Cell:
 
     task: str
     length: int
-    own: Answers
+    checkpoint: Answers
     floor: Answers
     against: Answers | None = None
 
@@ -149,13 +149,13 @@ def ruler_table(cells: Sequence[Cell]) -> pd.DataFrame:
 
 def _row(cell: Cell) -> tuple[Any, ...]:
     """Return the row of a cell, over the samples that fit in the length."""
-    fits = ~np.isnan(cell.own.scores)
-    scores = cell.own.scores[fits]
+    fits = ~np.isnan(cell.checkpoint.scores)
+    scores = cell.checkpoint.scores[fits]
     row = (cell.length, cell.task, len(scores), *mean_and_error(scores), cell.floor.scores[fits].mean())
     if cell.against is None:
-        return *row, cell.own.densities[fits].mean(), *(np.nan,) * 4
+        return *row, cell.checkpoint.densities[fits].mean(), *(np.nan,) * 4
     other_scores = cell.against.scores[fits]
-    density, other_density = (answers.densities[fits].mean() for answers in (cell.own, cell.against))
+    density, other_density = (answers.densities[fits].mean() for answers in (cell.checkpoint, cell.against))
     return *row, density, other_scores.mean(), other_density, *mean_and_error(scores - other_scores)
 
 

@@ -38,7 +38,7 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
         UserError: if the file is damaged.
     """
     try:
-        text = read_text(file, "samples", most=_MAX_BYTES)
+        text = read_text(file, "samples", max_bytes=_MAX_BYTES)
         # Not splitlines(): other line breaks may occur inside samples
         return [parse_json(line) for line in text.removesuffix("\n").split("\n")]
     except ValueError as error:

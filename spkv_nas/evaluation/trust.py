@@ -26,7 +26,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Missed:
+class MissedHead:
     """A head that the table leaves out, with its gain in nats per token."""
 
     layer: int
@@ -61,7 +61,7 @@ class Trust:
     left_out: float
     left_out_error: float
     left_out_nats: float
-    missed: tuple[Missed, ...]
+    missed: tuple[MissedHead, ...]
     num_documents: int | None = None
 
     @classmethod
@@ -81,7 +81,9 @@ class Trust:
         rho, interval = spearman(values.ravel(), gains.values.ravel()) or (None, None)
         # List the significant heads that the table leaves out
         missed = [
-            Missed(int(layer), int(head), float(gains.values[layer, head]), float(gains.standard_error[layer, head]))
+            MissedHead(
+                int(layer), int(head), float(gains.values[layer, head]), float(gains.standard_error[layer, head])
+            )
             for layer, head in np.argwhere(significant & ~chosen)
         ]
         return cls(

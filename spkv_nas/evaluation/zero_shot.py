@@ -284,7 +284,7 @@ class _Resumable:
         self._layers = list(stack) if isinstance(stack, nn.ModuleList) else []
         self._depth = [int(path[1]) for path in paths] if self._layers else []  # decoder layer of each attention layer
         self._first = 0  # layer that the pass starts at
-        self._wanted: set[int] = set()  # depths whose hidden states are kept for later passes
+        self._resume_depths: set[int] = set()  # depths whose hidden states are kept for later passes
         self._kept: dict[int, Tensor] = {}  # hidden states [B, T, C] that enter a layer, by depth
 
     @classmethod
@@ -309,27 +309,27 @@ class _Resumable:
                 if forward is not None:
                     layer.forward = forward
 
-    def shared(self, one: Windows, other: Windows) -> int:
+    def shared(self, first: Windows, second: Windows) -> int:
         """Return the number of leading decoder layers that are equal under both windows."""
         if not self._depth:
             return 0
-        return next(depth for depth, *pair in zip(self._depth, one, other, strict=True) if pair[0] != pair[1])
+        return next(depth for depth, *pair in zip(self._depth, first, second, strict=True) if pair[0] != pair[1])
 
     def share(self, first: int) -> float:
         """Return the share of the decoder layers that a pass from layer ``first`` runs."""
         return 1.0 - first / len(self._layers) if first else 1.0
 
-    def nll(self, tokens: Tensor, first: int, wanted: set[int]) -> Tensor:
+    def nll(self, tokens: Tensor, first: int, resume_depths: set[int]) -> Tensor:
         """Compute the token NLL [B, T - 1] of ``tokens`` [B, T] from layer ``first``, on the hidden state kept for it.
 
         Args:
             tokens: int64 [B, T].
             first: layer to start at.
-            wanted: depths whose hidden states are kept for later passes; those below ``first`` are kept already.
+            resume_depths: depths whose hidden states are kept for later passes; those below ``first`` already are.
         """
-        self._first, self._wanted = first, wanted
+        self._first, self._resume_depths = first, resume_depths
         losses = token_nll(self._model, tokens)
-        self._kept = {depth: hidden for depth, hidden in self._kept.items() if depth in wanted}
+        self._kept = {depth: hidden for depth, hidden in self._kept.items() if depth in resume_depths}
         return losses
 
     def forget(self) -> None:
@@ -344,7 +344,7 @@ class _Resumable:
             return hidden_states
         if depth == self._first > 0:
             hidden_states = self._kept[depth]
-        elif depth in self._wanted:
+        elif depth in self._resume_depths:
             self._kept[depth] = hidden_states
         return forward(hidden_states, *args, **kwargs)
 

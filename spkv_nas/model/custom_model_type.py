@@ -35,16 +35,16 @@ _HINT = "said in the section spkv, because a stock class would run this model de
 _model_class: Callable[[Any], Any]  # set by ``register``, because its module imports this one
 
 
-def set_custom_model_type(config: PreTrainedConfig, own: bool) -> None:
-    """Choose the type under which the config of a model with a section is saved: ours (``own``) or the original one."""
+def set_custom_model_type(config: PreTrainedConfig, custom: bool) -> None:
+    """Choose the type under which the config of a model with a section is saved: ours (``custom``) or the original."""
     native = native_class(config)
-    config.__class__ = _own_class(native) if own else native  # type: ignore[arg-type]  # a class is hashable
+    config.__class__ = _custom_class(native) if custom else native  # type: ignore[arg-type]  # a class is hashable
 
 
 def native_class(config: PreTrainedConfig) -> type[PreTrainedConfig]:
     """Return the class of a config in transformers, whichever type it is saved under."""
     kind = type(config)
-    return kind.__bases__[0] if issubclass(kind, _Own) else kind
+    return kind.__bases__[0] if issubclass(kind, _Custom) else kind
 
 
 def register(model_class: Callable[[Any], Any]) -> None:
@@ -85,43 +85,43 @@ class SPKVConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Return a config of the original class from the content of a file of our type."""
         content, native = _stock_form(config_dict)
-        return _own_class(native).from_dict(content, **kwargs)  # type: ignore[arg-type]  # as above
+        return _custom_class(native).from_dict(content, **kwargs)  # type: ignore[arg-type]  # as above
 
 
-class _Own:
-    """Marker of the classes that ``_own_class`` makes."""
+class _Custom:
+    """Marker of the classes that ``_custom_class`` makes."""
 
 
 @cache
-def _own_class(native: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def _custom_class(native: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Make a subclass of ``native`` that is saved under our type, and register it if ``native`` is registered."""
     from transformers import AutoModelForCausalLM
 
-    class OwnConfig(native, _Own):
+    class CustomConfig(native, _Custom):
         """Subclass of ``native`` that converts the content of ``config.json``."""
 
         def to_json_string(self, use_diff: bool = True) -> str:
             """Return the content under our type."""
             content = json.loads(super().to_json_string(use_diff))
-            return json.dumps(_own_form(content), indent=2, sort_keys=True) + "\n"
+            return json.dumps(_custom_content(content), indent=2, sort_keys=True) + "\n"
 
         def __reduce__(self) -> tuple[Any, ...]:  # pickle cannot find the class by name
             return _empty, (native,), self.__dict__
 
-    OwnConfig.__name__ = OwnConfig.__qualname__ = f"{_PREFIX}{native.__name__}"
+    CustomConfig.__name__ = CustomConfig.__qualname__ = f"{_PREFIX}{native.__name__}"
     registry = AutoModelForCausalLM._model_mapping
     if native in registry:
-        registry.register(OwnConfig, _model_class(registry[native]))
-    return OwnConfig
+        registry.register(CustomConfig, _model_class(registry[native]))
+    return CustomConfig
 
 
 def _empty(native: type[PreTrainedConfig]) -> PreTrainedConfig:
     """Make a config without values, for pickle and copies to fill."""
-    config: PreTrainedConfig = object.__new__(_own_class(native))  # type: ignore[arg-type]  # as above
+    config: PreTrainedConfig = object.__new__(_custom_class(native))  # type: ignore[arg-type]  # as above
     return config
 
 
-def _own_form(content: dict[str, Any]) -> dict[str, Any]:
+def _custom_content(content: dict[str, Any]) -> dict[str, Any]:
     """Convert the content of ``config.json`` to our type; return it unchanged if it has no section (any more)."""
     if CUSTOM_MODEL_TYPE not in content:
         return content
@@ -129,8 +129,8 @@ def _own_form(content: dict[str, Any]) -> dict[str, Any]:
     key = _layers_key(text["model_type"])
     section = {**content[CUSTOM_MODEL_TYPE], "stock_type": content["model_type"], _LAYERS: text[key]}
     architectures = [f"{_PREFIX}{name}" for name in content.get("architectures") or []]
-    own_fields = {"model_type": CUSTOM_MODEL_TYPE, "architectures": architectures, CUSTOM_MODEL_TYPE: section}
-    return {**_with_layers(content, key, _HINT), **own_fields}
+    custom_fields = {"model_type": CUSTOM_MODEL_TYPE, "architectures": architectures, CUSTOM_MODEL_TYPE: section}
+    return {**_with_layers(content, key, _HINT), **custom_fields}
 
 
 def _layers_key(kind: str) -> str:
@@ -147,7 +147,7 @@ def _with_layers(content: dict[str, Any], key: str, value: Any) -> dict[str, Any
 
 
 def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTrainedConfig]]:
-    """Undo ``_own_form``: return the content under its original type, and the class of the original config.
+    """Undo ``_custom_content``: return the content under its original type, and the class of the original config.
 
     Raises:
         UserError: the section lacks type or number of layers, or the number exceeds that of any model.

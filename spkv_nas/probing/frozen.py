@@ -77,14 +77,14 @@ def frozen_within_memory(
 
 
 def passes(
-    model: PreTrainedModel, length: int, wanted: int, gates: GateConfig | None = None, *, mixes: bool = False
+    model: PreTrainedModel, length: int, step_blocks: int, gates: GateConfig | None = None, *, mixes: bool = False
 ) -> tuple[int, bool]:
     """Choose the micro-batch size and activation checkpointing that fit the free memory.
 
     Args:
         model: the frozen model.
         length: tokens per block.
-        wanted: blocks per step.
+        step_blocks: blocks per step.
         gates: configuration of the gates being trained, if any (see ``PassMemory``).
         mixes: True if layers compute both global and local attention (see ``PassMemory``).
 
@@ -93,7 +93,7 @@ def passes(
     """
     item, on_cpu = int(model.dtype.itemsize), model.device.type == "cpu"
     memory = PassMemory(model_size(model), item, gates, mixes, on_cpu=on_cpu)
-    return fitting_pass(memory, length, wanted, ROOM * memory_for_passes(model))
+    return fitting_pass(memory, length, step_blocks, ROOM * memory_for_passes(model))
 
 
 def blocks_per_step(blocks: TokenBlocks, step_tokens: int) -> int:

@@ -58,7 +58,7 @@ _SAVE_EVERY = 20  # steps
 
 
 @dataclass(frozen=True)
-class Learned:
+class GateTraining:
     """Result of training gates on a frozen model.
 
     Attributes:
@@ -96,7 +96,7 @@ def learn_gates(
     seed: int = 0,
     state: Path | None = None,
     progress: Bar = no_progress,
-) -> Learned:
+) -> GateTraining:
     """Attach gates to ``model`` and train them on ``blocks`` toward a target density; must be called on all ranks.
 
     Args:
@@ -141,7 +141,7 @@ def learn_gates(
             if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
                 on_main(partial(learning.save, state, step + 1))
     set_price(model, 0.0)
-    return Learned(steps, steps * size * blocks.block_size, learning.density, learning.last_price, first)
+    return GateTraining(steps, steps * size * blocks.block_size, learning.density, learning.last_price, first)
 
 
 class _Learning:

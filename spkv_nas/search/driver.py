@@ -223,9 +223,9 @@ class Search:
             scores += self.evaluator.score(list(group.values()), incumbents, finished.layouts)
         return scores
 
-    def _finished_before(self, known: int, trials: Mapping[int, Result]) -> FinishedLayouts:
-        """Return the fully scored layouts among the first ``known`` trials."""
-        fully_scored = [trials[number] for number in range(known) if not trials[number].stopped]
+    def _finished_before(self, num_trials: int, trials: Mapping[int, Result]) -> FinishedLayouts:
+        """Return the fully scored layouts among the first ``num_trials`` trials."""
+        fully_scored = [trials[number] for number in range(num_trials) if not trials[number].stopped]
         values = {self.space.layout(trial.point): trial.values for trial in fully_scored}
         return FinishedLayouts(list(values), list(values.values()))
 

@@ -27,7 +27,7 @@ from spkv_nas.evaluation.baselines.kvzip import kvzip_scores
 from spkv_nas.evaluation.baselines.observed_attention import ObservedAttention, heavy_hitters
 from spkv_nas.evaluation.baselines.protocol import Chunk, Protocol, chunked_attention
 from spkv_nas.evaluation.baselines.rules import Read, Rule, keeping, random_keys, reading, streaming
-from spkv_nas.evaluation.baselines.run_baselines import Measurement, baselines_table, own_rows, pruned_nll
+from spkv_nas.evaluation.baselines.run_baselines import Measurement, baselines_table, measure_sp_kv, pruned_nll
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.sweep import evaluate
@@ -229,7 +229,7 @@ class TestDensity:
     def test_rows_of_gates(self, blocks: TokenBlocks) -> None:
         """Open gates equal the ungated model; at a threshold, results equal those of ``evaluate`` and ``probe``."""
         model = gated()
-        opened, half = own_rows(model, blocks, [0.4])
+        opened, half = measure_sp_kv(model, blocks, [0.4])
         assert opened.density == 1.0
         assert opened.nll.mean == pytest.approx(document_nll(tiny_model(vocab_size=300), blocks).mean, rel=1e-6)
         assert half.density == pytest.approx(probe(model, blocks, 0.4).mean, abs=0.1)

@@ -27,7 +27,7 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.ranking import spearman
-from spkv_nas.evaluation.trust import Missed, Trust
+from spkv_nas.evaluation.trust import MissedHead, Trust
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing.gains import opening_gains
 from spkv_nas.probing.signals.ablation import OPENING
@@ -61,7 +61,7 @@ class TestTrust:
         assert result.rho == pytest.approx(1.0)
         assert result.interval is None  # resamples of a perfect order are perfect
         assert result.left_out == pytest.approx(0.013 / 0.103)
-        assert result.missed == (Missed(2, 1, 0.010, 0.002),)
+        assert result.missed == (MissedHead(2, 1, 0.010, 0.002),)
         assert result.sentence() == (
             "the table's ranking of single-head gains has Spearman +1.00; "
             "its 3 heads exclude 13 ± 3 % of the gains, most in layer 2, head 1 (0.010 ± 0.002 nats)"

@@ -24,7 +24,7 @@ from spkv_nas.model.gates import predictors
 from spkv_nas.probing import frozen, priced
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.gate_state import GateState
-from spkv_nas.probing.priced import Learned, learn_gates
+from spkv_nas.probing.priced import GateTraining, learn_gates
 from spkv_nas.proposal.propose import price_advice
 from spkv_nas.stages.probe import stage
 from spkv_nas.stages.probe.command import ProbeOptions
@@ -32,7 +32,9 @@ from spkv_nas.stages.probe.command import ProbeOptions
 GATES = GateConfig(window=4, hidden_size=8, target_density=0.3)
 
 
-def learn(blocks: TokenBlocks, model: PreTrainedModel | None = None, **options: Any) -> tuple[PreTrainedModel, Learned]:
+def learn(
+    blocks: TokenBlocks, model: PreTrainedModel | None = None, **options: Any
+) -> tuple[PreTrainedModel, GateTraining]:
     model = model or tiny_model()
     return model, learn_gates(model, blocks, GATES, **{"steps": 6, "step_tokens": 64, **options})
 

@@ -41,12 +41,12 @@ class DocumentQuestions:
 
     def _ask(self, request: Request, questions: Questions, question: Question) -> Sample:
         """Generate a sample for one question."""
-        rng, related = request.rng, {*question.own, *question.akin}
+        rng, related = request.rng, {*question.documents, *question.related}
         # Choose documents: the question's own, then those of its article, then others
-        akin = rng.sample(question.akin, len(question.akin))
+        akin = rng.sample(question.related, len(question.related))
         number = min(len(questions.documents), request.length // _MIN_TOKENS)
         unrelated = [index for index in rng.sample(range(len(questions.documents)), number) if index not in related]
-        chosen = [*question.own, *akin, *unrelated]
+        chosen = [*question.documents, *akin, *unrelated]
         order = rng.getrandbits(64)
 
         # Show the first ``number`` of them in random order
@@ -64,7 +64,7 @@ class DocumentQuestions:
             "Answer:",
             question.answers[:1],
             new_tokens=NEW_TOKENS,
-            least=len(question.own),
+            least=len(question.documents),
             most=len(chosen),
         )
         return replace(sample, answers=question.answers)

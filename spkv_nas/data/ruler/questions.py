@@ -20,14 +20,14 @@ class Question:
     Attributes:
         text: the question.
         answers: answers, any one of which suffices.
-        own: indices of the documents that it needs.
-        akin: indices of related documents.
+        documents: indices of the documents that it needs.
+        related: indices of related documents.
     """
 
     text: str
     answers: tuple[str, ...]
-    own: tuple[int, ...]
-    akin: tuple[int, ...] = ()
+    documents: tuple[int, ...]
+    related: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Questions:
             UserError: if it has neither form, or no question has an answer.
         """
         try:
-            content = parse_json(read_text(file, "questions", most=_MAX_BYTES))
+            content = parse_json(read_text(file, "questions", max_bytes=_MAX_BYTES))
             questions = _squad(content["data"]) if isinstance(content, dict) else _hotpot(content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
@@ -61,17 +61,17 @@ class Questions:
 
 
 def _squad(articles: list[dict[str, Any]]) -> Questions:
-    """Convert SQuAD; the other paragraphs of an article are akin to a question's own."""
+    """Convert SQuAD; the other paragraphs of an article are related to a question's documents."""
     texts: dict[str, int] = {}
     questions = []
     for article in articles:
         numbers = [texts.setdefault(paragraph["context"], len(texts)) for paragraph in article["paragraphs"]]
         for number, paragraph in zip(numbers, article["paragraphs"], strict=True):
-            akin = tuple(other for other in dict.fromkeys(numbers) if other != number)
+            related = tuple(other for other in dict.fromkeys(numbers) if other != number)
             for question in paragraph["qas"]:
                 answers = tuple(dict.fromkeys(answer["text"] for answer in question["answers"]))
                 if answers and not question.get("is_impossible", False):
-                    questions.append(Question(question["question"], answers, (number,), akin))
+                    questions.append(Question(question["question"], answers, (number,), related))
     return Questions(SQUAD, tuple(texts), tuple(questions))
 
 

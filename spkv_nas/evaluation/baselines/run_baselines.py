@@ -216,7 +216,7 @@ def pruned_nll(
 
 
 @torch.inference_mode()
-def own_rows(
+def measure_sp_kv(
     model: PreTrainedModel,
     blocks: TokenBlocks,
     taus: Sequence[float],
@@ -261,23 +261,24 @@ def own_rows(
     return measurements
 
 
-def baselines_table(found: Sequence[Measurement]) -> pd.DataFrame:
+def baselines_table(measurements: Sequence[Measurement]) -> pd.DataFrame:
     """Return one row per measurement, columns of ``BASELINES``.
 
     NLL is in nats per token; its change is in percent of the first row, with the standard error of the difference
     paired by document. Among the rows of one density, ``above_lowest`` is the loss beyond that of the best row; SP-KV
     takes part where its density is close to the target. Missing values are NaN.
     """
-    rows = pd.DataFrame(list(_cells(found)), columns=BASELINES.header)
+    rows = pd.DataFrame(list(_cells(measurements)), columns=BASELINES.header)
     rows = rows.astype({"sinks": float, "target_density": float, "tau": float})
-    targets = sorted({row.target for row in found if row.target is not None})
+    targets = sorted({row.target for row in measurements if row.target is not None})
     # Compare the rows of each density with the best of them
     for target in targets:
-        competing = [number for number, row in enumerate(found) if _competes(row, target)]
-        best = min(competing, key=lambda number: found[number].nll.mean)
+        competing = [number for number, row in enumerate(measurements) if _competes(row, target)]
+        best = min(competing, key=lambda number: measurements[number].nll.mean)
         for number in competing:
             if number != best:
-                excess, error = jackknife_ratio(found[number].nll.total - found[best].nll.total, found[0].nll.total)
+                difference = measurements[number].nll.total - measurements[best].nll.total
+                excess, error = jackknife_ratio(difference, measurements[0].nll.total)
                 rows.loc[number, ["above_lowest", "above_lowest_standard_error"]] = 100.0 * excess, 100.0 * error
     return rows
 

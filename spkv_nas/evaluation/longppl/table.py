@@ -20,7 +20,7 @@ MIN_KEYS = 100  # minimum number of key tokens to report a perplexity
 
 
 def longppl_table(
-    texts: Sequence[LongText], own: Sequence[Reading], against: Sequence[Reading] | None = None
+    texts: Sequence[LongText], readings: Sequence[Reading], against: Sequence[Reading] | None = None
 ) -> tuple[pd.DataFrame, dict[str, str]]:
     """Tabulate readings of one checkpoint, or of two on the same key tokens.
 
@@ -36,9 +36,9 @@ def longppl_table(
     for domain in [ALL, *(domains if len(domains) > 1 else [])]:
         indices = [index for index, text in enumerate(texts) if domain in (ALL, text.domain)]
         _, documents = np.unique([texts[index].document for index in indices], return_inverse=True)
-        sums = _Sums.of([own[index] for index in indices], documents)
-        other_sums = None if against is None else _Sums.of([against[index] for index in indices], documents)
-        rows.append(_row(domain, sums, other_sums))
+        sums = _Sums.of([readings[index] for index in indices], documents)
+        against_sums = None if against is None else _Sums.of([against[index] for index in indices], documents)
+        rows.append(_row(domain, sums, against_sums))
         if sums.num_keys < MIN_KEYS:
             withheld[domain] = (
                 f"LongPPL is not reported: found {sums.num_keys} key tokens, but at least {MIN_KEYS} are needed"
@@ -106,7 +106,7 @@ def _row(domain: str, sums: _Sums, against: _Sums | None) -> tuple[Any, ...]:
     )
     if against is None:
         return *row, *(nan,) * 5
-    other_ppl = math.exp(against.mean()[0]) if has_enough else nan
+    against_ppl = math.exp(against.mean()[0]) if has_enough else nan
     log_ratio, error = sums.mean(less=against) if has_enough else (nan, nan)
     ratio = 100.0 * math.exp(log_ratio)
-    return *row, other_ppl, math.exp(against.nll), against.density, ratio - 100.0, ratio * error
+    return *row, against_ppl, math.exp(against.nll), against.density, ratio - 100.0, ratio * error

@@ -66,27 +66,28 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
 
 def _cells(results: Results) -> list[tuple[str, _Cell]]:
     """Return (metric, its cell) of each row of a name."""
-    named, found = results.selected, results.results
-    against: Sequence[TaskResult | None] = results.against or [None] * len(found)
+    selected, task_results = results.selected, results.results
+    against: Sequence[TaskResult | None] = results.against or [None] * len(task_results)
+    pairs = list(zip(task_results, against, strict=True))
     return [
-        (metric, _mean([_cell(metric, *pair) for pair in zip(found, against, strict=True)], by_size=named.by_size))
-        for metric in found[0].values
-        if not named.metrics or metric.partition(" (")[0] in named.metrics
+        (metric, _mean([_cell(metric, *pair) for pair in pairs], by_size=selected.by_size))
+        for metric in task_results[0].values
+        if not selected.metrics or metric.partition(" (")[0] in selected.metrics
     ]
 
 
-def _cell(metric: str, found: TaskResult, against: TaskResult | None) -> _Cell:
+def _cell(metric: str, result: TaskResult, against: TaskResult | None) -> _Cell:
     """Return the cell of a metric of one task."""
-    values = found.values[metric]
-    aggregate = found.wholes.get(metric)
+    values = result.values[metric]
+    aggregate = result.wholes.get(metric)
     value, error = _spread(aggregate, values)
     if against is None:
         nan = float("nan")
-        return _Cell(len(values), value, error, found.density, nan, nan, nan, nan)
-    other_values = against.values[metric]
-    other_value, _ = _spread(aggregate, other_values)
-    difference = _spread(aggregate, values, other_values)
-    return _Cell(len(values), value, error, found.density, other_value, against.density, *difference)
+        return _Cell(len(values), value, error, result.density, nan, nan, nan, nan)
+    against_values = against.values[metric]
+    against_value, _ = _spread(aggregate, against_values)
+    difference = _spread(aggregate, values, against_values)
+    return _Cell(len(values), value, error, result.density, against_value, against.density, *difference)
 
 
 def _spread(metric_function: Callable[[list[Any]], float] | None, *models: list[Any]) -> tuple[float, float]:

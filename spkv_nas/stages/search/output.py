@@ -10,7 +10,7 @@ from rich.table import Table
 from spkv_nas.artifacts.search_table import whole_scores
 from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.statistics import effective_number
-from spkv_nas.evaluation.guidance import Reached, best_layouts, correlations, guidance
+from spkv_nas.evaluation.guidance import SamplerSummary, best_layouts, correlations, guidance
 from spkv_nas.evaluation.ranking import format_rank_correlation
 from spkv_nas.stages.printing import about_errors, change
 from spkv_nas.stages.search.stage import SearchResult
@@ -43,8 +43,8 @@ def show(result: SearchResult) -> None:
         say(f"{stopped} of {len(rows)} layouts were clearly behind after a part of the text: scoring stopped there")
     # What each sampler reached
     quality = "hypervolume" if cost else "lowest zero-shot ΔNLL, %"
-    for sampler, reached in guidance(rows).items():
-        for sentence in _sentences(sampler, reached, quality):
+    for sampler, summary in guidance(rows).items():
+        for sentence in _sentences(sampler, summary, quality):
             say(sentence)
     # Rank correlations
     for pair, correlation in correlations(rows).items():
@@ -53,15 +53,15 @@ def show(result: SearchResult) -> None:
     print_path("search", result.folder / "search.csv")
 
 
-def _sentences(sampler: str, reached: Reached, quality: str) -> list[str]:
+def _sentences(sampler: str, summary: SamplerSummary, quality: str) -> list[str]:
     """Return what a sampler reached by number of trials, and its best retrained layout, in sentences."""
     sentences = []
-    if reached.after_trials:
-        steps = ", ".join(f"{value:.3f} after {count}" for count, value in reached.after_trials.items())
-        number, error = len(reached.by_seed), reached.standard_error
+    if summary.after_trials:
+        steps = ", ".join(f"{value:.3f} after {count}" for count, value in summary.after_trials.items())
+        number, error = len(summary.by_seed), summary.standard_error
         spread = f" (± {error:.3f} over {number} seeds)" if error is not None else ""
         sentences.append(f"{sampler}: {quality}: {steps}{spread}")
-    if (best := reached.retrained) is not None:
+    if (best := summary.retrained) is not None:
         sentences.append(
             f"{sampler}: ΔNLL of {best.layout}, the best after short retraining, is "
             f"{change(best.delta_nll_percent, best.standard_error)} % after full retraining"
@@ -76,7 +76,7 @@ def document(result: SearchResult) -> dict[str, Any]:
         "num_documents": int((result.evaluation_tokens > 0).sum()),
         "effective_documents": effective_number(result.evaluation_tokens),
         "cost": result.cost_name,
-        "guidance": {sampler: reached.as_mapping() for sampler, reached in guidance(result.rows).items()},
+        "guidance": {sampler: summary.as_mapping() for sampler, summary in guidance(result.rows).items()},
         "rank_correlation": correlations(result.rows),
         "folder": result.folder,
     }

@@ -74,7 +74,7 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
     log, heldout = checkpoint / "density-log.csv", checkpoint / "heldout-log.csv"
     if log.is_file():
         rows = read_density_log(log)
-        write_atomic(folder / "density-evolution.csv", read_text(log, "density log", most=MAX_BYTES))
+        write_atomic(folder / "density-evolution.csv", read_text(log, "density log", max_bytes=MAX_BYTES))
         save_chart(folder, density_evolution_chart(rows))
     if heldout.is_file():
-        write_atomic(folder / "heldout-log.csv", read_text(heldout, "held-out log", most=MAX_BYTES))
+        write_atomic(folder / "heldout-log.csv", read_text(heldout, "held-out log", max_bytes=MAX_BYTES))

@@ -26,7 +26,7 @@ from spkv_nas.evaluation.baselines.run_baselines import (
     baselines_table,
     check_prunable,
     measure,
-    own_rows,
+    measure_sp_kv,
 )
 from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.model.checkpoint import load_on, model_origin
@@ -87,7 +87,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> Baselin
     if gated is not None:
         gate_taus = [gated.gates.tau] if taus is None else taus
         with reporter.bar("evaluating --against") as progress:
-            measurements += own_rows(
+            measurements += measure_sp_kv(
                 gated.model, measured.blocks, gate_taus, batch_size=measured.batch_size, progress=progress
             )
     # Write the table

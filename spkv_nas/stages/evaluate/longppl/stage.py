@@ -175,11 +175,11 @@ def _readings(
 def _lines(file: Path, texts: list[LongText], line: Callable[[LongText, int], Line], progress: Progress) -> list[Line]:
     """Read one line per text from the file, or compute and write them; must be called on all ranks."""
     if not on_main(file.is_file):
-        share, own_lines = own_share(len(texts)), []
+        share, local_lines = own_share(len(texts)), []
         for num_done, number in enumerate(share, 1):
-            own_lines.append(line(texts[number], number))
+            local_lines.append(line(texts[number], number))
             progress(num_done, len(share))
-        lines = [row for part in gathered(own_lines) for row in part]
+        lines = [row for part in gathered(local_lines) for row in part]
         on_main(lambda: write_samples(file, lines))
     return on_main(partial(read_samples, file))
 
