@@ -37,6 +37,7 @@ class BlockCache:
         base: Path,
         tokenizer: PreTrainedTokenizerBase,
         settings: str,
+        opening: tuple[int, ...] = (),
     ) -> None:
         """Describe the text.
 
@@ -46,9 +47,11 @@ class BlockCache:
             base: folder that relative paths start from.
             tokenizer: tokenizer of the blocks.
             settings: everything else that determines the blocks.
+            opening: tokens that every block begins with.
         """
         self.root, self._sources, self._base = root, list(sources), base
-        self._decided = (_FORMAT, fingerprint(tokenizer), settings)
+        self.opening = opening
+        self._decided = (_FORMAT, fingerprint(tokenizer), f"{settings} opening {opening}" if opening else settings)
 
     def find(self, has_all: Callable[[Path], bool]) -> Path | None:
         """Return the folder of the text in its current state if ``has_all`` accepts it; None without one."""

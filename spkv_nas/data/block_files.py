@@ -24,7 +24,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.manifest import check_manifest, is_complete, write_manifest
 from spkv_nas.base.replace import as_user_error, flush
-from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, check_enough
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, check_enough, with_openings
 from spkv_nas.data.sources import Document
 
 _TOKENS, _OWNER, _DOCUMENTS, _RECORD = "tokens.bin", "document.bin", "documents.jsonl", "blocks.json"
@@ -37,15 +37,16 @@ _CHUNK = 1 << 22  # tokens read at once
 class BlockWriter:
     """Writer of documents, one by one, into the folder that ``finish`` creates; one process at a time."""
 
-    def __init__(self, partial: Path, block_size: int, what: str) -> None:
+    def __init__(self, partial: Path, block_size: int, what: str, opening: tuple[int, ...] = ()) -> None:
         """Open the files, which an earlier writer may have left incomplete.
 
         Args:
             partial: folder to write to.
             block_size: tokens per block.
             what: name of the text in errors.
+            opening: tokens that every block begins with.
         """
-        self._partial, self._block_size, self._what = partial, block_size, what
+        self._partial, self._block_size, self._what, self._opening = partial, block_size, what, opening
         self.num_tokens = self.num_documents = 0
         self._uncommitted: list[str] = []
         self._since_commit = 0
@@ -84,6 +85,8 @@ class BlockWriter:
             UserError: if the disk is full.
         """
         self._forget_the_rest()
+        if self._opening:
+            ids = with_openings(ids, self.num_tokens, self._block_size, self._opening)
         owner = np.full(len(ids), self.num_documents, dtype=_INT32)
         with as_user_error(self._partial):
             self._files[_TOKENS].write(ids.astype(_INT32, copy=False).tobytes())
@@ -115,6 +118,7 @@ class BlockWriter:
             "num_documents": self.num_documents,
             "largest_token": _largest(self._partial / _TOKENS, num_blocks * self._block_size),
             "notes": list(notes),
+            **({"opening": list(self._opening)} if self._opening else {}),
         }
         write_json(self._partial / _RECORD, record)
         # Rename the folder to its final name
@@ -212,7 +216,7 @@ def map_blocks(folder: Path) -> TokenBlocks:
     shape = (record["num_blocks"], record["block_size"])
     tokens, owner = (np.memmap(folder / name, _INT32, "r", shape=shape) for name in (_TOKENS, _OWNER))
     documents = _Documents(folder / _DOCUMENTS, record["num_documents"])
-    return TokenBlocks(tokens, owner, documents, record["largest_token"])
+    return TokenBlocks(tokens, owner, documents, record["largest_token"], tuple(record.get("opening", ())))
 
 
 def read_notes(folder: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +17,10 @@ from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_npz
+from spkv_nas.data.config import AUTO_BOS, Bos
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import Document, in_pieces
-from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, encode
+from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, encode, opening_tokens
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Digest
@@ -60,15 +61,17 @@ class TokenBlocks:
     Attributes:
         tokens: int32 [N, T].
         document: int32 [N, T], index into ``documents`` of each token's document. A separator belongs to the
-            document that it ends.
+            document that it ends, and an opening token to the document of the first token after it.
         documents: the documents, in the order of their tokens.
         largest: the largest token, if it is known without reading the tokens.
+        opening: tokens that every block begins with, before its text (``tokenizer.opening_tokens``).
     """
 
     tokens: NDArray[np.int32]
     document: NDArray[np.int32]
     documents: Collection[DocumentInfo]
     largest: int | None = None
+    opening: tuple[int, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -95,10 +98,12 @@ class TokenBlocks:
         key.update(str(self.tokens.shape).encode())
         for document in self.documents:  # one by one, as there may be millions
             key.update(f" {document.id}".encode())
+        if self.opening:
+            key.update(f" opening {self.opening}".encode())
 
     def take(self, num_blocks: int) -> TokenBlocks:
         """Return the first ``num_blocks`` blocks."""
-        return TokenBlocks(self.tokens[:num_blocks], self.document[:num_blocks], self.documents)
+        return self._part(slice(num_blocks))
 
     def spread(self, num_blocks: int) -> TokenBlocks:
         """Select ``num_blocks`` blocks, or all, from as many documents as possible, in text order.
@@ -123,11 +128,11 @@ class TokenBlocks:
             np.flatnonzero(rank < last_round),
             candidates[np.arange(missing) * len(candidates) // max(missing, 1)],
         ]
-        return self._choose(np.sort(np.concatenate(chosen)))
+        return self._part(np.sort(np.concatenate(chosen)))
 
-    def _choose(self, blocks: NDArray[np.intp]) -> TokenBlocks:
+    def _part(self, blocks: NDArray[np.intp] | slice) -> TokenBlocks:
         """Return the blocks with these indices."""
-        return TokenBlocks(self.tokens[blocks], self.document[blocks], self.documents)
+        return replace(self, tokens=self.tokens[blocks], document=self.document[blocks], largest=None)
 
     def nested(self, ends: Sequence[int]) -> list[TokenBlocks]:
         """Divide the blocks into disjoint parts: the first ``ends[0]``, those up to ``ends[1]``, and so on.
@@ -135,27 +140,29 @@ class TokenBlocks:
         They follow an order in which every prefix is evenly spread over the text (``spread_order``).
         """
         order = spread_order(self.num_blocks)
-        return [self._choose(np.sort(order[start:end])) for start, end in pairwise((0, *ends))]
+        return [self._part(np.sort(order[start:end])) for start, end in pairwise((0, *ends))]
 
     def every(self, step: int, start: int) -> TokenBlocks:
         """Return every ``step``-th block, from ``start`` on."""
-        return TokenBlocks(self.tokens[start::step], self.document[start::step], self.documents)
+        return self._part(slice(start, None, step))
 
     def and_(self, other: TokenBlocks) -> TokenBlocks:
-        """Append the blocks of another text, of the same length."""
+        """Append the blocks of another text, of the same length and with the same opening tokens."""
         return TokenBlocks(
             np.concatenate([self.tokens, other.tokens]),
             np.concatenate([self.document, other.document + len(self.documents)]),
             (*self.documents, *other.documents),
+            opening=self.opening,
         )
 
     def cut(self, block_size: int) -> TokenBlocks:
-        """Return the same text in blocks of another length, leaving out an incomplete last block."""
-        num_tokens = self.tokens.size // block_size * block_size
-        tokens, document = (
-            array.reshape(-1)[:num_tokens].reshape(-1, block_size) for array in (self.tokens, self.document)
-        )
-        return TokenBlocks(tokens, document, self.documents, self.largest)
+        """Return the same text in blocks of another length, leaving out an incomplete last block.
+
+        Blocks with opening tokens are copied into memory, because the text then shifts between blocks.
+        """
+        tokens, document = (array[:, len(self.opening) :].reshape(-1) for array in (self.tokens, self.document))
+        tokens, document = _in_blocks(tokens, document, block_size, self.opening)
+        return replace(self, tokens=tokens, document=document)
 
     def save(self, path: Path) -> None:
         """Write the blocks and their documents as ``.npz``, atomically."""
@@ -164,8 +171,8 @@ class TokenBlocks:
         write_npz(path, arrays, compressed=False)
 
     @classmethod
-    def read(cls, path: Path) -> TokenBlocks:
-        """Read a file written by ``save``.
+    def read(cls, path: Path, opening: tuple[int, ...] = ()) -> TokenBlocks:
+        """Read a file written by ``save``, which does not record the opening tokens.
 
         Raises:
             UserError: if the file is missing or damaged.
@@ -175,7 +182,10 @@ class TokenBlocks:
         if infos is None or arrays["document"].max() >= len(infos):
             raise UserError(f"{path} is damaged: its documents do not match its tokens\n{_REMEDY}")
         return cls(
-            arrays["tokens"].astype(np.int32, copy=False), arrays["document"].astype(np.int32, copy=False), infos
+            arrays["tokens"].astype(np.int32, copy=False),
+            arrays["document"].astype(np.int32, copy=False),
+            infos,
+            opening=opening,
         )
 
 
@@ -193,6 +203,7 @@ def build_blocks(
     tokenizer: PreTrainedTokenizerBase,
     block_size: int = BLOCK_SIZE,
     max_tokens: int | None = None,
+    bos: Bos = AUTO_BOS,
 ) -> TokenBlocks:
     """Tokenise texts and pack them into blocks, with ``<|endoftext|>`` after each; the last part block is left out.
 
@@ -202,10 +213,12 @@ def build_blocks(
         tokenizer: tokenizer of the model.
         block_size: tokens per block.
         max_tokens: stop after the document that reaches this many tokens.
+        bos: whether every block begins with a BOS token, see ``tokenizer.opening_tokens``.
 
     Raises:
         UserError: if there is no document, or fewer tokens than one block.
     """
+    opening = opening_tokens(tokenizer, bos, block_size)
     pieces: list[tuple[NDArray[np.int32], int]] = []
     infos: list[DocumentInfo] = []
     num_tokens = 0
@@ -215,11 +228,15 @@ def build_blocks(
         pieces.append((ids, len(infos)))
         infos.append(DocumentInfo.of(document))
         num_tokens += len(ids)
-    return packed(pieces, infos, block_size, "text")
+    return packed(pieces, infos, block_size, "text", opening)
 
 
 def packed(
-    pieces: Sequence[tuple[NDArray[np.int32], int]], infos: Sequence[DocumentInfo], block_size: int, what: str
+    pieces: Sequence[tuple[NDArray[np.int32], int]],
+    infos: Sequence[DocumentInfo],
+    block_size: int,
+    what: str,
+    opening: tuple[int, ...] = (),
 ) -> TokenBlocks:
     """Pack tokens back to back into blocks, leaving out an incomplete last block.
 
@@ -228,18 +245,38 @@ def packed(
         infos: the documents.
         block_size: tokens per block.
         what: name of the text in errors.
+        opening: tokens that every block begins with.
 
     Raises:
         UserError: if they do not fill a block.
     """
     sizes = [len(piece) for piece, _ in pieces]
-    check_enough(len(infos), sum(sizes), block_size, what)
+    check_enough(len(infos), len(opening) + sum(sizes), block_size, what)
     tokens = np.concatenate([piece for piece, _ in pieces])
     owner = np.repeat(np.array([document for _, document in pieces], dtype=np.int32), sizes)
-    num_tokens = len(tokens) // block_size * block_size
-    return TokenBlocks(
-        tokens[:num_tokens].reshape(-1, block_size), owner[:num_tokens].reshape(-1, block_size), tuple(infos)
-    )
+    return TokenBlocks(*_in_blocks(tokens, owner, block_size, opening), tuple(infos), opening=opening)
+
+
+def _in_blocks(
+    tokens: NDArray[np.int32], owner: NDArray[np.int32], block_size: int, opening: tuple[int, ...]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Cut tokens and their documents into blocks [N, block_size] that begin with the opening tokens."""
+    size = block_size - len(opening)  # text of a block
+    num_blocks = len(tokens) // size
+    tokens, owner = (array[: num_blocks * size].reshape(num_blocks, size) for array in (tokens, owner))
+    if not opening:
+        return tokens, owner
+    first = np.tile(np.array(opening, dtype=np.int32), (num_blocks, 1))
+    return np.hstack([first, tokens]), np.hstack([owner[:, :1].repeat(len(opening), 1), owner])
+
+
+def with_openings(
+    ids: NDArray[np.int32], position: int, block_size: int, opening: tuple[int, ...]
+) -> NDArray[np.int32]:
+    """Insert the opening tokens wherever a block begins, into text that comes after ``position`` tokens of blocks."""
+    first = -position % block_size  # tokens of the text that complete the current block
+    starts = np.arange(first, len(ids), block_size - len(opening))
+    return np.insert(ids, starts.repeat(len(opening)), np.tile(np.array(opening, dtype=np.int32), len(starts)))
 
 
 def spread_order(number: int, offset: float = 0.0) -> NDArray[np.intp]:

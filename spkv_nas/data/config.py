@@ -11,6 +11,9 @@ from spkv_nas.base.limits import MAX_BLOCK_SIZE, MAX_WHOLE
 from spkv_nas.base.schema import Section
 
 ALL_TASKS: Literal["all-but-qa"] = "all-but-qa"
+AUTO_BOS: Literal["auto"] = "auto"
+
+Bos = Literal["auto"] | bool
 
 
 class SourceConfig(Section):
@@ -74,6 +77,11 @@ class DataConfig(Section):
         ge=1,
         le=MAX_WHOLE,
         description="maximum number of held-out tokens, taken from all held-out documents",
+    )
+    bos: Bos = Field(
+        AUTO_BOS,
+        description="begin every block with a BOS token; auto: with whatever the tokenizer puts before a text",
+        exclude_if=lambda bos: bos == AUTO_BOS,  # hashes and records of recipes stay as before the key existed
     )
     mix: MixConfig | None = Field(None, description="synthetic samples to mix into the training text")
 

@@ -81,12 +81,15 @@ class SpreadSample:
         while self._total - len(self._kept[-1].tokens) >= self._max_tokens:
             self._total -= len(self._kept.pop().tokens)
 
-    def blocks(self, block_size: int, what: str, *, balanced: bool = False) -> TokenBlocks:
+    def blocks(
+        self, block_size: int, what: str, opening: tuple[int, ...] = (), *, balanced: bool = False
+    ) -> TokenBlocks:
         """Pack the sample into blocks, document by document in the order of their hashes.
 
         Args:
             block_size: tokens per block.
             what: name of the text in errors.
+            opening: tokens that every block begins with.
             balanced: leave out stretches of documents that would hold more than a tenth of the tokens (or twice an even
                 share, if there are fewer than 20 documents).
 
@@ -98,7 +101,7 @@ class SpreadSample:
         infos = {stretch.key.document: stretch.info for stretch in stretches}
         owner = {document: number for number, document in enumerate(infos)}
         pieces = [(stretch.tokens, owner[stretch.key.document]) for stretch in stretches]
-        return packed(_aligned(pieces, self._stretch), list(infos.values()), block_size, what)
+        return packed(_aligned(pieces, self._stretch), list(infos.values()), block_size, what, opening)
 
     def _takes(self, key: _Key) -> bool:
         """Return True if a stretch with this key would be kept."""

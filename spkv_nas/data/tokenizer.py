@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.config import Bos
 from spkv_nas.data.pieces import end_of_piece
 
 if TYPE_CHECKING:
@@ -46,6 +48,48 @@ def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[n
     """Encode texts that are short enough."""
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [np.array(ids, dtype=np.int32) for ids in encoded]
+
+
+def opening_tokens(tokenizer: PreTrainedTokenizerBase, bos: Bos, block_size: int) -> tuple[int, ...]:
+    """Return the tokens that every block of text begins with.
+
+    Models that were trained with a BOS token put much of their attention on it, so that blocks without one show
+    another model than users run.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        bos: "auto" for the special tokens that the tokenizer puts before a text by itself, none for many; True for
+            these or else its BOS token; False for none.
+        block_size: tokens per block.
+
+    Raises:
+        UserError: the tokenizer has no BOS token, or a block has no room for text.
+    """
+    opening = _before_text(tokenizer) if bos is not False else ()
+    if bos is True and not opening:
+        if tokenizer.bos_token_id is None:
+            raise UserError(
+                "data.bos is true, but the tokenizer has no BOS token\nleave data.bos out, or set it to false"
+            )
+        opening = (int(tokenizer.bos_token_id),)
+    if len(opening) >= block_size:
+        raise UserError(
+            f"blocks of {block_size} tokens have no room for text after the {len(opening)} that begin every text\n"
+            "use larger blocks (--block-size; data.block_size in a recipe), or data.bos: false"
+        )
+    return opening
+
+
+def _before_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the special tokens that a tokenizer puts before a text by itself."""
+    if not len(tokenizer("", verbose=False)["input_ids"]):
+        return ()
+    complete, plain = (
+        list(tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]) for special in (True, False)
+    )
+    starts = range(len(complete) - len(plain) + 1)
+    start = next((start for start in starts if complete[start : start + len(plain)] == plain), 0)
+    return tuple(complete[:start])
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:

@@ -44,6 +44,10 @@ _BUDGETS = Flag(
 )
 _MAX_TOKENS = Flag("Use at most N tokens, taking one block from each document in turn.", low=1, high=MAX_WHOLE)
 _BLOCK_SIZE = Flag("Tokens per block (sequence) of --data.", low=2, high=MAX_BLOCK_SIZE)
+_BOS = Flag(
+    "Begin every block of --data with a BOS token: true, false, or auto, as the tokenizer begins a text.",
+    values=("auto", "true", "false"),
+)
 _WINDOW = Flag("Window of a local head: recent keys it sees, including the query's.", low=1, high=MAX_WINDOW)
 _CONTEXT = Flag("Sequence length in tokens; 1k is 1,024.", metavar="N|Nk", panel=MEMORY)
 _TAUS = Flag(
@@ -68,6 +72,7 @@ Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 Data = Annotated[list[str] | None, Flag("Text to measure on: one or more files or folders.")]
 BlockSize = Annotated[int | None, _BLOCK_SIZE]
+ChosenBos = Annotated[str | None, _BOS]
 MaxTokens = Annotated[int, _MAX_TOKENS]
 OptionalMaxTokens = Annotated[int | None, _MAX_TOKENS]
 RecipeFile = Annotated[Path, _RECIPE_FILE]

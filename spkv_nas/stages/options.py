@@ -79,6 +79,7 @@ class SubjectOptions(Measures):
     max_tokens: flags.OptionalMaxTokens = default(None, "all")
     name: flags.Name = None
     block_size: flags.BlockSize = default(None, str(defaults.BLOCK_SIZE))
+    bos: flags.ChosenBos = default(None, "auto")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from spkv_nas.data.ruler.haystacks import Essays
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
+from spkv_nas.data.tokenizer import opening_tokens
 from spkv_nas.model.loss import NO_TARGET
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.extension import Extension
@@ -167,7 +168,9 @@ def ruler_blocks(
     if recipe.data.mix is None:
         return None
     mix = recipe.data.mix.ruler
-    tasks, lengths = tuple(mix.tasks_of(available(NO_MATERIAL))), tuple(mix.lengths or [size])
-    samples = RulerBlocks(tokenizer, size, tasks, lengths, mix.loss == "all", seed, Material(essays))
+    opening = opening_tokens(tokenizer, recipe.data.bos, size)
+    tasks, longest = tuple(mix.tasks_of(available(NO_MATERIAL))), size - len(opening)
+    lengths = tuple(min(length, longest) for length in mix.lengths or [size])
+    samples = RulerBlocks(tokenizer, size, tasks, lengths, mix.loss == "all", seed, Material(essays), opening)
     samples.check()
     return samples

@@ -37,6 +37,7 @@ class RulerBlocks:
         learns_all: True if text and question are learned too, not only the answers.
         seed: seed of the samples.
         material: essays and questions of the user.
+        opening: tokens that every block begins with.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -46,6 +47,7 @@ class RulerBlocks:
     learns_all: bool
     seed: int
     material: Material
+    opening: tuple[int, ...] = ()
 
     def check(self) -> None:
         """Check that every task fits in the longest samples, and that some task fits in every length.
@@ -68,7 +70,8 @@ class RulerBlocks:
         end_of_text = self.tokenizer.eos_token_id
         tokens = np.full(self.block_size, end_of_text or 0, dtype=np.int64)
         learned = np.zeros(self.block_size, dtype=np.bool_)
-        num_samples = position = 0
+        tokens[: len(self.opening)] = self.opening
+        num_samples, position = 0, len(self.opening)
         # Append samples while another one fits
         while self.block_size - position >= length:
             sample = self._draw(rng, number * self.block_size + num_samples, length)
@@ -87,7 +90,7 @@ class RulerBlocks:
         tokens = np.stack([held_out_blocks.block(number)[0] for number in range(num_blocks)]).astype(np.int32)
         owner = np.repeat(np.arange(num_blocks, dtype=np.int32)[:, None], self.block_size, 1)
         infos = tuple(DocumentInfo(f"{DOMAIN}-{number}", DOMAIN, f"sample {number}") for number in range(num_blocks))
-        return TokenBlocks(tokens, owner, infos)
+        return TokenBlocks(tokens, owner, infos, opening=self.opening)
 
     def _draw(self, rng: Random, index: int, length: int) -> Sample:
         """Generate a sample of the first task, in random order, that fits."""

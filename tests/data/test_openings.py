@@ -1,0 +1,179 @@
+"""Test that blocks begin as the model's tokenizer begins a text, in every way of making them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ruler_bytes import embedded_tokenizer
+from text_cases import bytes_tokenizer, prose, sixty_documents, write_files
+from tokenizers import processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.blocks import TokenBlocks, build_blocks
+from spkv_nas.data.config import Bos, DataConfig
+from spkv_nas.data.ruler.material import Material
+from spkv_nas.data.ruler.sample_blocks import RulerBlocks
+from spkv_nas.data.splits import cache_split, load_heldout, load_text, read_split
+from spkv_nas.data.tokenizer import opening_tokens
+from spkv_nas.training.recipe import Recipe
+
+BOS, SEPARATOR = "<|bos|>", "<|sep|>"
+
+
+def tokenizer_with(template: str, bos: bool = True) -> PreTrainedTokenizerBase:
+    """Return the embedded tokenizer with two more tokens, which begins and ends texts by a template."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=embedded_tokenizer().backend_tokenizer)
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "additional_special_tokens": [BOS, SEPARATOR]})
+    if bos:
+        tokenizer.add_special_tokens({"bos_token": BOS})
+    specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (BOS, SEPARATOR)]
+    if template:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=specials
+        )
+    return tokenizer
+
+
+def ids(tokenizer: PreTrainedTokenizerBase, *tokens: str) -> tuple[int, ...]:
+    return tuple(tokenizer.convert_tokens_to_ids(list(tokens)))
+
+
+class TestOpeningTokens:
+    @pytest.mark.parametrize(
+        ("template", "bos", "tokens"),
+        [
+            ("", "auto", ()),
+            ("", True, (BOS,)),
+            ("", False, ()),
+            (f"{BOS} $A", "auto", (BOS,)),
+            (f"{BOS} $A", False, ()),
+            (f"{BOS} $A {SEPARATOR}", "auto", (BOS,)),
+            (f"{SEPARATOR} {BOS} $A", "auto", (SEPARATOR, BOS)),
+            (f"{SEPARATOR} {BOS} $A", True, (SEPARATOR, BOS)),
+            (f"$A {SEPARATOR}", "auto", ()),
+        ],
+    )
+    def test_follow_the_tokenizer_or_the_recipe(self, template: str, bos: Bos, tokens: tuple[str, ...]) -> None:
+        tokenizer = tokenizer_with(template)
+        assert opening_tokens(tokenizer, bos, 64) == ids(tokenizer, *tokens)
+
+    def test_do_not_exist_for_the_embedded_tokenizer(self) -> None:
+        assert opening_tokens(embedded_tokenizer(), "auto", 64) == ()
+
+    def test_need_a_bos_token_and_room_for_text(self) -> None:
+        with pytest.raises(UserError, match="no BOS token"):
+            opening_tokens(tokenizer_with("", bos=False), True, 64)
+        with pytest.raises(UserError, match="blocks of 2 tokens have no room"):
+            opening_tokens(tokenizer_with(f"{SEPARATOR} {BOS} $A"), "auto", 2)
+
+
+def check(blocks: TokenBlocks, opening: tuple[int, ...]) -> None:
+    """Check that blocks begin with the opening tokens, which belong to the document after them and occur once."""
+    count = len(opening)
+    assert blocks.opening == opening
+    assert blocks.num_blocks > 1
+    assert (blocks.tokens[:, :count] == opening).all()
+    assert not np.isin(blocks.tokens[:, count:], opening).any()
+    assert (blocks.document[:, :count] == blocks.document[:, count : count + 1]).all()
+
+
+def text_of(blocks: TokenBlocks) -> tuple[Any, Any]:
+    count = len(blocks.opening)
+    return blocks.tokens[:, count:].ravel(), blocks.document[:, count:].ravel()
+
+
+@pytest.mark.parametrize("template", [f"{BOS} $A", f"{SEPARATOR} {BOS} $A {SEPARATOR}"])
+class TestBlocks:
+    def test_hold_the_same_text_as_without(self, template: str) -> None:
+        tokenizer, texts = tokenizer_with(template), [prose(4, i) for i in range(30)]
+        opening = opening_tokens(tokenizer, "auto", 32)
+        blocks, plain = build_blocks(texts, tokenizer, 32), build_blocks(texts, tokenizer, 32, bos=False)
+        check(blocks, opening)
+        assert not plain.opening
+        for one, other in zip(text_of(blocks), text_of(plain), strict=True):
+            size = min(len(one), len(other))
+            assert np.array_equal(one[:size], other[:size])
+        for part in (blocks.take(3), blocks.spread(4), blocks.every(2, 1), *blocks.nested([2, 5])):
+            check(part, opening)
+
+    @pytest.mark.parametrize("size", [16, 48, 64])
+    def test_keep_their_text_at_another_length(self, template: str, size: int) -> None:
+        tokenizer, texts = tokenizer_with(template), [prose(4, i) for i in range(30)]
+        cut, direct = build_blocks(texts, tokenizer, 32).cut(size), build_blocks(texts, tokenizer, size)
+        check(cut, direct.opening)
+        size = min(cut.num_blocks, direct.num_blocks)
+        assert np.array_equal(cut.tokens[:size], direct.tokens[:size])
+        assert np.array_equal(cut.document[:size], direct.document[:size])
+
+    def test_are_the_same_from_files(self, template: str, tmp_path: Path) -> None:
+        write_files(tmp_path / "text", 40)
+        tokenizer = tokenizer_with(template)
+        opening = opening_tokens(tokenizer, "auto", 32)
+        whole = load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32)
+        check(whole, opening)
+        texts = [file.read_text() for file in sorted((tmp_path / "text").iterdir())]
+        assert np.array_equal(whole.tokens, build_blocks(texts, tokenizer, 32).tokens)
+        check(load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, max_tokens=640), opening)
+        # The setting is part of the cache's key
+        plain = load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, bos=False)
+        assert not np.isin(plain.tokens, opening).any()
+        check(load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32), opening)
+
+    def test_are_those_of_training_and_held_out_text(self, template: str, tmp_path: Path) -> None:
+        config, tokenizer = sixty_documents(tmp_path), tokenizer_with(template)
+        opening = opening_tokens(tokenizer, "auto", config.block_size)
+        folder = cache_split(config, tokenizer, tmp_path / "cache", tmp_path)
+        train, heldout = read_split(folder, config)
+        check(train, opening)
+        check(heldout, opening)
+        alone = load_heldout(config, tokenizer, tmp_path / "alone", tmp_path)
+        check(alone, opening)
+        assert np.array_equal(alone.tokens, heldout.tokens)
+
+    def test_may_be_ruler_samples(self, template: str) -> None:
+        tokenizer = tokenizer_with(template)
+        opening = opening_tokens(tokenizer, "auto", 512)
+        lengths = (200, 512 - len(opening))
+        samples = RulerBlocks(tokenizer, 512, ("niah_single_1",), lengths, True, 0, Material(), opening)
+        check(samples.held_out(4), opening)
+        learned = np.stack([samples.block(number)[1] for number in range(4)])
+        assert learned[:, len(opening)].all()
+
+
+class TestRestart:
+    def test_resumes_within_a_block(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("spkv_nas.data.blocks.TOKENIZE_BATCH", 1)
+        write_files(tmp_path / "text", 40)
+
+        def tokenizer(patience: int = 10**9) -> Any:
+            result = bytes_tokenizer(patience)
+            result.bos_token_id = 300
+            return result
+
+        def load(folder: str, patience: int = 10**9) -> TokenBlocks:
+            return load_text(["text"], tokenizer(patience), tmp_path / folder, tmp_path, block_size=48, bos=True)
+
+        with pytest.raises(KeyboardInterrupt):
+            load("cache", 20)
+        resumed, undisturbed = load("cache"), load("undisturbed")
+        check(resumed, (300,))
+        assert np.array_equal(resumed.tokens, undisturbed.tokens)
+        assert np.array_equal(resumed.document, undisturbed.document)
+
+
+class TestRecipe:
+    def test_hashes_the_key_only_where_it_is_set(self, recipe: Recipe) -> None:
+        data = recipe.model_dump(mode="json")
+        assert "bos" not in data["data"]
+        for bos, same in (("auto", True), (False, False), (True, False)):
+            changed = Recipe.parse({**data, "data": {**data["data"], "bos": bos}}, Path(), "recipe")
+            assert (changed.content_hash() == recipe.content_hash()) == same
+            assert changed.data.bos == bos
+
+    def test_refuses_another_value(self) -> None:
+        with pytest.raises(ValueError, match="bos"):
+            DataConfig(sources=["stdlib"], bos="yes")  # type: ignore[arg-type]
