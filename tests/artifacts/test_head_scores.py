@@ -77,7 +77,7 @@ def test_extreme_thresholds() -> None:
     assert table.at_tau(table.tau) is table
 
 
-def test_what_is_measured_at_one_threshold_does_not_pass_for_another(tmp_path: Path) -> None:
+def test_values_at_one_threshold_are_not_used_at_another(tmp_path: Path) -> None:
     table = probed()[0].at_tau(0.7)
     assert np.isnan(table.standard_error).all()
     assert (table.tau, table.tau_of_positions, table.at_tau(0.9).tau_of_positions) == (0.7, 0.5, 0.5)
@@ -97,7 +97,7 @@ def test_threshold_out_of_range(tau: float) -> None:
         probed()[0].at_tau(tau)
 
 
-def test_table_without_histogram_knows_one_threshold() -> None:
+def test_table_without_histogram_has_one_threshold() -> None:
     table = HeadScores("mine", rows([[0.5]]))
     with pytest.raises(UserError, match="mine"):
         table.at_tau(0.7)
@@ -279,7 +279,7 @@ def test_metadata_with_one_value_under_two_keys(tmp_path: Path) -> None:
     assert HeadScores.read(tmp_path).metadata["recipe"] == {"model": shared}
 
 
-def test_writing_leaves_nothing_of_an_earlier_probe(tmp_path: Path) -> None:
+def test_writing_removes_files_of_an_earlier_probe(tmp_path: Path) -> None:
     probed()[0].write(tmp_path)
     HeadScores("p", rows([[0.5]])).write(tmp_path)
     result = HeadScores.read(tmp_path)

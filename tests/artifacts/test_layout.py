@@ -139,7 +139,7 @@ def test_difference(first: tuple[str, ...], second: tuple[str, ...], marks: tupl
     assert difference.num_heads == int((Layout(first, 8).global_mask != Layout(second, 9).global_mask).sum())
 
 
-def test_difference_needs_one_shape() -> None:
+def test_difference_needs_equal_shapes() -> None:
     with pytest.raises(UserError, match="is for 1 layers x 2 KV heads, the second has 2 layers x 1 KV heads"):
         Difference.of(Layout(("GL",), 8), Layout(("G", "L"), 8))
 

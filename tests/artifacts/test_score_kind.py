@@ -27,7 +27,7 @@ def test_densities_are_percent_from_0_to_1() -> None:
     assert (shown.exact(0.0125), shown.rough(0.016)) == ("0.013", "0.02")
 
 
-def test_small_gains_are_told_apart_and_from_0() -> None:
+def test_small_gains_are_distinguished_from_each_other_and_from_0() -> None:
     shown = measure()
     assert (shown.noun, shown.shown, shown.is_share) == ("opening gain", "nats per token / 1,000", False)
     at = dict(zip(("low", "zero", "small", "high"), shown.scale.fraction([-0.0007, 0.0, 0.0015, 0.0514]), strict=True))
@@ -38,7 +38,7 @@ def test_small_gains_are_told_apart_and_from_0() -> None:
     assert shown.exact(0.0514) == "0.05140"
 
 
-def test_harm_has_a_tick_of_its_own() -> None:
+def test_harm_has_a_separate_tick() -> None:
     scale = measure([[0.02, -0.01]]).scale
     assert [scale.text(value) for value in scale.ticks] == [f"{MINUS}10", "0", "3.1", "20"]
 

@@ -115,7 +115,7 @@ def test_undisturbed_runs_agree(
             round_.fail("differed", "undisturbed, over its own result", run, wrong if run.status == 0 else None)
 
 
-def test_a_difference_is_seen(arena: Arena) -> None:
+def test_a_difference_is_detected(arena: Arena) -> None:
     expected = arena.expected(COMMANDS["train"])
     arena.reset(expected.state)
     assert not arena.differences(expected)

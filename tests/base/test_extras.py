@@ -113,13 +113,13 @@ def test_the_base_is_enough(command: str, base: dict[str, tuple[int, str]]) -> N
     "command",
     ["propose --budget 12,18,24", "compare stdlib-21x3 --split-by half", "reproduce scaling", "reproduce ladder"],
 )
-def test_a_figure_that_cannot_be_drawn_is_said(command: str, base: dict[str, tuple[int, str]]) -> None:
+def test_a_figure_that_cannot_be_drawn_is_reported(command: str, base: dict[str, tuple[int, str]]) -> None:
     assert "without the figure" in base[command][1]
     assert "pip install 'spkv-nas[report]'" in base[command][1]
 
 
 @pytest.mark.parametrize(("command", "extra"), NEED.items())
-def test_what_is_missing_is_named(command: str, extra: str, base: dict[str, tuple[int, str]]) -> None:
+def test_missing_extras_are_named(command: str, extra: str, base: dict[str, tuple[int, str]]) -> None:
     code, errors = base[command]
     assert code == 2
     assert f"pip install 'spkv-nas[{extra}]'" in errors

@@ -87,14 +87,14 @@ def test_a_damaged_note_is_none(content: str, file: Path, read: list[str], tmp_p
     assert len(read) == 2
 
 
-def test_no_place_for_notes(file: Path, read: list[str], tmp_path: Path) -> None:
+def test_unusable_cache_folder(file: Path, read: list[str], tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     assert file_hash(file) == sha256(b"one").hexdigest()
     with pytest.raises(FileNotFoundError):
         file_hash(tmp_path / "none")
 
 
-def test_those_who_ask_together_read_once(file: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_read_once(file: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     slow = hashes.sha256_file
 
     def slowly(path: Path) -> str:

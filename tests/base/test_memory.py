@@ -41,10 +41,10 @@ def groups(folder: Path, version: int, limit: int | str, use: int, given_back: i
 
 @pytest.mark.parametrize("version", [1, 2])
 class TestControlGroups:
-    def test_the_limit_of_one_above(self, version: int, tmp_path: Path) -> None:
+    def test_limit_of_a_parent_group(self, version: int, tmp_path: Path) -> None:
         assert groups(tmp_path, version, 8 * GIB, 3 * GIB) == 5 * GIB
 
-    def test_files_that_were_read_are_no_use(self, version: int, tmp_path: Path) -> None:
+    def test_file_cache_does_not_count_as_use(self, version: int, tmp_path: Path) -> None:
         assert groups(tmp_path, version, 8 * GIB, 7 * GIB, 6 * GIB) == 7 * GIB
 
     def test_none(self, version: int, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_no_groups_at_all(tmp_path: Path) -> None:
     assert memory._left_to_groups(tmp_path / "none", tmp_path) == [1 << 62]
 
 
-def test_what_is_there() -> None:
+def test_available_memory() -> None:
     assert 0 < available_bytes() < 1 << 62
     require(1, "a byte", "")
     with pytest.raises(
@@ -65,7 +65,7 @@ def test_what_is_there() -> None:
 
 
 class TestConfigs:
-    def test_what_fits(self) -> None:
+    def test_model_that_fits(self) -> None:
         model = tiny_model()
         assert check_size(model.config, 4) >= model.num_parameters()
 
@@ -78,7 +78,7 @@ class TestConfigs:
             ({"hidden_size": 10**25}, "exceed any machine's memory"),
         ],
     )
-    def test_what_does_not(self, options: dict[str, object], message: str) -> None:
+    def test_invalid_sizes(self, options: dict[str, object], message: str) -> None:
         config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, **options}
         with pytest.raises(UserError, match=message):
             check_size(AutoConfig.for_model(**config), 4)

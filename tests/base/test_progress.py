@@ -65,7 +65,7 @@ def test_library_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         ),
     ],
 )
-def test_the_command_line_prints_them_once(
+def test_the_command_line_prints_messages_once(
     options: dict[str, bool], lines: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     before = LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)

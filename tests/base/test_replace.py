@@ -80,7 +80,7 @@ class TestReplacing:
         write(folder, "new", with_heads=False)
         assert read(folder) == read(tmp_path / "new")
 
-    def test_what_was_given_up_goes_after_a_day(self, tmp_path: Path) -> None:
+    def test_abandoned_files_are_removed_after_a_day(self, tmp_path: Path) -> None:
         for name in (".new-old", ".new-young"):
             (tmp_path / name).mkdir()
         os.utime(tmp_path / ".new-old", (0, 0))
@@ -93,7 +93,7 @@ class TestReplacing:
             ((new / "table.csv").write_text("new"), (new / "nowhere" / "x").write_text(""))
         assert read(tmp_path)["table.csv"] == "old"
 
-    def test_a_workspace_finishes_what_was_decided(self, tmp_path: Path) -> None:
+    def test_a_workspace_completes_interrupted_replacements(self, tmp_path: Path) -> None:
         commit = tmp_path / "probes" / "p" / ".commit"
         commit.mkdir(parents=True)
         (commit / "density.csv").write_text("new")
@@ -106,7 +106,7 @@ class TestReplacing:
 
 
 class TestNewFolder:
-    def test_it_is_there_whole_or_not_at_all(self, tmp_path: Path) -> None:
+    def test_a_folder_is_complete_or_absent(self, tmp_path: Path) -> None:
         final = tmp_path / "final"
         with pytest.raises(FileNotFoundError), new_folder(final) as new:
             ((new / "half").write_text(""), (new / "nowhere" / "x").write_text(""))
@@ -117,7 +117,7 @@ class TestNewFolder:
             (new / "whole").write_text("")
         assert [file.name for file in final.iterdir()] == ["whole"]
 
-    def test_a_place_that_cannot_be_written(self, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(UserError, match="cannot write"), new_folder(tmp_path / "file" / "final"):
             pass
@@ -155,7 +155,7 @@ class TestRecords:
                     continue
             assert ["table.yaml" in str(one.message) for one in caught] == [True], text[:length]
 
-    def test_one_without_hashes_is_read_as_it_is(self, tmp_path: Path) -> None:
+    def test_a_record_without_hashes_is_read_unchecked(self, tmp_path: Path) -> None:
         (tmp_path / "record.yaml").write_text("a: 1\n")
         assert read_record(tmp_path / "record.yaml", "record") == {"a": 1}
 
@@ -180,16 +180,16 @@ class TestNames:
             "\x1b[2J",
         ],
     )
-    def test_what_would_lead_elsewhere_is_refused(self, name: str) -> None:
+    def test_names_that_leave_the_folder_are_refused(self, name: str) -> None:
         with pytest.raises(UserError, match=r"strategy .* cannot name a file"):
             check_name(name, "strategy")
 
     @pytest.mark.parametrize("name", ["stdlib-21x3", "Llama 3.1 8B", "modèle", "a..b", "densest-18", "x" * 100])
-    def test_all_else_is_a_name(self, name: str) -> None:
+    def test_other_text_is_a_name(self, name: str) -> None:
         assert check_name(name, "strategy") == name
 
 
-def test_what_a_file_holds_neither_fills_nor_drives_the_terminal() -> None:
+def test_file_contents_neither_flood_nor_control_the_terminal() -> None:
     message = str(UserError("found '\x1b[2J" + "x" * 70_000 + "'\nlast line"))
     assert len(message) <= MAX_CHARACTERS
     assert "\x1b" not in message

@@ -88,7 +88,7 @@ def test_forms_of_a_file(tmp_path: Path, text: str) -> None:
         (Column("x", choices=("0", "1")), "", "0 or 1"),
     ],
 )
-def test_a_wrong_cell_is_named(tmp_path: Path, column: Column, cell: str, expected: str) -> None:
+def test_an_invalid_cell_is_named(tmp_path: Path, column: Column, cell: str, expected: str) -> None:
     right = "1" if column.above is None else "2"
     with pytest.raises(UserError) as error:
         read(tmp_path, f'y,x\na,{right}\n\nb,"{cell}"\nc,{right}\nd,"{cell}"\n', Column("y"), column)
@@ -111,7 +111,7 @@ def test_a_wrong_cell_is_named(tmp_path: Path, column: Column, cell: str, expect
         (Column("x"), "007", "007"),
     ],
 )
-def test_a_right_cell_is_taken(tmp_path: Path, column: Column, cell: str, value: float | str) -> None:
+def test_a_valid_cell_is_accepted(tmp_path: Path, column: Column, cell: str, value: float | str) -> None:
     cells = read(tmp_path, f"x\n{cell}\n", column)["x"].tolist()
     assert cells == [value]
     assert type(cells[0]) is type(value)
@@ -149,7 +149,7 @@ def test_no_file(tmp_path: Path) -> None:
         read_table(tmp_path / "none.csv", "table of shares", COLUMNS)
 
 
-def test_what_is_written(tmp_path: Path) -> None:
+def test_written_values(tmp_path: Path) -> None:
     rows = pd.DataFrame({"layer": [0, 1], "share": [1 / 3, 1e-9], "name": ["a,b", ""], "error": [math.nan, 2.0]})
     assert csv_text(rows) == 'layer,share,name,error\n0,0.333333,"a,b",\n1,1e-09,,2\n'
     assert csv_text(rows, digits=2).splitlines()[1] == '0,0.33,"a,b",'

@@ -78,7 +78,7 @@ class TestTerminal:
         title = " ".join(words[:2]) if words[0] in ("evaluate", "reproduce") else words[0]
         assert f"{'evaluate nll' if title == 'evaluate' else title}: starting" in before
 
-    def test_a_line_fits_whatever_it_says(self, tmp_path: Path) -> None:
+    def test_lines_fit_the_terminal(self, tmp_path: Path) -> None:
         code = (
             "import time\n"
             "from spkv_nas.cli.screen import working\n"
@@ -102,7 +102,7 @@ class TestTerminal:
         assert {"between", "result", "afterwards"} <= {*seen.lines}
 
     @pytest.mark.slow
-    def test_a_command_says_how_far_it_is(self, tmp_path: Path) -> None:
+    def test_a_command_shows_its_progress(self, tmp_path: Path) -> None:
         recipe = write_project(tmp_path / "project")
         seen = terminal.run("train", recipe, "--workspace", tmp_path / "w")
         assert seen.exit_code == 0
@@ -127,7 +127,7 @@ class TestPipe:
         main(["plan", "attention", "micro-0", "--context", "1k", "--layout", str(tmp_path / "layout.yaml")])
         assert f"{name}, 1 of 2 heads" in capsys.readouterr().out
 
-    def test_steps_are_told_now_and_then(
+    def test_steps_are_reported_at_intervals(
         self, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         recipe, workspace = project
@@ -155,7 +155,7 @@ class TestPipe:
             assert logging.get_verbosity() == logging.INFO
         logging.set_verbosity(before)
 
-    def test_what_is_said_to_the_quiet(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_output_with_quiet(self, capsys: pytest.CaptureFixture[str]) -> None:
         with working("probe", quiet=True) as reporter, reporter.bar("probing") as bar:
             reporter.announce("loading")
             reporter.detail("much")
@@ -180,7 +180,7 @@ class TestReuse:
         assert "reused 4 of 4 runs\n" in output
         assert "seed 0" not in output
 
-    def test_nothing_is_said_where_all_had_to_be_done(self) -> None:
+    def test_no_message_where_nothing_is_reused(self) -> None:
         messages = MessageLog()
         messages.reporter.reused(0, 9, "runs")
         messages.reporter.reused(1, 9, "runs")
@@ -316,7 +316,7 @@ class TestCompletion:
         assert self.complete(tmp_path, "spkv-nas probe --signal ") == list(SIGNALS.names)
         assert self.complete(tmp_path, "spkv-nas train-h") == ["train-hybrid"]
 
-    def test_choices_are_those_that_there_are(self) -> None:
+    def test_choices_are_those_of_the_registries(self) -> None:
         signals, levels, hardware = (one.__metadata__[0].values for one in (flags.Signal, flags.Level, flags.Hardware))
         assert signals == SIGNALS.names
         assert [find_level(name).name for name in levels] == [*levels]

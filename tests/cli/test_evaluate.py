@@ -101,7 +101,7 @@ def test_an_unknown_evaluation_is_named(capsys: pytest.CaptureFixture[str]) -> N
     assert "No such command 'rulers'" in fails(capsys, "evaluate", "rulers")
 
 
-def test_torchrun_runs_those_that_share_their_work(
+def test_torchrun_runs_only_distributed_evaluations(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("spkv_nas.cli.evaluate.num_processes", lambda: 2)

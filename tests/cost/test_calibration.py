@@ -79,7 +79,7 @@ class TestInterpolation:
             (lambda c: c.check_shape(Shape(3, 6, 2, 8, 1)), "this model has 6 query heads, 2 KV heads of size 8"),
         ],
     )
-    def test_what_was_not_measured(self, call: Callable[[Calibration], object], message: str) -> None:
+    def test_points_that_were_not_measured(self, call: Callable[[Calibration], object], message: str) -> None:
         with pytest.raises(UserError, match=message):
             call(make_calibration())
 
@@ -143,7 +143,7 @@ class TestFiles:
         assert message in str(error.value)
         assert "calibration.yaml" in str(error.value)
 
-    def test_not_there(self, tmp_path: Path) -> None:
+    def test_missing_calibration(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="calibration not found"):
             Calibration.read(tmp_path)
         make_calibration().write(tmp_path)
@@ -297,7 +297,7 @@ class TestCommands:
         assert "times: attention of all layers, measured on" in output
         assert not remarks
 
-    def test_rows_say_what_the_calibration_says(self, tmp_path: Path) -> None:
+    def test_rows_equal_the_calibration(self, tmp_path: Path) -> None:
         heads = LayerCase(8, 2, 8, "float32", window=4, batch=1, device="cpu")
         make_calibration(heads).write(tmp_path / "reports" / "micro-3")
         layout = Layout(("GL", "LL", "LL", "GG"), window=4)

@@ -78,7 +78,7 @@ class TestCost:
         assert kv_cache_bytes(SHAPE, 100, density=0.25, window=200) == kv_cache_bytes(SHAPE, 100)
         assert kv_bytes_per_token(SHAPE, density=0.25) == 0.25 * kv_bytes_per_token(SHAPE)
 
-    def test_a_layout_costs_what_its_heads_keep(self) -> None:
+    def test_cost_of_a_layout_follows_from_its_keys(self) -> None:
         layout = Layout(("GL", "LL", "GG"), window=16)
         density = layout_density(SHAPE, layout)
         by_head = sum(2 * 8 * 2 * (100 if is_global else 16) for is_global in layout.global_mask.ravel())

@@ -79,7 +79,7 @@ class TestRecipe:
         )
         return Recipe.read(tmp_path / "recipe.yaml")
 
-    def test_a_level_stands_for_all_its_hyperparameters(self, tmp_path: Path) -> None:
+    def test_a_level_sets_all_hyperparameters(self, tmp_path: Path) -> None:
         recipe = self.recipe(tmp_path, "model: level-8\n")
         assert recipe.model.config is not None
         assert recipe.model.config["num_hidden_layers"] == 21

@@ -111,7 +111,7 @@ class TestScalingCommand:
         drawn = "".join(ElementTree.parse(folder / "scaling.svg").getroot().itertext())
         assert all(word in drawn for word in ("Training compute", "NLL", "level-10", "level-13"))
 
-    def test_variants_are_fitted_apart(self, tmp_path: Path) -> None:
+    def test_variants_are_fitted_separately(self, tmp_path: Path) -> None:
         table = pd.read_csv(self.runs(tmp_path / "a.csv"))
         sparse = table.assign(nll=table["nll"] + 0.5, variant="sp-kv")
         path = tmp_path / "ladders.csv"

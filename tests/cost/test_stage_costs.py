@@ -61,7 +61,7 @@ def test_a_published_model_on_the_meta_device(name: str) -> None:
 class TestMemory:
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("learns", Learns, ids=lambda one: one.name.lower())
-    def test_what_autograd_keeps(self, family: str, learns: Learns) -> None:
+    def test_memory_kept_by_autograd(self, family: str, learns: Learns) -> None:
         model = tiny_model(family, hidden_size=64, intermediate_size=176)
         if learns is Learns.ADAPTERS:
             add_adapters(model, LoraConfig(rank=1), seed=0)
@@ -112,7 +112,7 @@ class TestMemory:
         assert logit_bytes(1000, 10, item=4) == 10 * 1000 * 8
         assert logit_bytes(128_256, 1 << 20, item=2) == logit_bytes(128_256, 1 << 21, item=2) < 1 << 30
 
-    def test_layers_are_computed_again_where_nothing_else_fits(self) -> None:
+    def test_activations_are_recomputed_only_where_nothing_else_fits(self) -> None:
         memory = PassMemory(model_size(tiny_model()), gates=GATES)
         whole, again = memory.learning(32), memory.learning(32, recomputes=True)
         assert again < whole
@@ -169,7 +169,7 @@ class TestStages:
         assert fixed(1, moment_bytes=2) == 12
         assert fixed(1, learns=Learns.ADAPTERS, adapters=number) == 4 + 16 + 2
 
-    def test_what_to_change(self, stages: Stages) -> None:
+    def test_suggested_changes(self, stages: Stages) -> None:
         training = Training(160, 8)
         again = "gradient_checkpointing: true"
         remedy = stages.train("", training, gated=True).remedy

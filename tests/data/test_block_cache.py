@@ -75,7 +75,7 @@ class TestCache:
         monkeypatch.setattr(block_cache, "_FORMAT", "another")
         assert cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path) != first
 
-    def test_a_text_that_is_not_parted(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_text_without_split(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         write_files(tmp_path / "text", 30)
         loaded = load_text(["text"], tiny_tokenizer, tmp_path / "cache", tmp_path, block_size=32)
         expected = build_blocks(documents(["text"], tmp_path), tiny_tokenizer, block_size=32)
@@ -126,7 +126,7 @@ class TestDatasets:
         self.write(tmp_path / "set", range(41))
         assert len(load_text([source], tokenizer, tmp_path / "cache", tmp_path, block_size=64).documents) == 41
 
-    def test_that_change_within_a_tick_are_read_again(self, source: SourceConfig, tmp_path: Path) -> None:
+    def test_files_changed_within_a_clock_tick_are_read_again(self, source: SourceConfig, tmp_path: Path) -> None:
         load_text([source], bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64)
         file = tmp_path / "set" / "train.jsonl"
         before = file.stat()

@@ -34,19 +34,17 @@ class TestPieces:
         assert all(500 <= len(piece) <= 1500 for piece in result)
 
     @pytest.mark.parametrize("step", [1, 7, 999, 1000, 1001, 5000])
-    def test_do_not_show_how_the_text_was_read(self, step: int) -> None:
+    def test_blocks_do_not_depend_on_how_text_is_read(self, step: int) -> None:
         text = prose(100) + "x" * 3000 + prose(50)
         assert list(cut((text[i : i + step] for i in range(0, len(text), step)), 1000)) == list(cut([text], 1000))
 
-    def test_a_text_that_grows_keeps_its_first_pieces(self) -> None:
+    def test_a_text_that_grows_keeps_its_first_chunks(self) -> None:
         before, after = list(cut([prose(200)], 1000)), list(cut([prose(300)], 1000))
         assert after[: len(before) - 1] == before[:-1]
 
 
 class TestLongDocuments:
-    def test_a_file_too_long_to_be_one_document_is_read_in_pieces(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_long_file_is_read_in_chunks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(readers, "MAX_ENCODED_CHARACTERS", 5000)
         (tmp_path / "long.txt").write_text(prose(300))
         result = list(documents(["long.txt"], tmp_path, piece=1000))
@@ -61,13 +59,13 @@ class TestLongDocuments:
         (tmp_path / "0.txt").unlink()
         assert all(d.piece is not None for d in documents(["."], tmp_path, piece=500))
 
-    def test_pieces_that_are_alike_are_documents_of_their_own(self, tmp_path: Path) -> None:
+    def test_equal_chunks_are_separate_documents(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("the same line\n" * 1000)
         result = list(documents(["a.txt"], tmp_path, piece=1400))
         assert len({d.text for d in result}) == 1
         assert len({d.id for d in result}) == len(result) == 10
 
-    def test_what_is_no_text_after_a_while_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_binary_content_after_text_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(readers, "MAX_ENCODED_CHARACTERS", 5000)
         (tmp_path / "long.txt").write_bytes(prose(2000).encode() + b"\xff" + prose(2000).encode())
         with pytest.raises(UserError, match=r"cannot read .*long\.txt after \d+ chunks: .*utf-8"):
@@ -85,13 +83,13 @@ class TestShare:
         assert len(train.documents) + len(kept_out.documents) == number
         assert not {d.id for d in train.documents} & {d.id for d in kept_out.documents}
 
-    def test_is_that_of_the_recipe_where_it_does(self, tmp_path: Path) -> None:
+    def test_share_of_the_recipe(self, tmp_path: Path) -> None:
         write_files(tmp_path / "text", 200)
         messages: list[str] = []
         assert heldout_share(DataConfig(sources=["text"], block_size=16), tmp_path, messages.append) == 0.05
         assert messages == []
 
-    def test_another_one_is_said(self, tmp_path: Path) -> None:
+    def test_another_share_is_reported(self, tmp_path: Path) -> None:
         write_files(tmp_path / "text", 8)
         messages: list[str] = []
         share = heldout_share(DataConfig(sources=["text"], block_size=16, heldout=1e-6), tmp_path, messages.append)
@@ -148,7 +146,7 @@ class TestShare:
             ),
         ],
     )
-    def test_what_is_too_short_is_named(self, text: str, message: str, tmp_path: Path) -> None:
+    def test_too_short_text_is_named(self, text: str, message: str, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text(text)
         with pytest.raises(UserError, match=message):
             heldout_share(DataConfig(sources=["a.txt"]), tmp_path)
@@ -190,7 +188,9 @@ class TestRestart:
 
     @pytest.mark.parametrize("name", ["tokens.bin", "document.bin", "documents.jsonl"])
     @pytest.mark.parametrize("damage", [lambda data: data + b"torn", lambda data: data[:-5], lambda data: b""])
-    def test_what_a_killed_writer_left_is_cut_to_what_is_whole(self, name: str, damage: Any, tmp_path: Path) -> None:
+    def test_files_of_a_killed_writer_are_truncated_to_complete_documents(
+        self, name: str, damage: Any, tmp_path: Path
+    ) -> None:
         result = [Document(prose(2, i), "a", str(i)) for i in range(9)]
 
         def write(folder: Path, number: int) -> None:

@@ -94,7 +94,7 @@ class TestWhatIsTaken:
             ("alpha/latin.py", b"name = '\xe9'"),
         ],
     )
-    def test_what_is_left_out(self, site: Site, path: str, text: str | bytes) -> None:
+    def test_excluded_files(self, site: Site, path: str, text: str | bytes) -> None:
         site.add("alpha", {path: text})
         assert list(texts()) == ["alpha, description"]
 
@@ -139,7 +139,7 @@ class TestVersions:
         ]
         assert {name for name in result if name.endswith(".py")} == {"alpha/a.py", "delta/d.py"}
 
-    def test_those_pinned_below_the_line_are_no_part_of_it(self, site: Site) -> None:
+    def test_pins_below_the_line_are_excluded(self, site: Site) -> None:
         site.add("alpha", {"alpha/a.py": "first"})
         site.pin(installed._END)
         site.add("beta", {"beta/b.py": "second"})
@@ -151,7 +151,7 @@ class TestVersions:
             texts()
 
 
-def test_a_recipe_names_it_beside_others_and_equal_files_count_once(site: Site, tmp_path: Path) -> None:
+def test_a_recipe_mixes_it_with_others_and_equal_files_count_once(site: Site, tmp_path: Path) -> None:
     site.add("alpha", {"alpha/a.py": "same", "alpha/b.py": "same", "alpha/c.py": "other"})
     (tmp_path / "own.txt").write_text("other")
     result = [document.name for document in documents(["own.txt", "installed"], tmp_path)]

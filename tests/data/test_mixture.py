@@ -43,13 +43,13 @@ class TestMixture:
         start=st.integers(0, 10_000),
         length=st.integers(1, 200),
     )
-    def test_every_stretch_has_its_share(self, share: float, num_text: int, seed: int, start: int, length: int) -> None:
+    def test_every_section_has_its_share(self, share: float, num_text: int, seed: int, start: int, length: int) -> None:
         mixture = Mixture.drawn(share, num_text, seed)
         result = sum(mixture.at(position)[0] for position in range(start, start + length))
         assert abs(result - share * length) <= 1 + 1e-6
 
     @pytest.mark.parametrize("share", [0.017, 0.5, 1.0])
-    def test_each_number_once_and_the_text_as_often_as_it_comes_round(self, share: float) -> None:
+    def test_samples_are_used_once_and_text_repeats(self, share: float) -> None:
         mixture, order = Mixture.drawn(share, num_text=10, seed=3), BlockOrder(mixed_order, 10, 3, 10)
         places = [mixture.at(position) for position in range(1000)]
         synthetic = [number for is_synthetic, number in places if is_synthetic]
@@ -95,7 +95,7 @@ class TestBlocks:
             assert 0.97 * 512 <= end <= 512
             assert (tokens[end - 1 :] == tokenizer.eos_token_id).all()
 
-    def test_answers_alone_may_be_learned(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_loss_on_answers_only(self, tokenizer: PreTrainedTokenizerBase) -> None:
         tokens, learned = ruler_blocks(tokenizer, learns_all=False).block(0)
         answer = tokenizer.decode(tokens[learned]).removesuffix(tokenizer.eos_token).strip()
         prompts = tokenizer.decode(tokens[~learned])
@@ -131,7 +131,7 @@ class TestBlocks:
         both = held_out.and_(held_out)
         assert (both.num_blocks, len(both.documents), list(both.document[:, -1])) == (6, 6, [0, 1, 2, 3, 4, 5])
 
-    def test_what_has_no_room_is_named(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_samples_that_do_not_fit_are_named(self, tokenizer: PreTrainedTokenizerBase) -> None:
         with pytest.raises(UserError, match="RULER's cwe needs at least"):
             ruler_blocks(tokenizer, tasks=("niah_single_1", "cwe"), lengths=(300,)).check()
         with pytest.raises(UserError, match="RULER's niah_single_1 needs at least"):
@@ -177,7 +177,7 @@ class TestTraining:
             least, most = (370, 400) if loss == "all" else (2, 9)
             assert all(least <= number <= most for number, one in zip(learned, samples, strict=True) if one)
 
-    def test_held_out_text_is_left_alone(
+    def test_held_out_text_is_unchanged(
         self, mixed: Recipe, mixed_corpus: Corpus, recipe_file: Path, tmp_path: Path
     ) -> None:
         plain = Recipe(**merged(mixed.model_dump(), {"data": {"mix": None}}))
@@ -219,7 +219,7 @@ class TestTraining:
         assert tokens["ruler"] == pytest.approx(tokens.sum() / 2, rel=0.1)
         assert table.rows["standard_error"].notna().all()
 
-    def test_a_recipe_without_it_trains_what_it_did(self, recipe: Recipe, mixed: Recipe) -> None:
+    def test_a_recipe_without_the_key_trains_as_before(self, recipe: Recipe, mixed: Recipe) -> None:
         plain = Recipe(**merged(mixed.model_dump(), {"data": {**recipe.data.model_dump()}}))
         assert plain.content_hash("data") == recipe.content_hash("data") != mixed.content_hash("data")
 
@@ -232,7 +232,7 @@ class TestTraining:
         ],
         ids=str,
     )
-    def test_what_makes_no_sense(self, mix: dict[str, Any], message: str, mixed: Recipe) -> None:
+    def test_invalid_values(self, mix: dict[str, Any], message: str, mixed: Recipe) -> None:
         data = merged(mixed.model_dump(mode="json"), {"data": {"mix": {"ruler": {**MIX, **mix}}}})
         with pytest.raises(UserError, match=message):
             Recipe.parse(data, Path(), "recipe")

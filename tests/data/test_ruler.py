@@ -184,7 +184,7 @@ def test_questions_have_their_documents(tokenizer: PreTrainedTokenizerBase, mate
     assert len(questions) == 40
 
 
-def test_a_question_that_has_no_room_makes_way(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_a_question_that_does_not_fit_is_replaced(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     rows = [
         {"question": f"Which {i}?", "answer": "x", "context": [["T", ["long " * (2000 if i % 2 else 5)]]]}
         for i in range(10)
@@ -196,7 +196,7 @@ def test_a_question_that_has_no_room_makes_way(tokenizer: PreTrainedTokenizerBas
     assert numbers <= {0, 2, 4, 6, 8}
 
 
-def test_hidden_sentences_stand_where_their_depth_says() -> None:
+def test_needles_are_at_their_depth() -> None:
     assert hide(["a", "b", "c"], ["X", "Y"], [0.99, 0.0], SPACE) == "Y a b c X"
     assert hide(["a", "b", "c"], ["X", "Y"], [0.3, 0.49]) == "a\nX\nY\nb\nc"
     line = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -253,7 +253,7 @@ def test_essays_go_on_at_their_beginning() -> None:
     }
 
 
-def test_words_are_those_that_ruler_takes() -> None:
+def test_words_equal_those_of_ruler() -> None:
     assert len(all_words()) > 8000
     assert np.all(np.diff([ord(word[0]) for word in all_words()]) >= 0)
 
@@ -267,13 +267,13 @@ def test_words_are_those_that_ruler_takes() -> None:
         ("fwe", 100, "100 are too few"),
     ],
 )
-def test_what_cannot_be_made(task: str, length: int, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_impossible_samples(task: str, length: int, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=message):
         generate(task, 0, 0, length, tokenizer)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "[1]", '{"data": [{}]}', "nonsense"])
-def test_files_that_are_no_questions(content: str, tmp_path: Path) -> None:
+def test_invalid_question_files(content: str, tmp_path: Path) -> None:
     (tmp_path / "qa.json").write_text(content)
     with pytest.raises(UserError, match=r"--qa .*qa.json: (neither|no question)"):
         Material.read([], [str(tmp_path / "qa.json")])

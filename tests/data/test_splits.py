@@ -55,7 +55,7 @@ class TestSources:
         result = read(SourceConfig(path="a.jsonl", domain="mine", max_documents=2), base=tmp_path)
         assert [(d.text, d.domain) for d in result] == [("one", "mine"), ("two", "mine")]
 
-    def test_errors_say_what_was_found(self, tmp_path: Path) -> None:
+    def test_errors_show_the_value(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text('{"body": "one", "id": 3}\n')
         with pytest.raises(UserError, match="found fields body, id"):
             read("a.jsonl", base=tmp_path)
@@ -142,7 +142,7 @@ class TestBlocks:
     def documents(self, *texts: str) -> list[Document]:
         return [Document(text, f"d{i % 2}", f"n{i}") for i, text in enumerate(texts)]
 
-    def test_every_token_knows_its_document(self, tiny_tokenizer: object) -> None:
+    def test_every_token_has_its_document(self, tiny_tokenizer: object) -> None:
         blocks = build_blocks(self.documents("abc", "de", "fgh"), tiny_tokenizer, 4)  # type: ignore[arg-type]
         assert blocks.tokens.shape == (2, 4)  # 11 tokens with separators; the last 3 do not fill a block
         assert blocks.document.tolist() == [[0, 0, 0, 0], [1, 1, 1, 2]]
@@ -159,7 +159,7 @@ class TestBlocks:
         assert len(blocks.documents) == 5
         assert {d.name for d in blocks.documents} >= {"text 1, piece 1", "text 1, piece 5"}
 
-    def test_cut_anew(self, blocks: TokenBlocks) -> None:
+    def test_cut_to_another_size(self, blocks: TokenBlocks) -> None:
         other = blocks.cut(100)
         assert other.tokens.shape == other.document.shape == (2, 100)
         assert other.tokens.ravel().tolist() == blocks.tokens.ravel()[:200].tolist()

@@ -51,7 +51,7 @@ def sampled(documents: list[tuple[Document, np.ndarray]], most: int, stretch: in
 
 class TestSample:
     @pytest.mark.parametrize("most", [1, 100, 400, 700, 2500, 10**9])
-    def test_takes_a_stretch_of_every_document_before_a_second(self, most: int) -> None:
+    def test_takes_a_section_of_every_document_before_a_second(self, most: int) -> None:
         result = texts(SIZES)
         kept = sampled(result, most).blocks(1, "text")
         counts = np.bincount([int(i.name) for i in kept.documents], minlength=len(SIZES))
@@ -69,7 +69,7 @@ class TestSample:
         assert np.array_equal(one.tokens, two.tokens)
         assert one.documents == two.documents
 
-    def test_text_that_is_added_displaces_the_last_stretches_alone(self) -> None:
+    def test_added_text_replaces_only_the_last_sections(self) -> None:
         result, added = texts(SIZES), texts([*SIZES, 60, 3, 500])
         before, after = (sampled(some, 700) for some in (result, added))
         old = {stretch.key for stretch in before._kept}
@@ -102,7 +102,7 @@ class TestSample:
         assert effective_number(balanced) > 15
         assert tokens_by_document(balanced).max() <= 0.1 * balanced.tokens.size + 16
 
-    def test_a_text_of_one_document_is_taken_as_it_is(self) -> None:
+    def test_a_single_document_is_unchanged(self) -> None:
         assert sampled(texts([100]), 64).blocks(16, "text", balanced=True).tokens.size == 64
 
 
@@ -125,7 +125,7 @@ class TestSpread:
         assert all(count >= min(size, counts.max() - 1) for count, size in zip(counts, sizes, strict=True))
         assert (np.diff(chosen.tokens[:, 0]) > 0).all()
 
-    def test_all_of_them_are_all(self) -> None:
+    def test_a_limit_above_the_number_takes_all_blocks(self) -> None:
         blocks = self.blocks([3, 4])
         assert blocks.spread(99) is blocks
 

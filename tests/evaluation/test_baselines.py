@@ -153,7 +153,7 @@ class TestProtocol:
 
     @pytest.mark.parametrize("kind", [EXACT, KVPRESS])
     @pytest.mark.parametrize("method", METHODS)
-    def test_a_later_token_changes_nothing_before(self, method: str, kind: str) -> None:
+    def test_a_later_token_does_not_change_earlier_ones(self, method: str, kind: str) -> None:
         model, tokens = tiny_model(), torch.randint(97, (1, BLOCK), generator=torch.Generator().manual_seed(1))
         rule = rules(model, kind)[method]
         before = read_by(model, rule, tokens)
@@ -173,7 +173,7 @@ class TestProtocol:
         torch.testing.assert_close(pruned, dense, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(read_by(model, rules(model, kind, 0.2)[method], tokens), dense, atol=1e-3)
 
-    def test_layers_that_are_local_by_design_stay_as_they_are(self) -> None:
+    def test_layers_local_by_design_are_unchanged(self) -> None:
         model, tokens = tiny_model("gemma3_text"), torch.randint(97, (2, BLOCK))
         with reading(model) as read:
             assert len(read.layers) == 2
@@ -206,7 +206,7 @@ class TestProtocol:
 class TestDensity:
     @pytest.mark.parametrize("sinks", [0, 2])
     @pytest.mark.parametrize("method", ["random", "kvzap", "h2o", "expected-attention"])
-    def test_it_is_what_was_asked_for(self, method: str, sinks: int, blocks: TokenBlocks) -> None:
+    def test_density_is_the_requested_one(self, method: str, sinks: int, blocks: TokenBlocks) -> None:
         model, how = tiny_model(vocab_size=300), Protocol(4, sinks, chunk=2)
         long = blocks.cut(96)
         zap = untrained_kvzap(model)
@@ -369,7 +369,7 @@ class TestCommand:
             error = fails(capsys, "evaluate", "baselines", *options)
             assert problem in error
 
-    def test_what_stands_beside(
+    def test_reference_rows(
         self,
         dense: Path,
         text: Path,

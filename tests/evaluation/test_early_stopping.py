@@ -54,11 +54,11 @@ def planted(blocks: TokenBlocks, losses: Iterable[float]) -> DocumentNLL:
 
 
 class TestCourse:
-    def test_rungs_double_what_was_seen_and_are_the_text(self, schedule: RungSchedule, text: TokenBlocks) -> None:
+    def test_rungs_double_up_to_the_whole_text(self, schedule: RungSchedule, text: TokenBlocks) -> None:
         assert [rung.num_blocks for rung in schedule.rungs] == [10, 11, 22]
         assert sorted(row for rung in schedule.rungs for row in rung.tokens.tolist()) == sorted(text.tokens.tolist())
 
-    def test_a_piece_is_what_a_block_holds_of_a_document(self, schedule: RungSchedule, text: TokenBlocks) -> None:
+    def test_a_piece_is_the_part_of_a_document_in_a_block(self, schedule: RungSchedule, text: TokenBlocks) -> None:
         for rung, blocks, documents in zip(schedule.rungs, schedule.block, schedule.document, strict=True):
             for number, (tokens, piece) in enumerate(zip(rung.tokens, rung.document, strict=True)):
                 row = int((text.tokens == tokens).all(1).argmax())
@@ -97,12 +97,12 @@ class TestEstimate:
         return errors, predicted
 
     @pytest.mark.parametrize("seen", [16, 32])
-    def test_its_standard_error_is_its_error(self, seen: int) -> None:
+    def test_standard_error_matches_the_actual_error(self, seen: int) -> None:
         errors, predicted = self.errors(0.3, seen)
         assert 0.8 < np.sqrt(np.mean(np.square(errors)) / np.mean(np.square(predicted))) < 1.2
         assert np.mean(np.abs(errors) > 2 * np.array(predicted)) < 0.1
 
-    def test_what_others_tell_is_not_left_to_chance(self) -> None:
+    def test_estimates_use_the_other_layouts(self) -> None:
         errors, _ = self.errors(1e-3, 16)
         assert np.std(errors) < 0.01  # of a mean over 16 of 64 blocks alone: 0.2
 
@@ -121,7 +121,7 @@ class TestRace:
         if len(rungs) == 3:
             race.schedule.whole(rungs).save(race.cache / f"{name}.npz")
 
-    def test_without_rivals_it_is_the_score_of_the_whole_text(self, race: Race, text: TokenBlocks) -> None:
+    def test_without_incumbents_the_whole_text_is_scored(self, race: Race, text: TokenBlocks) -> None:
         scores = race.run(LAYOUTS, [None] * 4, [])
         full, *expected = zero_shot(race.model, [None, *LAYOUTS], text)
         for layout, score, nll in zip(LAYOUTS, scores, expected, strict=True):

@@ -264,7 +264,7 @@ class TestCommand:
         main(command)  # reads nothing again
         assert pd.read_csv(folder / "longppl.csv").equals(rows)
 
-    def test_few_keys_are_said(
+    def test_few_key_tokens_are_reported(
         self, checkpoint: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), "-w", str(tmp_path / "w")])
@@ -286,7 +286,7 @@ class TestCommand:
         ],
         ids=" ".join,
     )
-    def test_what_is_wrong(
+    def test_invalid_options(
         self,
         options: list[str],
         message: str,

@@ -123,7 +123,7 @@ class TestPairs:
         assert math.isnan(pair_error(rows)("one", "missing"))
         assert math.isnan(pair_error({name: row for name, row in rows.items() if name != DENSE})("one", "other"))
 
-    def test_they_travel_with_the_comparison(self, tmp_path: Path) -> None:
+    def test_standard_errors_are_stored_with_the_comparison(self, tmp_path: Path) -> None:
         rows, file = self.rows(), tmp_path / "comparison-documents.npz"
         write_documents(file, rows)
         again = read_documents(file)

@@ -95,7 +95,7 @@ class TestContinuation:
     @pytest.mark.parametrize(
         "make", [gated, hybrid, lambda: tiny_model(vocab_size=300)], ids=["gates", "layout", "dense"]
     )
-    def test_several_at_once_are_each_alone(self, make: Any, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_batched_rows_equal_single_rows(self, make: Any, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model, most = make(), [9, 5, 12]
         with gate_mode(model, "hard", 0.5) if make is gated else nullcontext():
             together = continue_greedily(model, tiny_tokenizer, self.prompts, most)
@@ -116,7 +116,7 @@ class TestContinuation:
 
 
 class TestFloor:
-    def test_it_is_the_model_with_every_head_local(self, tokens: Any) -> None:
+    def test_every_head_local_equals_a_local_layout(self, tokens: Any) -> None:
         local = tiny_model(vocab_size=300)
         apply_layout(local, Layout(("LL",) * 4, window=6))
         expected = logits(local, tokens)
@@ -254,7 +254,7 @@ class TestCommand:
             (["--samples", "5"], "Missing option '--lengths'"),
         ],
     )
-    def test_what_is_wrong(
+    def test_invalid_options(
         self,
         options: list[str],
         message: str,

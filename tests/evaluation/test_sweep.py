@@ -46,7 +46,7 @@ def checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
 class TestSweep:
     taus = (0.2, 0.5, 0.8, 1.0)
 
-    def test_rows_are_what_each_threshold_gives_by_hand(self, blocks: TokenBlocks) -> None:
+    def test_rows_equal_single_evaluations(self, blocks: TokenBlocks) -> None:
         model = gated()
         rows = sweep_table(tau_sweep(model, blocks, self.taus, batch_size=4)).set_index("tau")
         assert list(rows.index) == [0.0, *self.taus]
@@ -70,7 +70,7 @@ class TestSweep:
         assert (zero.nll.mean, zero.density) == (pytest.approx(nll, rel=1e-6), 1.0)
 
     @pytest.mark.parametrize("tau", [0.7, 1.5])
-    def test_the_gates_are_left_as_they_were(self, tau: float, blocks: TokenBlocks) -> None:
+    def test_the_gates_are_restored(self, tau: float, blocks: TokenBlocks) -> None:
         model = gated()
         set_gate_mode(model, "soft", 0.3, anneal=0.25)
         try:

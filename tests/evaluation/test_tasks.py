@@ -110,7 +110,7 @@ class TestAnswers:
         )
         assert text == by_itself
 
-    def test_what_is_written_ends_at_its_stop(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_generation_ends_at_its_stop_sequence(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model = gated()
         lm = CheckpointLM(model, tiny_tokenizer, batch_size=8)
         kwargs = {"until": ["e", "o"], "max_gen_toks": 20, "do_sample": False}
@@ -214,7 +214,7 @@ def samples(folder: Path) -> list[float]:
 
 
 class TestFinished:
-    def test_it_is_read_and_not_asked_again(
+    def test_stored_answers_are_reused(
         self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first = ask(gated(), tiny_tokenizer, folder, "choices,writing,reading", tmp_path / "kept")
@@ -225,7 +225,7 @@ class TestFinished:
         for one, other in zip(first, again, strict=True):
             assert (one.values, one.density) == (other.values, other.density)
 
-    def test_what_an_answer_depends_on_is_in_its_name(
+    def test_file_names_identify_what_answers_depend_on(
         self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
     ) -> None:
         lm = CheckpointLM(dense(), tiny_tokenizer)

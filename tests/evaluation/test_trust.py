@@ -100,13 +100,13 @@ class TestTrust:
         assert result.sentence().endswith("measured on 5 documents, too few to rely on") == (documents == 5)
         assert ("most in layer 0, head 0" in result.sentence()) != are_few
 
-    def test_errors_that_are_not_known(self) -> None:
+    def test_missing_standard_errors(self) -> None:
         result = judge(-GAINS, measured=gains(GAINS, np.full((4, 2), np.nan)))
         assert "exclude 99 % of the gains, most in layer 0, head 0 (0.040 nats)" in result.sentence()
 
 
 class TestFiles:
-    def test_they_travel_with_the_table(self, tmp_path: Path) -> None:
+    def test_gains_are_stored_with_the_table(self, tmp_path: Path) -> None:
         table = replace(make_table(LEFT), gains=gains(GAINS, np.where(GAINS > 0.03, np.nan, 0.002)))
         table.write(tmp_path)
         read = HeadScores.read(tmp_path)
@@ -209,7 +209,7 @@ class TestWorkspace:
             result = trust(workspace, table, densest(table.values, 3))
         assert result is None
 
-    def test_an_old_probe_says_that_it_is_not_known(self) -> None:
+    def test_a_probe_without_gains_says_so(self) -> None:
         table = make_table(LEFT)
         assert unknown_trust(table) is None
         assert "was not validated" in str(unknown_trust(replace(table, metadata={"model": "m"})))
@@ -242,7 +242,7 @@ class TestCommand:
         options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--block-size", 64]
         return [*map(str, options), "--workspace", str(tmp_path / "w")]
 
-    def test_probe_measures_and_propose_says(
+    def test_probe_measures_and_propose_reports(
         self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["probe", *options, "--ablation-tokens", "128"])
@@ -271,7 +271,7 @@ class TestCommand:
             assert recommend(workspace, replace(table, metadata={**embedded, "signal": signal})) is None
         assert recommend(workspace, table) is None
 
-    def test_the_default_is_the_one_that_the_help_names(self) -> None:
+    def test_the_default_is_that_of_the_help(self) -> None:
         field = next(field for field in fields(ProbeOptions) if field.name == "ablation_tokens")
         assert field.metadata[SHOWN] == f"{ABLATION_TOKENS:,}"
 
@@ -295,7 +295,7 @@ class TestCommand:
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_page_names_what_is_left_out(tmp_path: Path) -> None:
+def test_the_page_names_excluded_heads(tmp_path: Path) -> None:
     table, layouts = make_table(LEFT), make_layouts("densest")
     result = Trust.of(table.values, layouts["densest"].global_mask, gains())
     text = write_report(tmp_path / "one", ReportInputs(table, layouts, trust=result)).read_text(encoding="utf-8")

@@ -81,7 +81,7 @@ class TestScores:
         assert len({score.mean for score in scores}) == 11  # of 14: a layout of each window and None come twice
         assert same(document_nll(model, blocks), before)
 
-    def test_the_model_is_left_as_it_was(self, blocks: TokenBlocks) -> None:
+    def test_the_model_is_restored(self, blocks: TokenBlocks) -> None:
         model = gated().train()
         states = copy.deepcopy(layer_states(model))
         with pytest.raises(UserError, match=r"the layout is for 3 layers x 2 KV heads, the model has 4 layers x 2"):

@@ -48,7 +48,7 @@ def test_windows_per_head(windows: list[int], gate: str) -> None:
 
 
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
-def test_a_mask_too_large_for_all_heads_goes_in_shares(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_mask_is_split_over_heads(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masked, "_MASK_BYTES", 2 * 64 * 300 * 4)
     check(inputs((3, 3, 3, 300, 8), gate), 40)
 
@@ -79,7 +79,7 @@ def test_float64_is_computed_in_float64(gate: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
-def test_16_bit_inputs_lose_their_own_rounding_only(gate: str, dtype: torch.dtype) -> None:
+def test_16_bit_inputs_have_rounding_errors_only(gate: str, dtype: torch.dtype) -> None:
     tensors = {
         name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
         for name, x in inputs((2, 6, 3, 160, 16), gate).items()
@@ -212,7 +212,7 @@ def test_errors_name_the_argument(change: dict[str, object], message: str) -> No
 @pytest.mark.parametrize(
     ("backend", "message"), [("auto", "'auto' has no backend for tensors on meta"), ("cpu", "found meta")]
 )
-def test_no_backend_stands_in_for_another(backend: str, message: str) -> None:
+def test_no_backend_falls_back_to_another(backend: str, message: str) -> None:
     q = torch.zeros(1, 2, 6, 8, device="meta")
     with pytest.raises(ValueError, match=message):
         attention(q, q, q, window=2, backend=backend)

@@ -96,7 +96,7 @@ def test_no_entry_is_lost_duplicated_or_leaked(
         check_against(cache, model)
 
 
-def test_a_full_pool_says_so_and_changes_nothing() -> None:
+def test_a_full_pool_is_an_error_and_changes_nothing() -> None:
     cache = PagedKVCache(2, 2, SIZE, window=2, page_size=4, max_pages=3)
     k, _ = random_tokens(2, 2, 5, 0)
     cache.prefill(k[:, :, :2], k[:, :, :2], torch.ones(2, 2, 2).bool())
@@ -126,7 +126,7 @@ def test_a_delayed_decision() -> None:
         cache.decide(torch.ones(1, 2).bool(), age=3)
 
 
-def test_bytes_are_those_of_kept_entries_and_windows() -> None:
+def test_bytes_count_kept_entries_and_windows() -> None:
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(4, 2, 4000, 64, generator=generator)
     keep = torch.rand(4, 2, 4000, generator=generator) < 0.2

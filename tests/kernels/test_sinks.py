@@ -79,7 +79,7 @@ def test_numerical_gradients(gate: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
-def test_16_bit_inputs_lose_their_own_rounding_only(gate: str, dtype: torch.dtype) -> None:
+def test_16_bit_inputs_have_rounding_errors_only(gate: str, dtype: torch.dtype) -> None:
     tensors = {
         name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
         for name, x in with_sink_logits(inputs((2, 6, 3, 160, 16), gate)).items()

@@ -29,7 +29,7 @@ def shown(code: str, **settings: str) -> str:
 
 
 @pytest.mark.parametrize("code", [COMMAND, f"import spkv_nas; {SHOW}", f"import spkv_kernels; {SHOW}"])
-def test_says_how_threads_wait_before_torch_is_there(code: str) -> None:
+def test_sets_spinning_before_torch_is_loaded(code: str) -> None:
     assert shown(code) == "False 1000"
     assert shown(code, GOMP_SPINCOUNT="7") == "False 7"
     assert shown(code, OMP_WAIT_POLICY="active") == "False None"

@@ -198,7 +198,7 @@ class TestTorch:
     [(torch.float64, 8, "supports float32, bfloat16 and float16; found torch.float64"), (torch.half, 264, "found 264")],
     ids=["float64", "D264"],
 )
-def test_what_the_kernels_do_not_serve_is_refused(dtype: torch.dtype, size: int, message: str) -> None:
+def test_unsupported_inputs_are_refused(dtype: torch.dtype, size: int, message: str) -> None:
     q = torch.zeros(1, 1, 4, size, dtype=dtype, device=DEVICE)
     with pytest.raises(ValueError, match=message):
         attention(q, q, q, window=2, backend="triton")

@@ -154,7 +154,7 @@ class TestAppend:
         self.check_same(cache, expected)
 
     @pytest.mark.parametrize("end", ["free", "decide"])
-    def test_what_ends_a_reservation(self, end: str) -> None:
+    def test_calls_that_end_a_reservation(self, end: str) -> None:
         actual, expected = (filled_cache([30, 2], 4, (0.0, 1.0), window=5, page_size=2) for _ in range(2))
         actual.reserve(17)
         k, keep = normal(2, 2, 4), torch.ones(2, 2, device=DEVICE).bool()
@@ -165,7 +165,7 @@ class TestAppend:
             expected.append(k, -k, keep, backend="torch")
         self.check_same(actual, expected)
 
-    def test_beyond_a_reservation_a_head_answers_nan_and_the_others_are_as_they_were(self) -> None:
+    def test_beyond_a_reservation_only_the_affected_head_returns_nan(self) -> None:
         cache = filled_cache([6, 6], 4, (0.0, 1.0), window=3, page_size=2)
         others = {name: getattr(cache, name).clone() for name in ("pool_k", "pool_v")}
         k = normal(2, 2, 4)

@@ -150,7 +150,7 @@ def test_runs_repeat_bitwise_wherever_the_pages_lie() -> None:
     [(torch.float64, 8, "found torch.float64"), (torch.half, 264, "up to 256 channels; found 264")],
     ids=["float64", "D264"],
 )
-def test_what_the_kernels_do_not_serve_is_refused(dtype: torch.dtype, size: int, message: str) -> None:
+def test_unsupported_inputs_are_refused(dtype: torch.dtype, size: int, message: str) -> None:
     cache = PagedKVCache(1, 1, size, window=2, dtype=dtype, device=DEVICE)
     with pytest.raises(ValueError, match=message):
         decode_attention(normal(1, 1, size, dtype=torch.half), cache, backend="triton")

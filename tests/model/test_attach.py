@@ -280,6 +280,6 @@ class TestDamage:
         with pytest.raises(UserError, match="cannot load model"):
             load(folder)
 
-    def test_nothing_there(self, tmp_path: Path) -> None:
+    def test_missing_model(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot load model"):
             load(tmp_path / "missing")

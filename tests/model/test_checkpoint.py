@@ -64,7 +64,7 @@ class TestWeights:
             load(tmp_path)
         assert logging.get_verbosity() == before
 
-    def test_a_dense_model_lacks_nothing_either(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_dense_model_with_missing_weights(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         write(tmp_path, tiny_tokenizer, "dense")
         change_weights(tmp_path, without("layers.2."))
         with pytest.raises(UserError, match="lacks 9 of its 39 tensors"):
@@ -154,7 +154,7 @@ class TestShards:
             ([], "expected keys and values, found list"),
         ],
     )
-    def test_an_index_names_files_beside_it_alone(self, index: Any, message: str, folder: Path) -> None:
+    def test_an_index_names_only_files_in_its_folder(self, index: Any, message: str, folder: Path) -> None:
         (folder / INDEX).write_text(json.dumps(index))
         with pytest.raises(UserError, match=message):
             load(folder)

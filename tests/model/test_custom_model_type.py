@@ -80,7 +80,7 @@ def test_save_pretrained_keeps_the_model_type(make: object, tokens: Tensor, tmp_
 
 
 @pytest.mark.parametrize("make", [hybrid, gated])
-def test_without_gates_and_layout_it_is_saved_as_before(make: object, tokens: Tensor, tmp_path: Path) -> None:
+def test_without_gates_and_layout_it_is_saved_unchanged(make: object, tokens: Tensor, tmp_path: Path) -> None:
     model = make()  # type: ignore[operator]
     detach(model)
     model.save_pretrained(tmp_path)
@@ -128,7 +128,7 @@ def test_what_training_leaves_is_refused_or_what_it_is(
     refused_by_plain_transformers(branch.checkpoint)
 
 
-def test_a_dense_model_is_left_alone(tokens: Tensor, tmp_path: Path) -> None:
+def test_a_dense_model_is_unchanged(tokens: Tensor, tmp_path: Path) -> None:
     model = tiny_model()
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -61,7 +61,7 @@ def test_signals(signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(result.rows, measure_signal(signal, tiny_model(), blocks, window=6).rows)
 
 
-def test_nothing_learns_through_weights_that_are_on_no_device(blocks: TokenBlocks, tmp_path: Path) -> None:
+def test_no_backward_through_offloaded_weights(blocks: TokenBlocks, tmp_path: Path) -> None:
     model = parted(tiny_model(), tmp_path / "model")
     with pytest.raises(UserError, match="cannot backpropagate through weights"):
         learn_gates(model, blocks, GateConfig(window=4, target_density=0.3))
@@ -71,7 +71,7 @@ def test_nothing_learns_through_weights_that_are_on_no_device(blocks: TokenBlock
 
 
 @pytest.mark.parametrize(("free", "expected"), [(150_000, {0, 1}), (100_000, {0, 1, "cpu"})])
-def test_layers_are_parted_by_memory(free: int, expected: set[int | str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_distributed_by_memory(free: int, expected: set[int | str], monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = tiny_model(), {}
 
     def dispatch(model: PreTrainedModel, places: dict[str, Any], **_: Any) -> PreTrainedModel:

@@ -198,7 +198,7 @@ class TestHeads:
         gradients = [module.down.weight.grad.abs().sum(1) for module in predictors(model).values()]
         assert [(g > 0).tolist() for g in gradients] == [[True, False], [True, False]]
 
-    def test_a_probe_knows_the_others(self, model: PreTrainedModel) -> None:
+    def test_a_probe_measures_heads_without_gates(self, model: PreTrainedModel) -> None:
         text = np.random.default_rng(0).integers(3, 97, size=(4, 24)).astype(np.int32)
         from spkv_nas.data.blocks import DocumentInfo
 
@@ -240,7 +240,7 @@ class TestPrice:
         ((two**2).sum() + 0.7 * torch.sigmoid(two).mean()).backward()
         assert torch.allclose(one.grad, two.grad)
 
-    def test_a_model_adds_its_layers_up(self, tokens: Tensor) -> None:
+    def test_a_model_sums_over_its_layers(self, tokens: Tensor) -> None:
         gradients = []
         for price in (0.0, 2.0):
             model = gated(init_scale=0.0, bias=0.0)

@@ -158,7 +158,7 @@ def test_sampling_repeats_with_its_seed() -> None:
     assert torch.equal(*texts)
 
 
-def test_what_the_cache_saves() -> None:
+def test_savings_of_the_cache() -> None:
     model = model_with("layers")
     cache = SPKVCache(model, page_size=4)
     assert cache.density != cache.density

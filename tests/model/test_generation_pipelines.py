@@ -41,7 +41,7 @@ def test_generate_creates_its_cache(tokens: Tensor) -> None:
     assert isinstance(plain.past_key_values, DynamicCache)
 
 
-def test_a_forward_pass_that_wants_a_cache_gets_one(tokens: Tensor) -> None:
+def test_a_forward_pass_with_use_cache_gets_a_cache(tokens: Tensor) -> None:
     model = hybrid()
     with torch.no_grad():
         first = model(input_ids=tokens[:, :-1], use_cache=True)

@@ -186,7 +186,9 @@ class OfAllTokens(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("kind", [OfTokens, OfAllTokens])
-def test_other_models_make_all_logits_and_say_so(kind: type, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_compute_all_logits_with_a_warning(
+    kind: type, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = kind(tiny_model().config).eval()
     expected, trained = reference(model, tokens), model(input_ids=tokens, labels=tokens).loss
     monkeypatch.setattr(memory, "CHUNK_BYTES", CHUNK * 4 * VOCABULARY)

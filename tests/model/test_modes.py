@@ -52,7 +52,7 @@ class TestThreshold:
         set_gate_mode(model, "hard")
         assert gate_settings(model).tau == 0.8
 
-    def test_one_that_is_borrowed_is_given_back(self) -> None:
+    def test_a_temporary_threshold_is_restored(self) -> None:
         model = gated()
         set_gate_mode(model, "sampled", 0.3, anneal=0.25, p_min=0.1)
         set_price(model, 0.5)
@@ -152,7 +152,7 @@ class TestWindows:
             logits(model, tokens)
         assert not seen
 
-    def test_a_layout_is_known_again(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_layout_is_recognised(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model = tiny_model()
         assert checkpoint_layout(model) is None
         apply_layout(model, Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mine"), window=7)

@@ -77,19 +77,19 @@ def test_other_dtypes_are_native_everywhere() -> None:
 
 
 class TestCheckpoints:
-    def test_load_keeps_the_checkpoints_own(self, checkpoint: Path, emulating: None) -> None:
+    def test_load_keeps_the_dtype_of_the_checkpoint(self, checkpoint: Path, emulating: None) -> None:
         assert load(checkpoint)[0].dtype == torch.bfloat16 == saved_dtype(checkpoint)
 
-    def test_a_native_one_is_kept(self, checkpoint: Path, native: None) -> None:
+    def test_a_native_dtype_is_kept(self, checkpoint: Path, native: None) -> None:
         model, _ = load_on(checkpoint, "cpu")
         assert model.dtype == torch.bfloat16
 
-    def test_an_emulated_one_becomes_float32(self, checkpoint: Path, emulating: None) -> None:
+    def test_an_emulated_dtype_becomes_float32(self, checkpoint: Path, emulating: None) -> None:
         model, _ = load_on(checkpoint, "cpu")
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
     @pytest.mark.parametrize("dtype", device.DTYPES)
-    def test_what_is_asked_for_wins(self, dtype: str, checkpoint: Path, emulating: None) -> None:
+    def test_a_requested_dtype_takes_precedence(self, dtype: str, checkpoint: Path, emulating: None) -> None:
         model, _ = load_on(checkpoint, "cpu", dtype)
         assert device.dtype_name(model.dtype) == dtype
         assert {p.dtype for module in predictors(model).values() for p in module.parameters()} == {torch.float32}
@@ -112,7 +112,7 @@ class TestCheckpoints:
             assert {p.dtype for p in predictor_parameters(model)} == {torch.float32}
             assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
-    def test_an_unknown_one(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_unknown_dtype(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(UserError, match="expected one of float32, bfloat16, float16"):
             load_on(checkpoint, "cpu", "float8")
         assert "--dtype 'int8'" in fails(capsys, "generate", "a", "--model", checkpoint, "--dtype", "int8")
@@ -141,7 +141,7 @@ def test_predictors_are_float32_whatever_is_the_default() -> None:
 
 
 class TestRecipes:
-    def test_auto_is_what_the_device_computes(self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_auto_is_a_dtype_native_to_the_device(self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
         auto = recipe.model_copy(update={"precision": "auto"})
         for is_native, expected in ((True, "bfloat16"), (False, "float32")):
             monkeypatch.setattr(device, "is_native", lambda *_, native=is_native: native)
@@ -156,7 +156,7 @@ class TestRecipes:
         assert "training knows float32 and bfloat16" in fails(capsys, "train", recipe_file, "--dtype", "float16")
 
     @pytest.mark.slow
-    def test_results_say_what_they_were_made_in(self, recipe_file: Path, tmp_path: Path, emulating: None) -> None:
+    def test_results_record_their_dtype(self, recipe_file: Path, tmp_path: Path, emulating: None) -> None:
         recipe_file.write_text(recipe_file.read_text().replace("precision: float32", "precision: auto"))
         rows = "name: some\nrecipe: recipe.yaml\nrows:\n  full: {variant: full-attention}\n"
         (recipe_file.parent / "rows.yaml").write_text(rows)

@@ -79,7 +79,7 @@ class TestPrice:
         price.move(1.0, RATE)
         assert price.value > 0
 
-    def test_it_rises_with_what_is_kept_and_falls_below_zero_where_too_little_is(self) -> None:
+    def test_the_price_rises_with_the_density_and_can_become_negative(self) -> None:
         price = Price(0.5)
         price.begin(np.ones((2, 2)))
         values = []
@@ -107,7 +107,7 @@ class TestPrice:
             assert abs(seen[-1] - target) < 0.01
             assert max(abs(value - target) for value in seen[32:]) < 0.15
 
-    def test_it_goes_on_from_its_state(self) -> None:
+    def test_the_price_resumes_from_its_state(self) -> None:
         one, other = Price(0.3), Price(0.3)
         one.begin(np.ones((2, 2)))
         one.move(0.7, RATE)
@@ -133,6 +133,6 @@ class TestRecipe:
     def test_the_paper_s_weight_is_read_as_a_price(self) -> None:
         assert GatesConfig.model_validate({"density_weight": -0.5}).price == 0.5
 
-    def test_one_of_both(self) -> None:
+    def test_price_and_target_exclude_each_other(self) -> None:
         with pytest.raises(ValueError, match="set only one of 'price' and 'target_density'"):
             GatesConfig.model_validate({"price": 0.5, "target_density": 0.3})

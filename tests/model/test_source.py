@@ -108,12 +108,12 @@ def test_one_commit_is_read_throughout(repository: Repository) -> None:
 
 
 @pytest.mark.parametrize("source", ["org/none", "{}@v9", "{}@" + "c" * 40, "{}@v1@v2"])
-def test_what_is_not_there(source: str, repository: Repository) -> None:
+def test_missing_repositories(source: str, repository: Repository) -> None:
     with pytest.raises(UserError, match="cannot load model org/"):
         load(source.format(repository.name))
 
 
-def test_an_index_names_files_of_the_repository_alone(repository: Repository) -> None:
+def test_an_index_names_only_files_of_the_repository(repository: Repository) -> None:
     index = (repository.folder / "snapshots" / NEW / INDEX).resolve()
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "../../x.safetensors"}}))
     with pytest.raises(UserError, match=r"not a \.safetensors file in the same folder"):

@@ -60,7 +60,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestExport:
     @pytest.mark.slow
     @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["custom", "native"])
-    def test_files_stay_what_they_are(self, layout: Layout, dense: Path, tmp_path: Path) -> None:
+    def test_files_are_copied_unchanged(self, layout: Layout, dense: Path, tmp_path: Path) -> None:
         form = export(layout, dense, tmp_path / "out").form
         assert re.search("its weights were (copied|cloned) as they are", form)
         before, after = weights(dense), weights(tmp_path / "out")
@@ -71,7 +71,7 @@ class TestExport:
         load(tmp_path / "out")
 
     @pytest.mark.usefixtures("unchecked")
-    def test_links_where_they_are_asked_for(self, dense: Path, tmp_path: Path) -> None:
+    def test_hard_links_on_request(self, dense: Path, tmp_path: Path) -> None:
         LAYERWISE.write(tmp_path / "layout.yaml")
         options = ExportOptions(layout=tmp_path / "layout.yaml", model=str(dense), out=tmp_path / "out", link=True)
         assert "its weights were linked as they are" in export_stage(options).form
@@ -80,7 +80,7 @@ class TestExport:
         assert not (tmp_path / "out" / "config.json").samefile(dense / "config.json")
         load(tmp_path / "out")
 
-    def test_no_links_there(self, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_file_systems_without_links(self, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: Any) -> None:
             raise OSError(18, "Invalid cross-device link")
 
@@ -90,7 +90,7 @@ class TestExport:
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize("clones", [True, False])
-    def test_clones_where_there_are_any(
+    def test_clones_where_supported(
         self, clones: bool, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def clone(original: Path, new: Path) -> bool:

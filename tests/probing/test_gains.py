@@ -96,7 +96,7 @@ class TestGains:
             assert not table.values[local].any()
             assert table.values[~local].all()
 
-    def test_of_layers_are_their_own(self, signal: Signal, family: str, blocks: TokenBlocks) -> None:
+    def test_layer_gains_are_measured(self, signal: Signal, family: str, blocks: TokenBlocks) -> None:
         model = loud(family)
         table = signal(model, blocks, WINDOW, granularity="layer", batch_size=2)
         expected = by_hand(model, blocks, [0, 1, 2, 3], opens=signal is opening)
@@ -109,7 +109,7 @@ class TestGains:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("signal", [opening, closing])
-def test_few_heads_are_those_of_the_layers_that_gain_most(signal: Signal, family: str, blocks: TokenBlocks) -> None:
+def test_a_limit_measures_the_layers_with_the_largest_gains(signal: Signal, family: str, blocks: TokenBlocks) -> None:
     model = loud(family)
     seen: list[tuple[int, int]] = []
     table = signal(model, blocks, WINDOW, max_heads=3, batch_size=2, progress=lambda *step: seen.append(step))
@@ -175,7 +175,7 @@ def test_gates_and_windows_do_not_count(blocks: TokenBlocks) -> None:
     assert np.array_equal(opening(model, blocks, WINDOW).values, result)
 
 
-def test_what_is_refused(blocks: TokenBlocks) -> None:
+def test_refused_inputs(blocks: TokenBlocks) -> None:
     model = tiny_model(vocab_size=300)
     with pytest.raises(UserError, match="no keys beyond a window of 40 keys"):
         opening(model, blocks, 40)

@@ -58,7 +58,7 @@ def gated_heads(model: PreTrainedModel, gates: Tensor) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_at_0_and_1_they_are_the_layout(family: str, blocks: TokenBlocks) -> None:
+def test_gates_of_0_and_1_equal_the_layout(family: str, blocks: TokenBlocks) -> None:
     model = tiny_model(family, vocab_size=300).double()
     tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
     full = float(mean_nll(model, tokens).detach())
@@ -141,7 +141,7 @@ def test_little_memory_changes_nothing(blocks: TokenBlocks, monkeypatch: pytest.
     assert len(np.unique(whole.density.round(3))) > 2
 
 
-def test_refuses_what_it_cannot_learn(blocks: TokenBlocks) -> None:
+def test_invalid_inputs(blocks: TokenBlocks) -> None:
     model = tiny_model(vocab_size=300)
     with pytest.raises(UserError, match="budget 9 means 9 global KV heads, but the model has 8"):
         head_gates(model, blocks, WINDOW, budget=9, steps=1)

@@ -59,7 +59,7 @@ class TestLearning:
         assert result.tokens == 6 * 64
         assert probe(model, blocks, 0.5).mean > 0
 
-    def test_it_is_the_same_every_time(self, blocks: TokenBlocks) -> None:
+    def test_results_are_reproducible(self, blocks: TokenBlocks) -> None:
         assert equal(learn(blocks)[0], learn(blocks)[0])
         assert not equal(learn(blocks)[0], learn(blocks, seed=1)[0])
 
@@ -114,7 +114,7 @@ class TestLearning:
         with pytest.raises(UserError, match="no text"):
             learn(blocks.take(0))
 
-    def test_a_loss_that_is_no_number_stops(self, blocks: TokenBlocks) -> None:
+    def test_a_nan_loss_stops(self, blocks: TokenBlocks) -> None:
         model = tiny_model()
         with torch.no_grad():
             model.get_output_embeddings().weight.fill_(float("nan"))
@@ -123,7 +123,7 @@ class TestLearning:
 
 
 class TestGoingOn:
-    def test_a_killed_run_goes_on_bit_for_bit(
+    def test_a_killed_run_resumes_bit_for_bit(
         self, blocks: TokenBlocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(priced, "_SAVE_EVERY", 2)
@@ -196,12 +196,12 @@ class TestProbe:
         assert stage.probe(options, Recorder(announced=again.append)).content_hash == table.content_hash
         assert "reused 3 of 3 gate training steps" in again
 
-    def test_other_options_learn_anew(self, options: ProbeOptions) -> None:
+    def test_other_options_train_again(self, options: ProbeOptions) -> None:
         others: list[dict[str, Any]] = [{}, {"budget": "50%"}, {"seed": 1}, {"window": 4}]
         hashes = {stage.probe(replace(options, **other)).content_hash for other in others}
         assert len(hashes) == 4
 
-    def test_gates_that_are_there_are_not_learned(self, options: ProbeOptions, tmp_path: Path) -> None:
+    def test_existing_gates_are_not_trained(self, options: ProbeOptions, tmp_path: Path) -> None:
         model = tiny_model(vocab_size=300)
         attach_gates(model, GATES)
         save(model, load_tokenizer(tmp_path / "mine"), tmp_path / "gated")
@@ -210,7 +210,7 @@ class TestProbe:
 
 
 class TestPricedTables:
-    def test_a_budget_far_from_the_price_is_said(self) -> None:
+    def test_a_budget_far_from_the_price_is_reported(self) -> None:
         table = replace(make_table(np.full((4, 5), 0.25)), metadata={"target_density": 0.25})
         assert price_advice(table, 5) is None
         advice = price_advice(table, 16)
@@ -218,7 +218,7 @@ class TestPricedTables:
         assert "trained to keep 25% of the keys, but the budget is 80% of the heads" in advice
         assert price_advice(make_table(np.full((4, 5), 0.25)), 16) is None
 
-    def test_a_budget_far_from_that_of_other_signals_is_said(self) -> None:
+    def test_a_budget_far_from_that_of_other_signals_is_reported(self) -> None:
         facts = {"signal": "head-gates", "budget": 5}
         table = replace(make_table(np.full((4, 5), 0.25)), metadata=facts)
         assert price_advice(table, 5) is None
@@ -226,7 +226,7 @@ class TestPricedTables:
             "was learned for 5 global heads, but the budget is 80% of 20: probe again with --budget 80%"
         )
 
-    def test_closed_heads_are_what_a_price_is_for(self) -> None:
+    def test_a_target_density_explains_closed_heads(self) -> None:
         table = make_table(np.where(np.arange(20).reshape(4, 5) < 1, 0.9, 0.01))
         assert "nothing" in table.diagnosis()[0]
         assert replace(table, metadata={"target_density": 0.05}).diagnosis() == []

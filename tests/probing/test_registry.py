@@ -161,7 +161,7 @@ def test_signals_may_share_an_option_but_not_its_name(monkeypatch: pytest.Monkey
         signal_options()
 
 
-def test_an_option_cannot_be_called_like_one_of_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_cannot_have_the_name_of_one_of_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     _with(monkeypatch, Option("data", int, Flag("Numbers.")))
     with pytest.raises(UserError, match=r"signal other has an option 'data', which is one of probe itself"):
         with_signal_options(type("Options", (SubjectOptions,), {}))

@@ -48,7 +48,7 @@ def design(number: int, seed: int) -> np.ndarray:
 
 
 class TestRidge:
-    def test_leave_one_out_in_closed_form_is_that_of_fits_without_each(self) -> None:
+    def test_leave_one_out_in_closed_form_equals_refits(self) -> None:
         rng = np.random.default_rng(1)
         letters = design(30, 0)  # fewer than heads
         responses = letters @ rng.normal(size=63) + rng.normal(size=30)
@@ -83,7 +83,7 @@ class TestRidge:
         assert -result.operator @ (4.0 - letters @ gains) == pytest.approx(gains - gains.mean(), abs=1e-6)
         assert result.explained == pytest.approx(1.0)
 
-    def test_responses_that_are_all_the_same(self) -> None:
+    def test_constant_responses(self) -> None:
         result = Ridge.fit(design(20, 0), np.full(20, 3.0))
         assert not (result.operator @ np.full(20, 3.0)).round(12).any()
 
@@ -140,7 +140,7 @@ class TestTable:
         assert (again.metadata["passes"], again.metadata["reused_scores"]) == (0, len(drawn))
         assert np.array_equal(again.values, table.values)
 
-    def test_passes_are_what_zero_shot_ran(self, blocks: TokenBlocks) -> None:
+    def test_passes_equal_those_of_zero_shot(self, blocks: TokenBlocks) -> None:
         work = Work()
         layouts = [Layout(tuple(grid.split()), WINDOW) for grid in ("GL LL LG LL", "GL LL LG GG", "LL LL LL LL")]
         zero_shot(loud(), layouts, blocks, work=work)
@@ -148,7 +148,7 @@ class TestTable:
         zero_shot(loud(), [None], blocks, work=work)
         assert work.passes == 3.25
 
-    def test_what_is_refused(self, blocks: TokenBlocks) -> None:
+    def test_refused_inputs(self, blocks: TokenBlocks) -> None:
         with pytest.raises(UserError, match="distinct layouts; found 1 with 8 of 8 heads global"):
             regression(loud(), blocks, WINDOW, budget=8)
         with pytest.raises(UserError, match="no keys beyond a window of 40 keys"):

@@ -200,7 +200,7 @@ class TestDuo:
             error, full = sums_of_squares(model, mixtures, tokens)
             return error / full, mixtures
 
-    def test_its_ends_are_full_attention_and_the_local_layout(self) -> None:
+    def test_alpha_of_1_and_0_are_full_attention_and_the_local_layout(self) -> None:
         model = tiny_model(vocab_size=300).double()
         tokens = torch.randint(3, 290, (2, LENGTH), generator=torch.Generator().manual_seed(0))
         full = last_hidden(model, tokens)
@@ -230,7 +230,7 @@ class TestDuo:
             slope = (self.value(alphas + change) - self.value(alphas - change)) / 2e-2
             assert float(gradient[layer, head]) == pytest.approx(slope, rel=2e-2)
 
-    def test_a_head_that_nothing_reads_is_given_up_first(self, blocks: TokenBlocks) -> None:
+    def test_an_unused_head_is_closed_first(self, blocks: TokenBlocks) -> None:
         model = tiny_model(vocab_size=300)
         with torch.no_grad():
             for layer in model.model.layers:
@@ -282,7 +282,7 @@ class TestMeasure:
         assert [(t.metadata["passes"], t.metadata["tokens"]) for t in tables] == [(1.0, 240), (1.0, 240)]
         assert duo(model, blocks, WINDOW, steps=5).metadata["passes"] == 5.0
 
-    def test_refuses_what_it_cannot_measure(self, blocks: TokenBlocks) -> None:
+    def test_invalid_inputs(self, blocks: TokenBlocks) -> None:
         model = tiny_model(vocab_size=300)
         for signal in OTHER_SIGNALS:
             with pytest.raises(UserError, match="no text"):

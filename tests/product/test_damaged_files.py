@@ -71,7 +71,7 @@ class TestText:
         with pytest.raises(UserError, match="it is not a regular file"):
             read_text(tmp_path / "pipe.yaml", "recipe")
 
-    def test_what_was_found_is_shown_in_part(self) -> None:
+    def test_long_values_are_shortened(self) -> None:
         error = UserError(f"there is no file {'x' * 10**6}\x1b[31m")
         assert len(str(error)) <= 900
         assert "\x1b" not in str(error)
@@ -93,7 +93,7 @@ class TestComparison:
         with pytest.raises(UserError, match=message):
             read_comparison(tmp_path / "comparison.csv")
 
-    def test_a_header_alone_says_that_nothing_was_trained(self, tmp_path: Path) -> None:
+    def test_comparison_without_rows(self, tmp_path: Path) -> None:
         (tmp_path / "comparison.csv").write_text("strategy,nll\n")
         assert read_comparison(tmp_path / "comparison.csv").empty
 
@@ -134,7 +134,7 @@ class TestArrays:
             self.read(tmp_path, **changes)
 
     @pytest.mark.slow
-    def test_a_file_made_to_fill_the_memory(self, tmp_path: Path) -> None:
+    def test_a_decompression_bomb(self, tmp_path: Path) -> None:
         write_npz(tmp_path / "x.npz", {**SOUND, "tokens": np.zeros((2, (1 << 30) // 2 + 1), np.int8)})
         with pytest.raises(UserError, match="bytes claim to hold"):
             read_arrays(tmp_path / "x.npz", SPECS, "make it again")
@@ -173,7 +173,7 @@ class TestSources:
         with pytest.raises(UserError, match=rf"a\.jsonl, line 3: .*{message}"):
             self.read(tmp_path, b'{"text": "one"}\n\n' + line + b"\n")
 
-    def test_what_cannot_be_encoded_is_replaced(self, tmp_path: Path) -> None:
+    def test_characters_that_cannot_be_encoded_are_replaced(self, tmp_path: Path) -> None:
         (one,) = self.read(tmp_path, b'{"text": "a \\ud800 b", "domain": " w\\ne\\u0007b \\udfff"}\n')
         assert one.text.encode().decode() == one.text
         assert one.text.startswith("a ")
@@ -228,7 +228,7 @@ class TestRecords:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["comparison.csv", "search.csv", "agreement.csv"])
-    def test_a_report_says_what_was_edited(self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_report_names_edited_files(self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         table, folder = make_table([[0.5, 0.25], [0.1, 0.7], [0.2, 0.3], [0.4, 0.6]]), tmp_path / "reports" / "p"
         table.write(tmp_path / "probes" / "p")
         for key, layout in make_layouts("densest", "last").items():
@@ -321,7 +321,9 @@ class TestNames:
             folder[kind]("x")
 
     @pytest.mark.parametrize("strategy", ["full-attention", "sp-kv"])
-    def test_a_baselines_name_is_taken(self, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_layout_with_the_name_of_a_baseline(
+        self, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         file = tmp_path / "x.yaml"
         Layout(("GLL",) * 21, 32, strategy).write(file)
         for command in (

@@ -142,7 +142,7 @@ class TestProbe:
         assert [line.split()[1] for line in suggested] == ["score", "init"]
 
     @pytest.mark.slow
-    def test_a_name_of_ones_own_is_kept_apart(
+    def test_a_custom_name_is_kept_separate(
         self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         suggested = _suggested(capsys, "probe", *subject, "--steps", 2, "--name", "first")

@@ -43,7 +43,7 @@ def test_the_notebook_runs() -> None:
     assert len(of_the_probe[0]) == 3
 
 
-def test_what_is_committed_is_of_no_one_machine() -> None:
+def test_committed_output_contains_no_paths_of_a_machine() -> None:
     committed = nbformat.read(FILE, as_version=4)
     cells = [cell for cell in committed.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))

@@ -83,7 +83,7 @@ class TestTogether:
         assert tried == [7, 4, 2, 2, 1]
 
     @pytest.mark.parametrize("error", [ERROR, RuntimeError("shapes do not match")], ids=["one block", "another error"])
-    def test_what_cannot_be_helped(self, error: Exception) -> None:
+    def test_other_errors_are_raised(self, error: Exception) -> None:
         def work(number: int) -> None:
             raise error
 

@@ -142,7 +142,7 @@ assert not [m for m in sys.modules if m.startswith(("spkv_nas", "spkv_kernels"))
         completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert completed.returncode == 0, completed.stderr
 
-    def test_a_mixed_layout_says_that_it_has_no_native_form(
+    def test_a_mixed_layout_reports_that_it_has_no_native_form(
         self, tmp_path: Path, tiny_tokenizer: object, tokens: torch.Tensor, capsys: pytest.CaptureFixture[str]
     ) -> None:
         model = tiny_model()
@@ -167,7 +167,7 @@ assert not [m for m in sys.modules if m.startswith(("spkv_nas", "spkv_kernels"))
         with torch.no_grad():
             assert torch.equal(restored(input_ids=tokens).logits, model(input_ids=tokens).logits)
 
-    def test_a_folder_with_files_is_left_alone(
+    def test_a_folder_with_files_is_refused(
         self, tmp_path: Path, tiny_tokenizer: object, capsys: pytest.CaptureFixture[str]
     ) -> None:
         self.layerwise.write(tmp_path / "layout.yaml")

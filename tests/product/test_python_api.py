@@ -104,7 +104,7 @@ class TestLayoutApplied:
         assert gates.tau == 0.3
         assert all_logits(other, blocks, 0.3).shape[1] == 4
 
-    def test_one_that_does_not_fit(self, tokens: Tensor) -> None:
+    def test_a_layout_that_does_not_fit(self, tokens: Tensor) -> None:
         model = gated()
         before = logits(model, tokens)
         with pytest.raises(UserError, match="the layout is for"), spkv_nas.layout_applied(model, Layout(("G",), 3)):
@@ -177,7 +177,7 @@ class TestSearch:
         assert study.front[0].layout.heads == best.heads
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
-    def test_goes_on_as_if_it_had_never_stopped(self, blocks: TokenBlocks) -> None:
+    def test_resumes_with_equal_results(self, blocks: TokenBlocks) -> None:
         model, table = tiny_model(), make_table(DENSITY)
         whole = spkv_nas.search_layouts(model, blocks, table, "2..4", trials=13, window=6)
         parts = spkv_nas.search_layouts(

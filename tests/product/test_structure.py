@@ -78,7 +78,7 @@ def is_upward(origin: str, target: str) -> bool:
     return origin != target and (target not in FLOOR or FLOOR[target] >= FLOOR.get(origin, len(FLOORS) + 1))
 
 
-def test_every_room_has_a_floor() -> None:
+def test_every_package_has_a_layer() -> None:
     packages = {home(file) for file in sources()} - {""}
     assert packages == set(FLOOR)
     flat = {path.name for path in (ROOT / "spkv_nas").iterdir() if path.is_file()}
@@ -115,7 +115,7 @@ def test_no_import_by_name_goes_up() -> None:
         ("", "base", False),
     ],
 )
-def test_what_is_upward(origin: str, target: str, expected: bool) -> None:
+def test_upward_imports_are_detected(origin: str, target: str, expected: bool) -> None:
     assert is_upward(origin, target) is expected
 
 

@@ -70,7 +70,7 @@ def plan(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_study_runs_and_goes_on(
+def test_the_study_runs_and_resumes(
     driver: ModuleType, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs, out = tmp_path / "runs", tmp_path / "out"

@@ -113,7 +113,7 @@ class TestProposal:
         file.write_text("layer,kv_head,density\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
         return file
 
-    def test_what_a_table_does_not_decide_is_said(self, table: Path, tmp_path: Path, output_of: OutputOf) -> None:
+    def test_undecided_heads_are_reported(self, table: Path, tmp_path: Path, output_of: OutputOf) -> None:
         propose = ("propose", "--probe", table, "-w", tmp_path / "w")
         shown = output_of(*propose, "--budget", "3")
         assert "3 heads are tied at a score of 0.5, and the budget includes only 2 of them" in shown
@@ -125,7 +125,7 @@ class TestProposal:
         assert "window" not in shown
         assert "global heads:" not in shown
 
-    def test_a_table_with_a_window_says_it(self, tmp_path: Path, output_of: OutputOf) -> None:
+    def test_a_table_reports_its_window(self, tmp_path: Path, output_of: OutputOf) -> None:
         make_table(np.arange(8.0).reshape(2, 4) / 10).write(tmp_path / "w" / "probes" / "p")
         shown = output_of("propose", "-w", tmp_path / "w", "--budget", "4")
         assert "does not record a window" not in shown

@@ -207,7 +207,7 @@ def test_a_robust_layout_gives_up_coverage_for_the_worst_domain() -> None:
     assert coverage(table, solve(table, 2)) > coverage(table, robust)
 
 
-def test_a_solution_says_what_it_meets() -> None:
+def test_a_solution_states_its_constraints() -> None:
     layout = solve(make_table(np.full((4, 2), 0.5)), 4, Constraints(max_per_layer=1, global_layers=(3,)))
     assert layout.heads == ("GL", "GL", "LL", "GG")
     assert layout.strategy == "constrained"
@@ -215,7 +215,7 @@ def test_a_solution_says_what_it_meets() -> None:
     assert layout.window == 8
 
 
-def test_one_number_of_heads_in_every_mixed_layer() -> None:
+def test_equal_number_of_heads_in_every_mixed_layer() -> None:
     density = [[0.9, 0.8, 0.7], [0.9, 0.1, 0.1], [0.6, 0.5, 0.1], [0.1, 0.1, 0.1]]
     assert solve(make_table(density), 6, Constraints(uniform=True)).heads == ("GGG", "GLL", "GLL", "GLL")
     assert solve(make_table(density), 7, Constraints(uniform=True)).heads == ("GGG", "GGL", "GGL", "LLL")
@@ -233,13 +233,15 @@ def test_one_number_of_heads_in_every_mixed_layer() -> None:
         (3, Constraints(min_per_layer=3), ["--min-per-layer 3 is more than the 2 KV heads of a layer"]),
     ],
 )
-def test_an_infeasible_set_names_its_culprits(budget: int, constraints: Constraints, words: list[str]) -> None:
+def test_an_infeasible_set_names_the_conflicting_constraints(
+    budget: int, constraints: Constraints, words: list[str]
+) -> None:
     with pytest.raises(UserError) as error:
         solve(make_table(np.full((4, 2), 0.5)), budget, constraints)
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_innocent_constraints_are_not_named() -> None:
+def test_constraints_without_conflict_are_not_named() -> None:
     constraints = Constraints(min_per_layer=1, max_per_layer=2, local_layers=(3,), uniform=True)
     with pytest.raises(UserError, match=r"the budget of 2 and --min-per-layer 1: ") as error:
         solve(make_table(np.full((4, 2), 0.5)), 2, constraints)

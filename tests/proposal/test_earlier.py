@@ -57,7 +57,7 @@ class TestProposals:
         propose(workspace, 3, "--window", "4")
         assert "densest, interleaved-first" in capsys.readouterr().err
 
-    def test_layouts_made_by_hand_stay(self, workspace: Workspace) -> None:
+    def test_handmade_layouts_are_kept(self, workspace: Workspace) -> None:
         propose(workspace, 3)
         hand = Layout(("GLL",) * 4, 8, "by-hand")
         hand.write(workspace.layout_dir("mine") / "by-hand.yaml")
@@ -94,7 +94,7 @@ def _quietly(workspace: Workspace, budget: int) -> None:
     stage(ProposeOptions(probe="mine", budget=budget, workspace=workspace.root), MessageLog().reporter)
 
 
-def test_a_comparison_names_the_one_that_it_replaces(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_names_the_replaced_one(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--budget", "3", "--workspace", str(workspace.root)]
     main(["compare", "mine", "other", *options])
     main(["compare", "mine", "other", *options])

@@ -197,13 +197,13 @@ class TestConverting:
             "dropped 128 attention sinks: in a layout, local heads see only their window of 256 tokens",
         ]
 
-    def test_a_cut_among_equal_scores_is_said(self, duo: Path, tmp_path: Path) -> None:
+    def test_a_cut_among_equal_scores_is_reported(self, duo: Path, tmp_path: Path) -> None:
         note = convert(duo, tmp_path / "a.yaml", budget=2)[0]
         assert note.startswith("3 heads are tied at a score of 1, and 2 of them are global")
         assert not convert(duo, tmp_path / "b.yaml", budget=3)[0].startswith("3 heads")
 
     @pytest.mark.parametrize("form", ["duo", "out.tsv", "duo/full_attention_heads.tsv"])
-    def test_a_layout_there_and_back(self, tmp_path: Path, form: str) -> None:
+    def test_a_layout_round_trips(self, tmp_path: Path, form: str) -> None:
         lines = convert(COMMITTED / "densest.yaml", tmp_path / form)
         assert lines[-1].endswith(
             "--duoattn_sliding 32 --duoattn_sink 0" if form == "out.tsv" else "0 sinks, window 32"
@@ -229,7 +229,7 @@ class TestConverting:
         assert np.array_equal(as_duo_attention_reads(tmp_path / "same")[0], np.clip(ALPHA, 0, 1))
         assert np.array_equal(as_duo_attention_reads(tmp_path / "cut")[0], ALPHA >= 0.5)
 
-    def test_what_prulong_reads(self, duo: Path, tmp_path: Path) -> None:
+    def test_prulong_reads_the_files(self, duo: Path, tmp_path: Path) -> None:
         lines = convert(duo, tmp_path / "masks.tsv", threshold=0.5)
         assert lines[-1].endswith("record window and sinks: evaluate with --duoattn_sliding 256 --duoattn_sink 128")
         with (tmp_path / "masks.tsv").open() as file:
@@ -244,7 +244,7 @@ class TestConverting:
         assert "no attention sinks" not in lines[0]
         assert as_duo_attention_reads(tmp_path / "out")[0].tolist() == [0.25, 0.75]
 
-    def test_sizes_that_nothing_says(self, prulong: Path, tmp_path: Path) -> None:
+    def test_sizes_that_no_file_contains(self, prulong: Path, tmp_path: Path) -> None:
         (prulong.parent / "config.json").unlink()
         line = convert(prulong, tmp_path / "a.yaml")[0]
         assert line.endswith("sizes: assumed a window of 128 (change it with --window W) and no attention sinks")

@@ -69,7 +69,7 @@ def test_layer_patterns_for_every_budget(num_layers: int, num_kv_heads: int) -> 
             assert layouts["interleaved-last"].global_layers[0] > 0
 
 
-def test_budget_that_whole_layers_cannot_give_is_said(table: HeadScores) -> None:
+def test_budget_that_whole_layers_cannot_meet_is_reported(table: HeadScores) -> None:
     answer = propose_for(table, budget=17)
     assert answer.layouts["interleaved-first"].num_global == 18
     assert answer.layouts["densest"].num_global == 17
@@ -117,7 +117,7 @@ def test_provenance(table: HeadScores) -> None:
     assert str(provenance["created_by"]).startswith("spkv-nas ")
 
 
-def test_window_is_the_tables_else_128(table: HeadScores) -> None:
+def test_window_is_that_of_the_table_or_128(table: HeadScores) -> None:
     assert propose(make_table([[0.5, 0.1]]), 1)["densest"].window == 128
     assert propose(make_table([[0.5, 0.1]]), 1, window=16)["densest"].window == 16
 
@@ -189,7 +189,7 @@ class TestMatchBudget:
         return make_table(histogram.density(0.5)[0], histogram=histogram)
 
     @pytest.mark.parametrize(("below", "above", "mean"), [(0, 87, 0.87), (0, 100, 1.0), (100, 0, 1.0), (90, 0, 0.1)])
-    def test_the_nearest_threshold_is_taken_and_said(self, below: int, above: int, mean: float) -> None:
+    def test_the_nearest_threshold_is_used_and_reported(self, below: int, above: int, mean: float) -> None:
         table = self.table(below, above)
         chosen = resolve_tau(table, "match-budget", 2)
         assert chosen.mean == pytest.approx(mean)
@@ -199,7 +199,7 @@ class TestMatchBudget:
         assert message.endswith(f"the mean density is {mean:.2f}")
         assert propose(chosen, 2)["densest"].num_global == 2
 
-    def test_a_threshold_that_gives_it_needs_no_word(self) -> None:
+    def test_an_exact_threshold_is_not_reported(self) -> None:
         assert unmatched(resolve_tau(histogram_table(), "match-budget", 2), 2) is None
 
     def test_a_table_of_one_threshold(self) -> None:
@@ -302,13 +302,13 @@ class TestProposal:
         with pytest.raises(UserError, match=r"no layouts in .*none\nrun propose first"):
             Proposal.read_folder(tmp_path / "none")
 
-    def test_layouts_of_one_name_are_called_by_their_folders(self, tmp_path: Path) -> None:
+    def test_layouts_of_one_name_are_distinguished_by_folder(self, tmp_path: Path) -> None:
         files = [tmp_path / folder / "densest.yaml" for folder in ("a", "b")]
         for file in files:
             Layout(("GL",), 8, "densest").write(file)
         assert list(Proposal.read(files).layouts) == ["a-densest", "b-densest"]
 
-    def test_there_is_nothing_to_choose_between_equal_scores(self) -> None:
+    def test_equal_scores_are_reported(self) -> None:
         assert (
             tie_advice(make_table(np.full((2, 2), 0.99)), 2)
             == "all heads have the same score, so every choice of heads is equally good"
@@ -351,7 +351,7 @@ def test_files(table: HeadScores, tmp_path: Path) -> None:
     assert spread.standard_deviation == pytest.approx(np.std(values, ddof=1), abs=1e-4)
 
 
-def test_nothing_of_an_earlier_proposal_is_left(table: HeadScores, tmp_path: Path) -> None:
+def test_files_of_an_earlier_proposal_are_removed(table: HeadScores, tmp_path: Path) -> None:
     write_proposal(tmp_path, propose_for(table, Requirements(Constraints(max_per_layer=2)), 18))
     assert (tmp_path / "constrained.yaml").exists()
     (tmp_path / "heads.csv").write_text("")  # of a probe with counts by document

@@ -216,7 +216,7 @@ class TestBootstrap:
         assert bootstrap(equal) is None
         assert "all heads have the same score" in (caution(equal) or "")
 
-    def test_what_resampling_cannot_show_is_said(self) -> None:
+    def test_limits_of_resampling_are_reported(self) -> None:
         table = make_probe(num_documents=40)
         assert caution(table) is None
         assert table.documents is not None
@@ -242,7 +242,7 @@ class TestBootstrap:
 
 
 class TestAgreement:
-    def test_of_a_table_with_itself_and_with_its_opposite(self) -> None:
+    def test_agreement_of_a_table_with_itself_and_its_opposite(self) -> None:
         table = make_probe()
         opposite = replace(table, name="o", rows=table.rows.assign(score=1 - table.rows["score"]))
         rows = agreement({"p": table, "q": table, "o": opposite}, 4).set_index(["first", "second"])

@@ -109,14 +109,14 @@ def test_numbers_equal_those_of_the_file_and_the_command(
         assert {cell for row in rows_of(sections[kind.name]) for cell in row.cells} <= cell_texts
 
 
-def test_sections_are_there_for_tables_that_are_there(folder: Path) -> None:
+def test_sections_exist_for_existing_tables(folder: Path) -> None:
     (folder / "ruler.csv").unlink()
     (folder / "tasks.yaml").unlink()  # a table alone will do
     assert [section.name for section in read_benchmarks(folder)] == ["baselines", "tasks", "longppl"]
     assert read_benchmarks(folder / "elsewhere") == ()
 
 
-def test_what_cannot_be_told_apart_is_tagged(folder: Path) -> None:
+def test_layouts_not_significantly_different_are_tagged(folder: Path) -> None:
     pruned, ruler, tasks, longppl = read_benchmarks(folder)
     assert pruned.findings[0] == (
         "At 20 % density, kvzap with 4 sinks has the lowest ΔNLL, +0.730 ± 0.106 %; within two standard errors of the "
@@ -150,7 +150,7 @@ def test_sp_kv_competes_at_its_density(folder: Path) -> None:
     assert len(pruned.findings) == 2
 
 
-def test_one_checkpoint_alone_is_compared_with_none(tmp_path: Path) -> None:
+def test_a_single_checkpoint_is_not_compared(tmp_path: Path) -> None:
     write(RULER, tmp_path, [(*row[:7], *(NAN,) * 4) for row in RULER_ROWS], floor_window=32)
     (ruler,) = read_benchmarks(tmp_path)
     assert "Difference" not in ruler.header

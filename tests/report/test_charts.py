@@ -180,7 +180,7 @@ def test_pictures_have_the_same_bytes_every_time(chart: Chart | Panels, tmp_path
         assert one == two
 
 
-def test_memory_stands_above_the_budgets() -> None:
+def test_memory_is_shown_above_the_budgets() -> None:
     above = budgets_chart(BUDGETS, 2, num_domains=1).above
     assert above is not None
     assert [(round(value, 6), text) for value, text in above.ticks] == [

@@ -82,7 +82,7 @@ def test_every_card_leads_somewhere(workspace: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_names_are_text_and_nothing_runs(workspace: Path) -> None:
+def test_names_are_escaped(workspace: Path) -> None:
     text = report(ReportOptions(workspace=workspace)).read_text(encoding="utf-8")
     page = Page(text)
     assert not page.all("img", "script", "link", "object", "iframe")
@@ -95,7 +95,7 @@ def test_names_are_text_and_nothing_runs(workspace: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_page_of_many_is_written_when_it_is_named(workspace: Path) -> None:
+def test_a_named_page_is_written_alone(workspace: Path) -> None:
     page = report(ReportOptions(workspace=workspace, probe="first"))
     assert page == workspace / "reports/first/index.html"
     assert not (workspace / "reports" / HOSTILE / "index.html").exists()

@@ -69,7 +69,7 @@ def test_the_explorer_has_the_heads_of_propose() -> None:
     assert [name for name, _ in data["layouts"]] == ["densest", "last"]
 
 
-def test_nothing_can_be_chosen_of_heads_that_keep_nothing() -> None:
+def test_no_layout_for_heads_of_density_0() -> None:
     inputs = ReportInputs(make_domain_table(density=np.zeros((4, 2))), {})
     assert explorer_data(inputs, conclude(inputs)) is None
 

@@ -335,7 +335,7 @@ def test_nothing_is_cut_off_in_print(open_page: Any) -> None:
     assert page.inner_text("#explorer-measured tr:first-child button") == "duo"
 
 
-def test_without_a_script_there_is_the_map_alone(browser: Any, workspace: Path) -> None:
+def test_without_javascript_the_page_shows_the_map(browser: Any, workspace: Path) -> None:
     page = browser.new_page(java_script_enabled=False)
     page.goto((workspace / "reports/stdlib-21x3/index.html").as_uri())
     assert not page.is_visible("form.controls")

@@ -131,7 +131,7 @@ def test_data_cannot_end_its_element(page: Page) -> None:
     }
 
 
-def test_every_chart_of_the_page_stands_in_its_data(page: Page) -> None:
+def test_every_chart_shows_its_data(page: Page) -> None:
     drawn = [svg["data-chart"] for svg in page.all("svg") if "data-chart" in svg]
     maps = {"density", *(name for name in map(str, drawn) if name.startswith("layout-"))}  # of the explorer's data
     assert sorted({str(name) for name in drawn} - maps) == sorted(data(page))
@@ -312,7 +312,7 @@ def test_rank_correlations_come_with_their_intervals() -> None:
     ],
     ids=["opening", "duo"],
 )
-def test_another_signal_has_its_own_words(tmp_path: Path, metadata: dict[str, str], words: tuple[str, ...]) -> None:
+def test_another_signal_has_its_terms(tmp_path: Path, metadata: dict[str, str], words: tuple[str, ...]) -> None:
     table = make_domain_table(("a", "b"), 0.04 * DENSITY, metadata=metadata)
     page = Page(write_report(tmp_path, ReportInputs(table, make_layouts("densest"))).read_text(encoding="utf-8"))
     visible = [text.replace("\u00a0", " ") for tag, texts in page.texts.items() if tag != "style" for text in texts]
@@ -340,7 +340,7 @@ def test_few_documents_need_a_wider_margin() -> None:
     assert "within 3.2 standard errors (few documents) of the difference, in percentage points: last" in text
 
 
-def test_wrong_ranking_is_said() -> None:
+def test_a_wrong_ranking_is_reported() -> None:
     text = say(make_comparison(coverage_percent=[100.0, 100.0, 2.9, 35.3, 47.1]), pair_error=lambda *_: 0.01)
     assert "spread has the highest density coverage, 47.1 %; coverage puts 0 of 3 pairs" in text
     assert "and 0 of the 3 that are significantly different" in text
@@ -366,7 +366,7 @@ def test_a_single_document_has_no_standard_error(tmp_path: Path) -> None:
     assert not re.search(r"\bnan\b", page.read_text(encoding="utf-8"))
 
 
-def test_missing_values_are_no_claims(tmp_path: Path) -> None:
+def test_missing_values_make_no_claims(tmp_path: Path) -> None:
     comparison = make_comparison()[["strategy", "nll"]]
     assert say(comparison).startswith(
         "densest has the lowest measured NLL of 3 layouts, retrained: 2.0040 nats per token."

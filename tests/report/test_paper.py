@@ -58,7 +58,7 @@ def test_figures_of_the_paper_come_with_their_widths(workspace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_not_measured_has_no_figure(workspace: Path) -> None:
+def test_no_figure_without_measurements(workspace: Path) -> None:
     folder = workspace / "reports" / NAME
     for name in ("comparison", "density-evolution", "tau-sweep"):
         (folder / f"{name}.csv").unlink()
@@ -66,5 +66,5 @@ def test_what_was_not_measured_has_no_figure(workspace: Path) -> None:
     assert {path.name for path in (folder / "paper").iterdir()} == {"layouts.pdf", "density.pdf", "figures.tex"}
 
 
-def test_other_figures_are_not_known(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_figures_are_refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "paper" in fails(capsys, "report", "-w", workspace, "--figures", "slides")

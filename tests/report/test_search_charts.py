@@ -51,7 +51,7 @@ def test_arrow_keys_go_along_the_cost_and_enter_shows(cloud: Any) -> None:
     assert cloud.evaluate("document.activeElement.id") == "explorer-selected"
 
 
-def test_the_dot_under_the_pointer_is_said_and_shown(cloud: Any) -> None:
+def test_the_point_under_the_pointer_is_named_and_shown(cloud: Any) -> None:
     chart = cloud.locator("svg[data-chart=search-front]")
     chart.scroll_into_view_if_needed()
     cloud.focus(CURSOR)
@@ -71,7 +71,7 @@ def test_the_dot_under_the_pointer_is_said_and_shown(cloud: Any) -> None:
     assert shown(cloud) == ("random-0-0", 3)
 
 
-def test_what_was_stopped_is_not_among_the_measured(cloud: Any) -> None:
+def test_stopped_layouts_are_not_among_the_measured(cloud: Any) -> None:
     assert cloud.locator("#measured-all tbody th").all_inner_texts().count("random-0-1") == 0
     assert "4 of 4 layouts" in cloud.inner_text("#measured-count")
 

@@ -374,7 +374,7 @@ def test_no_table_is_shown_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sum("density-0-1" in text for text in page.texts["th"]) == 1
 
 
-def test_words_are_explained_where_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terms_are_explained_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     case = make_evidence()
     file = write_report(

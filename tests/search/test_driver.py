@@ -107,7 +107,7 @@ class TestSpace:
         assert space.contains(Layout(("GGG", "LLL", "LLL", "LLL", "LLL", "LLL"), 8))
         assert not space.contains(Layout(("LLL",) * 6, 8))
 
-    def test_infeasible_is_said_at_once(self, table: HeadScores) -> None:
+    def test_infeasible_constraints_are_reported_at_once(self, table: HeadScores) -> None:
         with pytest.raises(UserError, match="no layout meets"):
             Space(table, (2, 9), 8, Constraints(granularity="layer", min_per_layer=1)).check()
 

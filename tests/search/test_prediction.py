@@ -26,7 +26,7 @@ def test_new_layouts_are_predicted_within_the_interval() -> None:
     assert np.all(error > 0.4)  # not below the noise, which new layouts have too
 
 
-def test_of_numbers_of_heads_that_were_not_scored_nothing_is_said() -> None:
+def test_no_prediction_for_budgets_that_were_not_scored() -> None:
     masks, scores = made_up(100, (6, 6), 0.1)
     predict = Prediction.of(masks, scores, np.empty((20, 0)))
     assert predict is not None
@@ -34,6 +34,6 @@ def test_of_numbers_of_heads_that_were_not_scored_nothing_is_said() -> None:
     assert np.isnan(mean).tolist() == np.isnan(error).tolist() == [True, False, True]
 
 
-def test_scores_that_are_all_alike_predict_nothing() -> None:
+def test_equal_scores_predict_nothing() -> None:
     masks, _ = made_up(50, (6, 6), 0.0)
     assert Prediction.of(masks, np.ones(50), np.empty((20, 0))) is None

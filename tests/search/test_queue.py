@@ -80,7 +80,7 @@ class TestQueue:
         finish_all(queue, first[:1])
         assert queue.claim(4, 3, before) == [2, 3]
 
-    def test_tasks_of_a_dead_process_are_given_again(
+    def test_tasks_of_a_dead_process_are_released(
         self, make_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -96,7 +96,7 @@ class TestQueue:
         late.finish(lost[0], [99.0])  # it was alive after all, too late
         assert [result.values[0] for result in make_queue().results().values()] == [0.0, 1.0, 2.0]
 
-    def test_another_machine_is_given_time(
+    def test_claims_of_another_machine_are_kept(
         self, make_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         queue = make_queue()
@@ -191,7 +191,7 @@ class TestQueue:
         assert study.best_trial.user_attrs["point"] == "L1"
         assert [trial.value for trial in study.trials] == [2.0, 1.0]
 
-    def test_a_study_that_fails_midway_is_said_in_a_line(self) -> None:
+    def test_a_study_that_fails_midway_is_reported_in_one_line(self) -> None:
         with pytest.raises(UserError, match="disk is full"), storage_errors():
             raise StorageInternalError("x") from OSError("database or disk is full")
 

@@ -193,7 +193,7 @@ def test_one_of_three_machines_is_lost(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_was_restarted_and_one_that_is_gone(server: Server, tmp_path: Path) -> None:
+def test_a_restarted_server_and_a_lost_one(server: Server, tmp_path: Path) -> None:
     storage = Storage(server.url, tmp_path / "lock")
     try:
         queue = Queue(storage, "study", {})
@@ -213,7 +213,7 @@ def test_a_server_that_was_restarted_and_one_that_is_gone(server: Server, tmp_pa
         storage.studies.engine.dispose()
 
 
-def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_server(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot open the storage") as error:
         Storage(f"postgresql://me:secret@/x?host={tmp_path}", tmp_path / "lock")
     assert "secret" not in str(error.value)

@@ -101,7 +101,7 @@ class TestEvidence:
 
 
 class TestHeadWeights:
-    def test_few_heads_that_matter_are_found_in_fewer_scores_than_heads(self) -> None:
+    def test_important_heads_are_found_in_fewer_scores_than_heads(self) -> None:
         layouts, generator = drawn(40, 96), np.random.default_rng(1)
         weights = 0.02 * generator.normal(size=96)
         weights[[7, 60]] = 1.0, 0.5
@@ -136,10 +136,10 @@ class TestHeadWeights:
         assert result.mean - result.mean.mean() == pytest.approx(weights - weights.mean(), abs=0.02)
 
     @pytest.mark.parametrize("number", [1, 2, 9])
-    def test_scores_that_tell_nothing(self, number: int) -> None:
+    def test_uninformative_scores(self, number: int) -> None:
         assert HeadWeights.of(drawn(number, 6), np.full(number, 1.5), np.zeros((6, 0))) is None
 
-    def test_draws_have_the_distribution_they_say(self) -> None:
+    def test_draws_have_the_posterior_distribution(self) -> None:
         model = HeadWeights(np.array([1.0, -2.0]), np.array([[1.0, 0.0, 0.5], [0.3, 0.2, 0.0]]), 0.1, 0.0)
         generator = np.random.default_rng(0)
         draws = np.array([model.draw(generator, 0.5) for _ in range(20000)])

@@ -58,7 +58,7 @@ def test_several_processes_measure_what_one_does(ground: Path) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
-def test_every_block_is_one_process_s(
+def test_every_block_belongs_to_one_process(
     blocks: TokenBlocks, batch_size: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -90,7 +90,7 @@ def test_every_block_is_one_process_s(
     assert max(runs) == math.ceil(math.ceil(blocks.num_blocks / processes) / batch_size)
 
 
-def test_alone_nothing_is_parted() -> None:
+def test_a_single_process_has_all_blocks() -> None:
     assert own_share(5) == range(5)
     values = np.arange(3.0)
     assert sum_over_processes(values) is values

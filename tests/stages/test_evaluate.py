@@ -109,7 +109,7 @@ class TestPair:
         assert "removed 3 rows measured on another text" in capsys.readouterr().err
         assert len(pd.read_csv(workspace / "reports/mine/evaluation.csv")) == 2
 
-    def test_what_cannot_be_paired(
+    def test_checkpoints_that_cannot_be_paired(
         self, workspace: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         hybrid, _ = checkpoints(workspace)

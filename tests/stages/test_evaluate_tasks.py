@@ -90,7 +90,7 @@ class TestTable:
         rows = tasks_table([Results(replace(both, by_size=False), [self.answers(1, 1, 1), self.answers(0)])])
         assert rows.loc[0, "value"] == 0.5
 
-    def test_a_group_without_a_mean_is_its_tasks(self, folder: Path) -> None:
+    def test_a_group_without_mean_shows_its_tasks(self, folder: Path) -> None:
         (folder / "loose.yaml").write_text("group: loose\ntask: [choices, few]\n")
         loose = load_suite("loose", [str(folder)], [], allow_code=False)
         assert [(entry.name, len(entry.tasks)) for entry in loose] == [("choices", 1), ("few", 1)]
@@ -135,7 +135,7 @@ class TestData:
         with pytest.raises(UserError, match=r"no data for 1 of 2 tasks: race_middle \(ehovy/race\)"):
             load_suite("piqa,race_middle", [], [str(tmp_path)], allow_code=False)
 
-    def test_race_is_asked_by_article(self, tmp_path: Path) -> None:
+    def test_race_questions_are_grouped_by_article(self, tmp_path: Path) -> None:
         folder = tmp_path / "ehovy" / "race"
         (folder / "middle").mkdir(parents=True)
         rows = [
@@ -232,7 +232,7 @@ class TestCommand:
             (["long"], "long generates up to 500 tokens, but the model's context of 128 tokens"),
         ],
     )
-    def test_what_is_wrong(
+    def test_invalid_options(
         self,
         options: list[str],
         message: str,

@@ -66,7 +66,7 @@ def test_every_flag_is_declared_once() -> None:
     assert sorted(words) == sorted(set(words))
 
 
-def test_every_field_is_a_flag_and_every_flag_is_taken() -> None:
+def test_every_field_is_a_flag_and_every_flag_is_used() -> None:
     hints = [hint for one in CLASSES for hint in get_type_hints(one, include_extras=True).values()]
     assert all(isinstance(hint.__metadata__[0], Flag) for hint in hints)
     used = {id(hint.__metadata__[0]) for hint in hints}
@@ -85,7 +85,7 @@ def test_a_name_means_one_thing() -> None:
     assert {name: len(result) for name, result in flags_of.items() if len(result) > allowed.get(name, 1)} == {}
 
 
-def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:
+def test_command_line_and_stages_have_equal_options() -> None:
     option_classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
     mixins |= {options.SubjectOptions, options.ConstraintOptions, options.Measures}
@@ -126,14 +126,14 @@ class TestExpansion:
         assert CliRunner().invoke(line, ["--window", "0"]).exit_code == 2
         assert seen == []
 
-    def test_help_says_what_a_default_depends_on(self, line: typer.Typer) -> None:
+    def test_help_states_what_a_default_depends_on(self, line: typer.Typer) -> None:
         text = CliRunner().invoke(line, ["--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
         assert "Build options that request layouts." in text
         assert "[default: (the probe's)]" in text
         assert "Constraints and memory" in text
 
 
-def test_every_command_takes_its_options_and_says_what_they_mean() -> None:
+def test_every_command_accepts_and_describes_its_options() -> None:
     line = typer.main.get_command(app)
     group = line.get_command(Context(line), "evaluate")
     commands = [(line, NAMES.get(one, one.__name__.replace("_", "-")), one) for one in COMMANDS]
@@ -181,6 +181,6 @@ def test_help_states_the_defaults_of_functions() -> None:
     assert {key: numbers(help_of(*key)) for key in shown} == shown
 
 
-def test_choices_that_the_help_names_are_those_that_there_are() -> None:
+def test_choices_in_the_help_are_those_of_the_code() -> None:
     assert set(flags._LEVELS) == set(ladder())
     assert ALIASES["Hardware"].__metadata__[0].values == tuple(HARDWARE)

@@ -175,7 +175,7 @@ class TestDryRun:
             assert all(word in printed for word in words), printed
         assert everything(tmp_path) == before
 
-    def test_too_little_text_and_memory_are_said(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_too_little_text_and_memory_are_reported(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("spkv_nas.training.run_plan.available_bytes", lambda device: 1 << 17)
         recipe = Recipe.read(recipe_file)
         small = TextSize(documents=2, tokens=100)
@@ -251,7 +251,7 @@ class TestFirstRecipe:
             Draft.of("mine", "m", ("t",), size_of(2, 64), TextSize(40, tokens), "cpu")
 
     @pytest.mark.parametrize("name", ["2024", "yes", "1e3", "null", "2024-11-05"])
-    def test_a_name_that_yaml_takes_for_something_else(self, name: str) -> None:
+    def test_a_name_that_yaml_reads_as_another_type(self, name: str) -> None:
         draft = Draft.of(name, "m", ("t",), size_of(2, 64), TextSize(40, 200_000), "cpu")
         assert draft.recipe(Path()).name == name
 
@@ -279,7 +279,7 @@ class TestInit:
         monkeypatch.setattr(Planner, "_cost", lambda planner, variant: cost)
 
     @pytest.mark.slow
-    def test_says_what_the_path_takes_and_writes_the_recipe_alone(
+    def test_estimates_the_path_and_writes_only_the_recipe(
         self, model: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         before, file = everything(tmp_path), tmp_path / "mine" / "recipe.yaml"
@@ -313,7 +313,7 @@ class TestInit:
         assert "not both" in fails(capsys, *command, "1", "--force", "--steps", "3")
 
     @pytest.mark.usefixtures("fixed_cost")
-    def test_an_embedded_model_leaves_the_demos_results_alone(self, corpus_folder: Path, tmp_path: Path) -> None:
+    def test_an_embedded_model_does_not_change_results_of_the_demo(self, corpus_folder: Path, tmp_path: Path) -> None:
         main(["init", "embedded:dense", str(corpus_folder), "--out", str(tmp_path / "recipe.yaml")])
         recipe = Recipe.read(tmp_path / "recipe.yaml")
         assert (recipe.name, recipe.model.path) == ("embedded-dense", "embedded:dense")

@@ -247,7 +247,7 @@ class TestCommand:
         assert first_front(values[0]) == first_front(values[1])
         assert not stopped[first_front(values[0])].any()
 
-    def test_what_the_cache_lacks_is_said_before_training(
+    def test_unknown_cache_size_is_reported_before_training(
         self, project: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(RecipeEvaluator, "prepare", lambda *_, **__: pytest.fail("trains"))

@@ -65,7 +65,7 @@ class TestName:
         assert self.name(options, model="embedded:reference") == "stdlib-21x3"
         assert self.name(options, model="embedded:reference", data=[str(text)]) == "embedded-reference"
 
-    def test_given(self, options: type[SubjectOptions], text: Path) -> None:
+    def test_explicit_name(self, options: type[SubjectOptions], text: Path) -> None:
         assert self.name(options, model="embedded:reference", data=[str(text)], name="mine") == "mine"
 
     def test_own_checkpoint_needs_text(self, options: type[SubjectOptions], checkpoint: Path) -> None:
@@ -73,7 +73,7 @@ class TestName:
             self.name(options, model=str(checkpoint))
 
 
-def test_a_config_file_is_called_after_its_folder(tmp_path: Path) -> None:
+def test_a_config_file_has_the_name_of_its_folder(tmp_path: Path) -> None:
     assert model_name(str(tmp_path / "model" / "config.json")) == "model"
     assert model_name("organisation/model") == "model"
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_has_the_name_of_its_run() -> None:
 class TestDefaults:
     """Defaults follow what the workspace holds."""
 
-    def test_the_only_probe_is_taken(self, tmp_path: Path) -> None:
+    def test_a_single_probe_is_used(self, tmp_path: Path) -> None:
         workspace = Workspace(tmp_path)
         with pytest.raises(UserError, match=r"no probes in .*probes\nprobe a model first"):
             chosen_table(ProposeOptions(workspace=tmp_path))
@@ -97,7 +97,7 @@ class TestDefaults:
         workspace.probe_dir("empty").mkdir()
         assert chosen_table(ProposeOptions(workspace=tmp_path)).density.tolist() == [[0.5, 0.4]]
 
-    def test_of_several_probes_one_is_asked_for(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_several_probes_require_a_choice(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         workspace = Workspace(tmp_path)
         for name in ("b", "a"):
             make_table([[0.5, 0.4]]).write(workspace.probe_dir(name))

@@ -149,7 +149,7 @@ class TestBranches:
         assert all(torch.equal(before[name], after[name]) for name in predictors)
 
 
-def test_the_record_says_where_a_branch_comes_from(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
+def test_the_record_names_the_origin_of_a_branch(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
     branch = train_branch(recipe, corpus, dense, tmp_path / "full", Variant.full_attention(), device="cpu")
     record = json.loads((branch.checkpoint / "run.json").read_text())
     assert record["recipe"] == recipe.model_dump(mode="json")

@@ -54,7 +54,7 @@ class TestOrder:
     @given(
         num_blocks=st.integers(4, 60), seed=st.integers(0, MAX_SEED), ratio=st.integers(1, 4), start=st.integers(0, 80)
     )
-    def test_no_text_comes_again_in_an_epoch(self, num_blocks: int, seed: int, ratio: int, start: int) -> None:
+    def test_no_text_repeats_in_an_epoch(self, num_blocks: int, seed: int, ratio: int, start: int) -> None:
         short = BlockOrder(mixed_order, num_blocks, seed, num_blocks)
         longer, read = short.longer(ratio, start), start % num_blocks
         before = {short.at(position) for position in range(start - read, start)}
@@ -69,7 +69,7 @@ class TestOrder:
         start=st.integers(0, 80),
         share=st.sampled_from([0.0, 0.017, 0.3, 1.0]),
     )
-    def test_blocks_that_stay_as_they_are_go_on(self, seed: int, start: int, share: float) -> None:
+    def test_unchanged_blocks_continue(self, seed: int, start: int, share: float) -> None:
         order, mixture = BlockOrder(mixed_order, 23, seed, 20), Mixture.drawn(share, 23, seed)
         later, mixed = order.longer(1, start), mixture.longer(1, start)
         for position in range(60):
@@ -139,7 +139,7 @@ class TestTraining:
     @pytest.mark.slow
     @pytest.mark.parametrize("rope", [{}, {"rope_theta": 10000.0}, {"rope_type": "linear", "factor": 1.0}], ids=str)
     @pytest.mark.parametrize("mix", [None, {"ruler": {"share": 0.5, "tasks": ["niah_single_1"], "lengths": [32]}}])
-    def test_to_the_same_length_and_rope_is_none(
+    def test_the_same_length_and_rope_is_no_extension(
         self,
         rope: dict[str, Any],
         mix: Any,
@@ -318,7 +318,7 @@ class TestMistakes:
         ],
         ids=str,
     )
-    def test_what_makes_no_sense(
+    def test_invalid_values(
         self, extend: dict[str, Any], sections: dict[str, Any], message: str, recipe: Recipe
     ) -> None:
         with pytest.raises(UserError, match=message):
@@ -352,7 +352,7 @@ class TestMistakes:
         with pytest.raises(UserError, match=r"the training text gives 0 blocks of 256 tokens"):
             train_branch(longer, few, dense, tmp_path / "run2", Variant.sp_kv(), device="cpu")
 
-    def test_a_recipe_without_it_trains_what_it_did(self, recipe: Recipe) -> None:
+    def test_a_recipe_without_the_key_trains_as_before(self, recipe: Recipe) -> None:
         assert extended(recipe).content_hash("branch") != recipe.content_hash("branch")
         assert "extend" not in json.dumps(
             {key: value for key, value in recipe.branch.model_dump().items() if value is not None}

@@ -85,7 +85,7 @@ class TestTable:
         assert table.loc[DENSE, ["nll", "zero_shot_nll", "steps", "num_seeds"]].tolist() == [2.0, 2.0, 0, 0]
         assert table.loc["a", "zero_shot_delta_percent"] == pytest.approx(3.0)
 
-    def test_a_file_says_what_it_counts_from(self, rows: pd.DataFrame, tmp_path: Path) -> None:
+    def test_a_file_states_its_baseline(self, rows: pd.DataFrame, tmp_path: Path) -> None:
         write_comparison(tmp_path / "comparison.csv", rows)
         read = read_comparison(tmp_path / "comparison.csv").set_index("strategy", drop=False)
         assert counted_from(read) == DENSE
@@ -140,13 +140,13 @@ class TestHarm:
         assert len(messages.announced) == 1
         assert message in messages.announced[0]
 
-    def test_one_document_has_no_error_to_hide_behind(self, recipe: Recipe) -> None:
+    def test_harm_on_one_document_is_reported(self, recipe: Recipe) -> None:
         messages = MessageLog()
         one, other = (DocumentNLL(np.array([total]), np.array([100])) for total in (202.0, 200.0))
         compare_control(one, other, recipe, messages.reporter)
         assert len(messages.cautioned) == 1
 
-    def test_what_has_warm_up_gets_a_lower_rate_alone(self, recipe: Recipe) -> None:
+    def test_with_warm_up_only_a_lower_rate_is_advised(self, recipe: Recipe) -> None:
         messages = MessageLog()
         warmed = recipe.model_copy(update={"branch": recipe.branch.model_copy(update={"warmup_steps": 4})})
         compare_control(nll(1.0), nll(0.0), warmed, messages.reporter)

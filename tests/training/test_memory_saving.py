@@ -93,7 +93,7 @@ class TestRecomputed:
         assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
         assert np.allclose(result[0].nll.total, result[1].nll.total, rtol=1e-6)
 
-    def test_gates_are_seen_once(self, tokens: torch.Tensor) -> None:
+    def test_gates_are_counted_once(self, tokens: torch.Tensor) -> None:
         model = tiny_model().train()
         attach_gates(model, seed=0)
         passes: list[int] = []
@@ -139,7 +139,7 @@ class TestCompiled:
         assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in before)
         assert np.allclose(result[0].nll.total, result[1].nll.total, rtol=1e-5)
 
-    def test_nothing_is_left_behind(self, tokens: torch.Tensor) -> None:
+    def test_compilation_is_undone(self, tokens: torch.Tensor) -> None:
         model = tiny_model()
         attach_gates(model, seed=0)
         reset()
@@ -149,7 +149,7 @@ class TestCompiled:
         assert not counters["stats"]
 
     @pytest.mark.slow
-    def test_where_there_is_no_compiler(self, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_compiler(self, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_model()
         monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nowhere/g++",))
         reset()
@@ -183,7 +183,7 @@ class TestOptimizer:
             capsys, "train", recipe_file, "--workspace", recipe_file.parent / "w"
         )
 
-    def test_one_that_does_not_work_here(
+    def test_an_optimizer_that_does_not_work_here(
         self, recipe: Recipe, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(*_: object, **__: object) -> None:
@@ -211,7 +211,7 @@ class TestLora:
     @pytest.mark.parametrize(
         "variant", slow_after(1, [Variant.sp_kv(), HYBRID, Variant.full_attention()]), ids=lambda one: one.name
     )
-    def test_linear_layers_learn_and_nothing_else(
+    def test_only_linear_layers_get_adapters(
         self, variant: Variant, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
         branch = self.train(recipe, corpus, dense, tmp_path / "run", variant)
@@ -227,7 +227,7 @@ class TestLora:
         model, _ = load(branch.checkpoint)
         assert evaluate(model, corpus.heldout).nll.total == pytest.approx(branch.nll.total, rel=1e-6)
 
-    def test_checkpoints_hold_what_learns(
+    def test_checkpoints_contain_trainable_weights(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         cut(lambda name: self.train(recipe, corpus, dense, tmp_path / name, Variant.sp_kv()), "torn", monkeypatch)
@@ -250,7 +250,7 @@ class TestLora:
         assert torch.allclose(model(input_ids=tokens).logits, adapted, atol=1e-5)
         assert model.state_dict().keys() == tiny_model().state_dict().keys()
 
-    def test_layers_that_are_not_there(self) -> None:
+    def test_missing_layers(self) -> None:
         with pytest.raises(UserError, match=r"lora.targets: .*no_such_layer"):
             add_adapters(tiny_model(), LoraConfig(targets=["no_such_layer"]), seed=0)
 
@@ -272,7 +272,7 @@ class TestFrozenWeights:
     @pytest.mark.parametrize(
         "changes", slow_after(1, [LORA, {"gates": {"training": "frozen-model"}}]), ids=["lora", "frozen-model"]
     )
-    def test_what_learns_is_float32(
+    def test_trainable_weights_are_float32(
         self, changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
         recipe = changed(recipe, {**changes, "precision": "bfloat16"})
@@ -291,7 +291,7 @@ class TestFrozenWeights:
             model = set_up(changed(recipe, changes), corpus, dense, Variant.sp_kv(), seed=0).model
             assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
-    def test_a_plan_counts_them(self, recipe: Recipe, dense: Path) -> None:
+    def test_a_plan_counts_adapters(self, recipe: Recipe, dense: Path) -> None:
         size = read_size(dense)
         lora = changed(recipe, LORA).model_copy(update={"model": ModelConfig(path=str(dense))})
         result = []

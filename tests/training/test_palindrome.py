@@ -49,7 +49,7 @@ class TestSequences:
             assert all(len(number) == 2 and number.isdigit() for number in numbers)
             assert words[-63::2] == numbers[::-1]
 
-    def test_labels_are_the_output_alone(self) -> None:
+    def test_only_the_output_has_labels(self) -> None:
         sequence = Palindromes(1)[0]
         labels = sequence["labels"]
         assert (labels[:-63] == -100).all()
@@ -59,7 +59,7 @@ class TestSequences:
         """More than 50 tokens (paper), and no path from the list to the output through 2 layers of window 32."""
         assert len(INSTRUCTION.split()) > max(50, 2 * (32 - 1))
 
-    def test_positions_are_named_by_what_stands_there(self) -> None:
+    def test_positions_are_named_by_their_tokens(self) -> None:
         sequences = Palindromes(1)
         words = [VOCABULARY[token] for token in sequences[0]["input_ids"]]
         by_kind = {

@@ -111,12 +111,12 @@ class TestCheckpoints:
             write_manifest(checkpoint)
         return checkpoint
 
-    def test_an_incomplete_one_is_passed_over(self, tmp_path: Path) -> None:
+    def test_an_incomplete_checkpoint_is_skipped(self, tmp_path: Path) -> None:
         self.write(tmp_path, 3)
         self.write(tmp_path, 6, complete=False)
         assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
 
-    def test_a_damaged_one_is_passed_over_with_a_warning(self, tmp_path: Path) -> None:
+    def test_a_damaged_checkpoint_is_skipped_with_a_warning(self, tmp_path: Path) -> None:
         self.write(tmp_path, 3)
         (self.write(tmp_path, 6) / "weights").write_text("7")
         with pytest.warns(UserWarning, match=r"checkpoint-6 is damaged(.|\n)*going on from checkpoint-3"):
@@ -143,7 +143,7 @@ class TestCheckpoints:
         assert len(list(tmp_path.iterdir())) == 3
 
     @pytest.mark.slow
-    def test_with_none_left_it_starts_over(self, tmp_path: Path) -> None:
+    def test_without_checkpoints_it_starts_again(self, tmp_path: Path) -> None:
         (self.write(tmp_path, 6) / "weights").write_text("7")
         with pytest.warns(UserWarning, match="starting over"):
             assert newest_checkpoint(tmp_path) is None

@@ -22,7 +22,7 @@ def parse(recipe: Recipe, **changes: Any) -> Recipe:
     return Recipe.parse({**recipe.model_dump(exclude={"report_to"}), **changes}, Path(), "recipe")
 
 
-def test_the_trainer_is_told(recipe: Recipe, tmp_path: Path) -> None:
+def test_the_trainer_gets_the_trackers(recipe: Recipe, tmp_path: Path) -> None:
     tracked = parse(recipe, report_to=["tensorboard"])
     arguments = training_arguments(tracked, tracked.branch, tmp_path / "densest-1a2b", device="cpu")
     assert arguments.report_to == ["tensorboard"]
@@ -39,14 +39,14 @@ def test_recipes_of_the_first_version(recipe: Recipe, old: bool, new: list[str])
     assert parse(recipe, tensorboard=old).report_to == new
 
 
-def test_one_key_alone(recipe: Recipe) -> None:
+def test_unknown_keys_and_trackers(recipe: Recipe) -> None:
     with pytest.raises(UserError, match="unknown key 'tensorboard'"):
         parse(recipe, tensorboard=True, report_to=["wandb"])
     with pytest.raises(UserError, match=r"report_to.0.*'tensorboard', 'wandb', 'mlflow' or 'trackio'"):
         parse(recipe, report_to=["tensorbord"])
 
 
-def test_a_missing_tracker_is_said_before_anything_is_read(
+def test_a_missing_tracker_is_reported_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)

@@ -136,7 +136,7 @@ class TestFreshProcess:
         assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
     @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")])
-    def test_too_little_memory_is_no_answer(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_too_little_memory_is_raised(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(**_: Any) -> None:
             raise error
 
@@ -189,7 +189,7 @@ def test_weights_keep_their_dtypes_and_bits(
     assert torch.equal(result, logits(model.float(), tokens))
 
 
-def test_a_model_that_calls_its_layers_otherwise(
+def test_a_model_with_other_layer_names(
     tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     config = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=64, vocab_size=300)
@@ -228,7 +228,7 @@ class TestOwnType:
         with pytest.raises(UserError, match=r"attn_implementation 'sdpa' ignores gates and windows: call detach"):
             logits(model, tokens)
 
-    def test_is_kept_when_saved_again_and_goes_when_detached(
+    def test_is_kept_when_saved_again_and_removed_when_detached(
         self, folder: Path, tokens: Tensor, tmp_path: Path
     ) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder)

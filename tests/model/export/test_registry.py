@@ -138,12 +138,12 @@ class TestPackage:
         ("layout", "options", "message"),
         [(MIXED, {}, "mixed layers"), (LAYERWISE, {"is_wrong": True}, "upside down")],
     )
-    def test_what_it_refuses(
+    def test_refused_layouts(
         self, layout: Layout, options: dict[str, bool], message: str, dense: Path, tmp_path: Path
     ) -> None:
         with pytest.raises(UserError, match=f"not exported as grid: .*{message}"):
             export(layout, dense, tmp_path / "out", to="grid", **options)
         assert not (tmp_path / "out").exists()
 
-    def test_it_is_not_chosen_unasked(self, dense: Path, tmp_path: Path) -> None:
+    def test_it_is_not_a_default(self, dense: Path, tmp_path: Path) -> None:
         assert export(MIXED, dense, tmp_path / "out").target == "spkv"
