@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -128,9 +129,16 @@ def _default(field: FieldInfo) -> str:
 def _paragraphs(text: str | None) -> str:
     """Return a docstring with its indentation removed and code quoted as Markdown does."""
     lines = (text or "").strip().splitlines()
-    return "\n".join(line.strip() for line in lines).replace("``", "`").replace("\f", "")
+    return _quoted("\n".join(line.strip() for line in lines).replace("``", "`").replace("\f", ""))
 
 
 def _cell(text: str) -> str:
     """Return text that fits into a table's cell."""
-    return text.replace("|", "\\|").replace("\n", " ")
+    return _quoted(text.replace("|", "\\|").replace("\n", " "))
+
+
+def _quoted(text: str) -> str:
+    """Return text whose options outside of code are code, so that they do not break at a hyphen."""
+    parts = text.split("`")  # the parts at even positions are outside of code
+    parts[::2] = [re.sub(r"(?<![\w-])--[a-z][a-z-]*[a-z]", r"`\g<0>`", part) for part in parts[::2]]
+    return "`".join(parts)
