@@ -14,6 +14,11 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
+def used_pages(cache: PagedKVCache) -> int:
+    """Return the number of pages that belong to a head, including reserved ones."""
+    return int((cache.page_owner >= 0).sum())
+
+
 def filled_cache(
     lengths: list[int],
     size: int,

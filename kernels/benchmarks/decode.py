@@ -222,14 +222,15 @@ def time_case(case: Case, rounds: int, bandwidth: float) -> dict[str, Any]:
     }
 
 
-def growth(heads: tuple[int, int, int], dtype: torch.dtype, device: str, total: int = 100_000) -> None:
-    """Append ``total`` tokens one by one at density 0.1, decoding after each, and print the time per token.
+def growth(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    """Append 100,000 tokens one by one at density 0.1, decoding after each, and print the time per token.
 
     The last tenth is compared, in turns of 100 tokens, with a cache of the same mean lengths that was filled in one
     call, which is the time that the retained length predicts.
     """
     # Make the tokens, and a cache that is filled at once
     query_heads, num_heads, size = heads
+    total = 100_000
     torch.manual_seed(0)
     k, v = (torch.randn(1, num_heads, total, size, dtype=dtype, device=device) for _ in range(2))
     keep = torch.rand(1, num_heads, total, device=device) < 0.1

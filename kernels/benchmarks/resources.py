@@ -78,16 +78,14 @@ class Resources(NamedTuple):
     shared: int
 
 
-def compile_kernel(
-    kernel: str, mode: str, dtype: str, size: int, arch: int, config: Config | None = None, group: int = 4
-) -> Resources:
+def compile_kernel(kernel: str, mode: str, dtype: str, size: int, arch: int, config: Config | None = None) -> Resources:
     """Compile a kernel for ``sm_<arch>`` with the specialisation of a launch: pointers and strides divisible by 16."""
     # Choose the launch options and constants
     fn, configured = KERNELS[kernel]
     config = config or default(configured, size, DTYPES[dtype])
     options = {} if kernel in _UNCONFIGURED else {"num_warps": config.num_warps, "num_stages": config.num_stages}
     constants = {
-        "GROUP": group,
+        "GROUP": 4,
         "MODE": MODES[mode],
         "PAGE": 16,
         "SIZE": size,

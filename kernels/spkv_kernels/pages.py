@@ -58,7 +58,6 @@ class PagedState:
         *,
         window: int,
         page_size: int = 16,
-        num_pages: int = 0,
         max_pages: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -71,21 +70,18 @@ class PagedState:
             head_dim: channels per head D.
             window: w, including the query's own key.
             page_size: tokens per page.
-            num_pages: number of pages to allocate at once; the pool grows when they run out.
             max_pages: maximum number of pages; None: no limit.
             dtype: dtype of keys and values.
             device: device of all tensors.
 
         Raises:
-            ValueError: a size is below 1, or ``num_pages`` above ``max_pages``.
+            ValueError: a size is below 1.
         """
         # Check the sizes
         sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, value in {**sizes, "window": window, "page_size": page_size}.items():
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1; found {value}")
-        if num_pages < 0 or (max_pages is not None and num_pages > max_pages):
-            raise ValueError(f"num_pages: expected 0 to max_pages ({max_pages}); found {num_pages}")
         # Allocate tensors
         self.window, self.page_size, self.max_pages = window, page_size, max_pages
         shape = (batch_size, num_kv_heads)
@@ -105,8 +101,6 @@ class PagedState:
         self._blocks = torch.zeros_like(self.lengths)  # pages of each head, including reserved ones
         self._reserved_appends = 0  # number of appends whose pages are allocated
         self._captured = False  # a CUDA graph holds an append, whose replays the host cannot count
-        if num_pages:
-            self._grow(num_pages)
 
     @property
     def batch_size(self) -> int:
@@ -127,11 +121,6 @@ class PagedState:
     def num_pages(self) -> int:
         """Return the number of pages in the pool, including free ones."""
         return self.pool_k.shape[0]
-
-    @property
-    def used_pages(self) -> int:
-        """Return the number of pages that belong to a head, including reserved ones."""
-        return self.num_pages - self._num_free
 
     @property
     def num_bytes(self) -> int:

@@ -71,16 +71,15 @@ class Problem:
         self._counts = weights is None
         self._weights = np.ones(grid) if weights is None else weights
 
-    def optimum(self, density: Float, *, gap: float = 0.0, time_limit: float = TIME_LIMIT) -> Solution | None:
+    def optimum(self, density: Float, *, gap: float = 0.0) -> Solution | None:
         """Return the optimal layout for the densities; None if none is feasible.
 
         Args:
             density: [P, L, Hkv], per domain; the lowest of their coverages is maximised.
             gap: relative MIP gap at which to stop; above 0, ties are not broken.
-            time_limit: seconds per program.
 
         Raises:
-            UserError: no layout was found within the time limit.
+            UserError: no layout was found within ``TIME_LIMIT`` seconds.
         """
         # Scale densities to gains [P, L * Hkv]: contributions to coverage
         gain = _SCALE * density.reshape(len(density), -1) / density.sum((1, 2))[:, None]
@@ -97,7 +96,7 @@ class Problem:
         for index in np.argsort(bounds, kind="stable")[::-1]:
             if best is not None and bounds[index] < best.value - _TIE:
                 break
-            candidate = programs[index].best(gain, gap=gap, time_limit=time_limit)
+            candidate = programs[index].best(gain, gap=gap)
             if candidate is None:
                 continue
             upper_bound = max(upper_bound, candidate.value * (1 + candidate.gap))
@@ -217,7 +216,6 @@ class _Program:
         relax: bool = False,
         nonempty: bool = False,
         gap: float = 0.0,
-        time_limit: float = TIME_LIMIT,
     ) -> _Optimum | None:
         """Maximise the lowest of the gains [P, L * Hkv] summed over global heads; None if infeasible."""
         # Set up the objective: the single gain, or the lowest of several
@@ -234,11 +232,11 @@ class _Program:
         if nonempty:
             rows.append((self._wide(np.ones((1, self._num_heads))), 1.0, np.inf))
         # Solve; robust uniform programs a second time without presolve
-        best = self._run(cost, rows, relax=relax, gap=gap, time_limit=time_limit)
+        best = self._run(cost, rows, relax=relax, gap=gap)
         if best is None or relax or gap > 0.0 or self._mixed is None or len(gain) == 1:
             return best
         try:  # presolve can return a suboptimal point for such programs (reports/LOG.md)
-            without_presolve = self._run(cost, rows, time_limit=time_limit, presolves=(False,))
+            without_presolve = self._run(cost, rows, presolves=(False,))
         except UserError:  # out of time: the relaxation bounds the gap
             bound = self._run(cost, rows, relax=True)
             return best if bound is None or best.value <= 0 else replace(best, gap=bound.value / best.value - 1)
@@ -259,7 +257,6 @@ class _Program:
         *,
         relax: bool = False,
         gap: float = 0.0,
-        time_limit: float = TIME_LIMIT,
         presolves: Sequence[bool] = (True, False),
     ) -> _Optimum | None:
         """Solve for the vector of lowest cost; None if the program is infeasible.
@@ -269,11 +266,10 @@ class _Program:
             rows: the constraints.
             relax: drop integrality.
             gap: relative MIP gap at which to stop.
-            time_limit: seconds.
             presolves: settings of HiGHS's presolve, tried in turn until the returned point is really feasible.
 
         Raises:
-            UserError: no point was found within the time limit.
+            UserError: no point was found within ``TIME_LIMIT`` seconds.
         """
         integrality = np.zeros(self._width) if relax else np.ones(self._width)
         integrality[-1] = 0
@@ -284,12 +280,12 @@ class _Program:
                     constraints=[scipy.optimize.LinearConstraint(*row) for row in rows],
                     bounds=scipy.optimize.Bounds(self._lower, self._upper),
                     integrality=integrality,
-                    options={"mip_rel_gap": gap, "time_limit": time_limit, "presolve": presolve},
+                    options={"mip_rel_gap": gap, "time_limit": TIME_LIMIT, "presolve": presolve},
                 )
             # Interpret a missing solution: time limit or infeasible
             if result.x is None:
                 if result.status == 1:
-                    raise UserError(f"found no layout that meets the constraints within {time_limit:g} s: loosen them")
+                    raise UserError(f"found no layout that meets the constraints within {TIME_LIMIT:g} s: loosen them")
                 return None
             # Round, and check the rows ourselves
             point = np.where(integrality > 0, np.rint(result.x), result.x)

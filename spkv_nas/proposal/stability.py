@@ -90,13 +90,11 @@ class Bootstrap:
         return np.asarray(counts / max(1, len(samples)))
 
 
-def bootstrap(table: HeadScores, *, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> Bootstrap | None:
-    """Resample a table's documents, stratified by domain.
+def bootstrap(table: HeadScores) -> Bootstrap | None:
+    """Resample a table's documents, stratified by domain; the same resamples every time.
 
     Args:
         table: head densities.
-        num_resamples: number of resamples.
-        seed: random seed; the default gives the same resamples every time.
 
     Returns:
         The resamples, or None if the table has no per-document counts, no domain with two documents, only zero
@@ -108,16 +106,16 @@ def bootstrap(table: HeadScores, *, num_resamples: int = NUM_RESAMPLES, seed: in
     if _is_constant(documents):
         return None
     # Resample each domain: document multiplicities [R, N], then densities [R, L, Hkv]
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     densities = []
     for number in range(len(documents.domains)):
         in_domain = documents.domain == number
         kept, tokens = documents.kept[in_domain], documents.tokens[in_domain]
         multiplicities = generator.multinomial(
-            len(tokens), np.full(len(tokens), 1 / len(tokens)), num_resamples
+            len(tokens), np.full(len(tokens), 1 / len(tokens)), NUM_RESAMPLES
         ).astype(float)
         density = multiplicities @ kept.reshape(len(tokens), -1) / (multiplicities @ tokens)[:, None]
-        densities.append(density.reshape(num_resamples, *kept.shape[1:]))
+        densities.append(density.reshape(NUM_RESAMPLES, *kept.shape[1:]))
     domain_density = np.stack(densities, axis=1)
     return Bootstrap(table, domain_density[domain_density.any((1, 2, 3))])  # coverage needs a nonzero density
 

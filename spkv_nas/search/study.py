@@ -125,14 +125,6 @@ class Study:
         return replace(self.best_trial.layout, strategy=self.best_trial.name)
 
     @property
-    def best_value(self) -> float:
-        """Return the lowest ΔNLL against full attention in percent.
-
-        It is biased low, because the trial was selected by it: score the layout on other text.
-        """
-        return self.best_trial.zero_shot.percent
-
-    @property
     def front(self) -> list[Trial]:
         """Return the Pareto front of NLL and cost, lowest NLL first; without a cost, the best trial."""
         return front(self._finished)

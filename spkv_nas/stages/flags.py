@@ -80,7 +80,6 @@ OptionalRecipeFile = Annotated[Path | None, _RECIPE_FILE]
 RecipeOption = Annotated[Path | None, Flag(_RECIPE)]
 Tau = Annotated[float | None, Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")]
 Seed = Annotated[int, SEED]
-OptionalSeed = Annotated[int | None, SEED]
 Seeds = Annotated[int, Flag("Number of repetitions, each with a different seed.", low=1, high=MAX_REPEATS)]
 Steps = Annotated[int | None, STEPS]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from spkv_nas.training.recipe import Recipe
 DENSITIES = (0.25, 0.11)  # densities of hard gates
 BARS = {"soft": 0.8, "hybrid": 0.9, "probe": 0.85}  # minimum ratios for the embedded reference
 VOCABULARY = 32000  # vocabulary size of a level
+_ROUNDS = 7
 HYBRID_BUDGET = "28.6%"  # share of global heads, as in the paper: 18 of the embedded reference's 63
 
 Call = Callable[[], object]
@@ -67,7 +68,7 @@ class StepTiming:
     bar: float | None
 
 
-def time_embedded_steps(*, rounds: int = 7) -> list[StepTiming]:
+def time_embedded_steps() -> list[StepTiming]:
     """Time the embedded reference on the CPU: dense, soft-gate and hybrid steps, a forward pass, and a probe."""
     # Models and random tokens
     recipe = Recipe.read(EMBEDDED / "recipe.yaml").resolve_precision("cpu")
@@ -88,28 +89,20 @@ def time_embedded_steps(*, rounds: int = 7) -> list[StepTiming]:
         "dense forward": torch.no_grad()(lambda: dense(input_ids=tokens, use_cache=False)),
         "probe": lambda: probe(probed, blocks, batch_size=len(tokens)),
     }
-    return _timings(interleaved(candidates, rounds), tokens.numel(), BARS)
+    return _timings(interleaved(candidates, _ROUNDS), tokens.numel(), BARS)
 
 
-def time_level_steps(
-    level: Level, *, device: str, length: int | None = None, num_layers: int | None = None, rounds: int = 7
-) -> list[StepTiming]:
+def time_level_steps(level: Level, *, device: str) -> list[StepTiming]:
     """Time training steps of a level of the ladder: dense, soft gates, hard gates at ``DENSITIES``, and a hybrid.
 
     Args:
         level: level of the ladder.
         device: device to train on.
-        length: tokens per sequence; defaults to the level's block size.
-        num_layers: smaller number of layers for a trial run; defaults to the level's.
-        rounds: number of rounds.
     """
     # Dense, gated and hybrid models with the same random weights
-    length = length or level.block_size
-    blocks = _random_blocks(1, length, VOCABULARY)
+    blocks = _random_blocks(1, level.block_size, VOCABULARY)
     tokens = torch.from_numpy(blocks.tokens).long().to(device)
-    dense = _random_model(replace(level, num_layers=num_layers or level.num_layers), length).to(
-        device, choose_dtype(device, torch.bfloat16)
-    )
+    dense = _random_model(level, level.block_size).to(device, choose_dtype(device, torch.bfloat16))
     gated, hybrid = copy.deepcopy(dense), copy.deepcopy(dense)
     attach_gates(gated, GateConfig(bias=0.0), seed=0)
     for predictor in predictors(gated).values():
@@ -130,7 +123,7 @@ def time_level_steps(
     candidates = {"dense": _on_cudnn(_training_step(dense, tokens, None), tokens), "soft": in_mode("soft", 0.5)}
     candidates |= {f"hard {density}": in_mode("hard", table.tau_for_density(density)) for density in DENSITIES}
     candidates["hybrid"] = _training_step(hybrid, tokens, None)
-    return _timings(interleaved(candidates, rounds, device), length, {})
+    return _timings(interleaved(candidates, _ROUNDS, device), level.block_size, {})
 
 
 def _random_blocks(num_blocks: int, block_size: int, vocabulary: int) -> TokenBlocks:

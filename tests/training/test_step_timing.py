@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,14 @@ def test_the_embedded_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_timing, "_random_blocks", few_blocks)
     seconds = {"dense": 4.0, "soft": 5.0, "hybrid": 2.0, "dense forward": 1.0, "probe": 2.0}
     runs = run_for(seconds, monkeypatch)
-    assert time_embedded_steps(rounds=3) == [
+    assert time_embedded_steps() == [
         StepTiming("dense", 4.0, 96 / 4, 1.0, None),
         StepTiming("soft", 5.0, 96 / 5, 0.8, 0.8),
         StepTiming("hybrid", 2.0, 96 / 2, 2.0, 0.9),
         StepTiming("dense forward", 1.0, 96 / 1, 1.0, None),
         StepTiming("probe", 2.0, 96 / 2, 0.5, 0.85),
     ]
-    assert (runs, sizes) == ([(3, "cpu")], [(4, 512)])
+    assert (runs, sizes) == ([(7, "cpu")], [(4, 512)])
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,13 +85,13 @@ def test_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_timing, "set_gate_mode", watch)
     seconds = {"dense": 3.0, "soft": 4.0, "hard 0.25": 2.0, "hard 0.11": 1.5, "hybrid": 1.0}
     runs = run_for(seconds, monkeypatch)
-    timings = time_level_steps(find_level("micro-3"), device="cpu", length=160, num_layers=3, rounds=2)
+    timings = time_level_steps(replace(find_level("micro-3"), block_size=160, num_layers=3), device="cpu")
     assert [row.ratio for row in timings] == [1.0, 0.75, 1.5, 2.0, 3.0]
     assert {row.tokens_per_second * row.seconds for row in timings} == {160.0}
     assert {row.bar for row in timings} == {None}
     assert [mode for mode, _ in modes] == ["soft", "hard", "hard"]
     assert modes[1][1] < modes[2][1], "a higher threshold keeps fewer"
-    assert runs == [(2, "cpu")]
+    assert runs == [(7, "cpu")]
 
 
 def test_models_of_the_levels_have_their_shape() -> None:
