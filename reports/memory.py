@@ -162,9 +162,11 @@ def predicted(stage: str, folder: Path, size: str, length: int) -> float:
     from spkv_nas.stages.plan.command import PlanOptions
     from spkv_nas.stages.plan.stage import plan
 
-    options = PlanOptions(model=str(folder / size / "dense"), block_size=length, tokens=BATCH * length, context="1")
+    options = PlanOptions(
+        model=str(folder / size / "dense"), block_size=length, heldout_tokens=BATCH * length, context="1"
+    )
     if stage in TRAINING:
-        options = PlanOptions(recipe=recipe(stage, folder, size, length), tokens=length, context="1")
+        options = PlanOptions(recipe=recipe(stage, folder, size, length), heldout_tokens=length, context="1")
         stage = "train the SP-KV reference"
     forecast = plan(options)
     return next(planned.memory.total for planned in forecast.stages if planned.name == stage)

@@ -48,11 +48,36 @@ from spkv_nas.stages.train.command import train
 from spkv_nas.stages.train_hybrid.command import train_hybrid
 
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
+ORDER = (  # of --help: the workflow, then what goes beside it
+    "init",
+    "probe",
+    "compare",
+    "propose",
+    "score",
+    "search",
+    "train-hybrid",
+    "evaluate",
+    "report",
+    "generate",
+    "export",
+    "layout",
+    "plan",
+    "plan attention",
+    "calibrate",
+    "train",
+    "schema",
+    "reproduce",
+    "demo",
+)
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
 
 
 class TwoWordGroup(TyperGroup):
     """Group whose commands may have names of two words, such as "plan attention" beside "plan"."""
+
+    def list_commands(self, context: Any) -> list[str]:
+        """Return the names of all commands in the order of the workflow, which ``--help`` shows."""
+        return sorted(super().list_commands(context), key=ORDER.index)
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         """Take the first two words for a command's name if there is such a command, else the first one."""
@@ -71,7 +96,6 @@ app = typer.Typer(
     "choose the global heads, train-hybrid retrains the layouts, report shows the results. spkv-nas probe without "
     "arguments measures the embedded reference model (21 layers x 3 KV heads).",
 )
-# In the order of --help
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     init,
     probe,

@@ -7,6 +7,7 @@ handled here. With ``--dry-run`` a training command prints its plan instead of t
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, replace
@@ -26,6 +27,7 @@ from spkv_nas.stages.result import Results
 Options = TypeVar("Options")
 _LAST = ("workspace", "device", "dtype")  # shown last in the help
 _FEW = 3  # help panels with at most this many options are merged into the default one
+_LARGE = 10_000  # numbers beyond it are not shown as bounds in the help: nobody comes near them
 _OUTPUT_PANEL = "Output"
 
 Quiet = Annotated[
@@ -144,14 +146,29 @@ def _declaration(hint: Any) -> tuple[Any, Flag]:
     return kind, flag
 
 
+def _bounds(flag: Flag) -> dict[str, Any]:
+    """Return typer's settings for a flag's bounds. Bounds beyond ``_LARGE`` are checked, but not shown in the help."""
+    shown = {
+        name: bound if bound is None or abs(bound) <= _LARGE else None
+        for name, bound in (("min", flag.low), ("max", flag.high))
+    }
+    low, high = -math.inf if flag.low is None else flag.low, math.inf if flag.high is None else flag.high
+
+    def check_bounds(value: float | None) -> float | None:
+        if value is not None and not low <= value <= high:
+            raise typer.BadParameter(f"{value} is not between {low:,} and {high:,}")
+        return value
+
+    return shown if shown == {"min": flag.low, "max": flag.high} else {**shown, "callback": check_bounds}
+
+
 def _parameter(field: Field[Any], kind: Any, flag: Flag) -> inspect.Parameter:
     """Return the parameter of one field, with the help, limits and completion of its flag."""
     shown_default = field.metadata.get(SHOWN)
     settings: dict[str, Any] = {
         "help": f"{flag.help} {field.metadata.get(NOTE, '')}".rstrip(),
         "metavar": flag.metavar,
-        "min": flag.low,
-        "max": flag.high,
+        **_bounds(flag),
         "rich_help_panel": flag.panel,
         "show_default": True if shown_default is None else shown_default,
         "autocompletion": completion(flag),

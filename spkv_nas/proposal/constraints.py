@@ -116,26 +116,28 @@ def parse_layers(text: str | None, option: str) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def read_weights(path: Path, table: HeadScores) -> Float:
-    """Read the weights [L, Hkv] of the heads (bytes, seconds, ...) from a CSV file: layer, kv_head, weight.
+def read_head_costs(path: Path, table: HeadScores) -> Float:
+    """Read the costs [L, Hkv] of the heads (bytes, seconds, ...) from a CSV file: layer, kv_head, weight.
 
     Raises:
-        UserError: the file is invalid (names file and line), a weight is not above 0, or the grid differs from the
+        UserError: the file is invalid (names file and line), a cost is not above 0, or the grid differs from the
             table's.
     """
-    rows = read_table(path, "weights", _WEIGHTS)
+    rows = read_table(path, "head costs", _WEIGHTS)
     layer, head, weight = (rows[column.name].to_numpy() for column in _WEIGHTS)
     last = (int(layer.max()), int(head.max()))
     if len(rows) != table.num_heads or last[0] >= table.num_layers or last[1] >= table.num_kv_heads:
         raise UserError(
-            f"weights {path}: the file has {len(rows)} rows, up to layer {last[0]} and KV head {last[1]}\n"
+            f"head costs {path}: the file has {len(rows)} rows, up to layer {last[0]} and KV head {last[1]}\n"
             f"it needs one row for every head of the density table '{table.name}', {grid_words(table.grid)}"
         )
     weights = np.full(table.grid, np.nan)
     weights[layer, head] = weight
     if np.isnan(weights).any():
         incomplete_layer = np.argwhere(np.isnan(weights))[0][0]
-        raise UserError(f"weights {path}: one head is listed twice, and a head of layer {incomplete_layer} is missing")
+        raise UserError(
+            f"head costs {path}: one head is listed twice, and a head of layer {incomplete_layer} is missing"
+        )
     return weights
 
 

@@ -15,7 +15,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes, parse_bytes
 from spkv_nas.cost.cache_memory import CacheCost
 from spkv_nas.proposal.budget import is_several, parse_budget
-from spkv_nas.proposal.constraints import Constraints, option_name, read_weights, solve
+from spkv_nas.proposal.constraints import Constraints, option_name, read_head_costs, solve
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import MATCH_BUDGET
 from spkv_nas.proposal.stability import Bootstrap
@@ -32,7 +32,7 @@ class Requirements:
     Attributes:
         constraints: constraints on the layout.
         robust: maximise the lowest per-domain coverage instead of the overall one.
-        weights: CSV file with the weight of every head if it is global, instead of 1.
+        head_costs: CSV file with the cost of every head if it is global, instead of 1.
         kv_bytes: memory for keys and values such as "2GiB", instead of a budget; requires ``context``.
         context: tokens per sequence.
         batch: number of sequences in the cache.
@@ -41,7 +41,7 @@ class Requirements:
 
     constraints: Constraints = field(default_factory=Constraints)
     robust: bool = False
-    weights: Path | None = None
+    head_costs: Path | None = None
     kv_bytes: str | None = None
     context: int | None = None
     batch: int = 1
@@ -51,19 +51,19 @@ class Requirements:
     @property
     def is_solved(self) -> bool:
         """Return true if a layout has to be solved for, because the densest heads are not the answer."""
-        return bool(self.constraints.named) or self.robust or self.weights is not None
+        return bool(self.constraints.named) or self.robust or self.head_costs is not None
 
     def asks_for_curve(self, budget: int | str | None, tau: str | None) -> bool:
         """Return true if ``budget`` names several budgets, which are answered by ``budget_curve``.
 
         Raises:
-            UserError: several budgets are combined with weights, a memory limit or the threshold "match-budget", each
-                of which needs a single budget.
+            UserError: several budgets are combined with head costs, a memory limit or the threshold "match-budget",
+                each of which needs a single budget.
         """
         if not asks_for_several(budget, tau):
             return False
-        if self.weights is not None or self.kv_bytes is not None:
-            option = "--weights" if self.weights is not None else "--kv-bytes"
+        if self.head_costs is not None or self.kv_bytes is not None:
+            option = "--head-costs" if self.head_costs is not None else "--kv-bytes"
             raise UserError(f"{option} needs a single budget: give one, or leave out {option}")
         return True
 
@@ -92,15 +92,15 @@ class Requirements:
             UserError: the budget is invalid, or options contradict each other.
         """
         if self.kv_bytes is not None:
-            if budget is not None or self.weights is not None:
-                raise UserError(f"give --kv-bytes or {'--budget' if budget is not None else '--weights'}, not both")
+            if budget is not None or self.head_costs is not None:
+                raise UserError(f"give --kv-bytes or {'--budget' if budget is not None else '--head-costs'}, not both")
             cost = self.cache_cost(table, window)
             if cost is None:
                 raise UserError("--kv-bytes needs --context, the number of tokens per sequence in the KV cache")
             return Limit(cost.largest_budget(parse_bytes(self.kv_bytes), table.num_heads))
-        if self.weights is None:
+        if self.head_costs is None:
             return Limit(parse_budget(budget, table.num_heads))
-        weights = read_weights(self.weights, table)
+        weights = read_head_costs(self.head_costs, table)
         return Limit(_parse_weight(budget, float(weights.sum())), weights)
 
     def solve(self, table: HeadScores, limit: Limit, window: int | None) -> Layout:
@@ -169,7 +169,7 @@ def _parse_weight(budget: int | str | None, total: float) -> float:
         limit = float(text[:-1]) / 100 * total if text.endswith("%") else float(text)
     except ValueError as error:
         raise UserError(
-            "--weights needs --budget in the unit of the weights, such as 12.5, or as a share, such as 25%"
+            "--head-costs needs --budget in the unit of the costs, such as 12.5, or as a share, such as 25%"
         ) from error
     if not 0 < limit <= total * (1 + 1e-9):
         raise UserError(

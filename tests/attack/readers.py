@@ -33,7 +33,7 @@ from spkv_nas.data.sources import documents
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.agreement import agreement, read_agreement, short_labels, write_agreement
-from spkv_nas.proposal.constraints import read_weights
+from spkv_nas.proposal.constraints import read_head_costs
 from spkv_nas.proposal.foreign_formats import read_scores
 from spkv_nas.proposal.ranking import densest
 from spkv_nas.report.training_charts import density_evolution_chart
@@ -273,7 +273,7 @@ READERS = (
     Reader("calibration", _make_calibration("calibration.yaml"), _use_calibration),
     Reader("times", _make_calibration("calibration.csv"), _use_calibration),
     Reader("runs", _write("runs.csv", _SCALING), _use_runs),
-    Reader("weights", _write("weights.csv", _WEIGHTS), lambda file: read_weights(file, make_probe())),
+    Reader("weights", _write("weights.csv", _WEIGHTS), lambda file: read_head_costs(file, make_probe())),
     Reader(
         "density log", _write("density-log.csv", _LOG), lambda file: density_evolution_chart(read_density_log(file))
     ),

@@ -209,7 +209,7 @@ def llama(tmp_path: Path) -> Path:
 
 class TestCommand:
     def test_of_a_model(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        main(["plan", "--model", str(llama), "--hardware", "h100", "--tokens", "100000"])
+        main(["plan", "--model", str(llama), "--hardware", "h100", "--heldout-tokens", "100000"])
         output = capsys.readouterr()
         for words in (
             "8,030,261,248 parameters",

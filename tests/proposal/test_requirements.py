@@ -19,7 +19,7 @@ from spkv_nas.cost.cache_memory import CacheCost
 from spkv_nas.cost.formulas import kv_cache_bytes
 from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.budget_curve import budget_curve, curve_for, find_knee
-from spkv_nas.proposal.constraints import Constraints, read_weights, solve
+from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.requirements import read_requirements
@@ -31,7 +31,7 @@ Mask = np.ndarray
 class TestWeights:
     def read(self, folder: Path, text: str) -> np.ndarray:
         (folder / "w.csv").write_text(f"layer,kv_head,weight\n{text}")
-        return read_weights(folder / "w.csv", make_table([[0.5, 0.4]]))
+        return read_head_costs(folder / "w.csv", make_table([[0.5, 0.4]]))
 
     def test_the_budget_is_in_their_unit(self, tmp_path: Path) -> None:
         weights = self.read(tmp_path, "0,1,2.5\n0,0,3.0\n")
@@ -209,7 +209,7 @@ class TestCommand:
             (["--global-layers=9"], "the model has no layer 9"),
             (["--local-layers=first"], "is not a list of layers"),
             (["--granularity=block"], "must be head or layer"),
-            (["--weights=none.csv"], "weights not found"),
+            (["--head-costs=none.csv"], "head costs not found"),
             (["--kv-bytes=2GiB"], "needs --context"),
             (["--kv-bytes=2GiB", "--context=1000"], "does not record the model's head_dim: give --head-dim"),
             (["--kv-bytes=2GiB", "--budget=4"], "not both"),
@@ -231,7 +231,7 @@ class TestCommand:
 
     def test_weights_of_another_model(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (workspace / "w.csv").write_text("layer,kv_head,weight\n0,0,1\n")
-        options = ["--probe=p", f"--workspace={workspace}", f"--weights={workspace / 'w.csv'}", "--budget=1"]
+        options = ["--probe=p", f"--workspace={workspace}", f"--head-costs={workspace / 'w.csv'}", "--budget=1"]
         assert "needs one row for every head of the density table 'p', 6 layers x 3 KV heads" in fails(
             capsys, "propose", *options
         )

@@ -16,6 +16,7 @@ from click import Context
 from typer.testing import CliRunner
 
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
+from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import reproduce
 from spkv_nas.cli.app import COMMANDS, LAYOUT_COMMANDS, NAMES, app
@@ -116,21 +117,44 @@ class TestExpansion:
         assert seen == [ProposeOptions()]
 
     def test_values_arrive_as_their_types(self, line: typer.Typer, seen: list[ProposeOptions]) -> None:
-        arguments = ["-b", "25%", "--num-random", "2", "--uniform", "--weights", "w.csv", "-w", "there"]
+        arguments = ["-b", "25%", "--num-random", "2", "--uniform", "--head-costs", "w.csv", "-w", "there"]
         assert CliRunner().invoke(line, arguments).exit_code == 0
         assert seen == [
-            ProposeOptions(budget="25%", num_random=2, uniform=True, weights=Path("w.csv"), workspace=Path("there"))
+            ProposeOptions(budget="25%", num_random=2, uniform=True, head_costs=Path("w.csv"), workspace=Path("there"))
         ]
 
     def test_bounds_are_checked(self, line: typer.Typer, seen: list[ProposeOptions]) -> None:
         assert CliRunner().invoke(line, ["--window", "0"]).exit_code == 2
         assert seen == []
 
+    @pytest.mark.parametrize(("size", "code"), [(MAX_WINDOW, 0), (MAX_WINDOW + 1, 2)])
+    def test_bounds_that_the_help_omits_are_checked(
+        self, line: typer.Typer, seen: list[ProposeOptions], size: int, code: int
+    ) -> None:
+        result = CliRunner().invoke(line, ["--window", str(size)])
+        assert result.exit_code == code
+        assert len(seen) == (code == 0)
+        assert (f"{size} is not between 1 and {MAX_WINDOW:,}" in result.stderr.replace("\n", " ")) == (code == 2)
+
+    def test_help_shows_only_bounds_that_users_meet(self, line: typer.Typer) -> None:
+        text = CliRunner().invoke(line, ["--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
+        assert "[0<=x<=10000]" in text
+        assert "[x>=1]" in text
+        assert str(MAX_WINDOW) not in text
+
     def test_help_states_what_a_default_depends_on(self, line: typer.Typer) -> None:
         text = CliRunner().invoke(line, ["--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
         assert "Build options that request layouts." in text
         assert "[default: (the probe's)]" in text
         assert "Constraints and memory" in text
+
+
+def test_help_lists_the_commands_in_the_order_of_the_workflow() -> None:
+    line = typer.main.get_command(app)
+    names = line.list_commands(Context(line))
+    assert names[:3] == ["init", "probe", "compare"]
+    assert names.index("propose") < names.index("train-hybrid") < names.index("evaluate") < names.index("report")
+    assert set(names) == set(line.commands)
 
 
 def test_every_command_accepts_and_describes_its_options() -> None:
@@ -172,7 +196,7 @@ def test_help_states_the_defaults_of_functions() -> None:
         (ProbeOptions, "num_layouts"): [default_of(regression, "num_layouts")],
         (InitOptions, "steps"): [str(draft["steps"])],
         (PlanOptions, "steps"): [default_of(learn_gates, "steps"), str(draft["steps"])],
-        (PlanOptions, "tokens"): [f"{int(data['max_heldout_tokens']):,}"],
+        (PlanOptions, "heldout_tokens"): [f"{int(data['max_heldout_tokens']):,}"],
         (PlanOptions, "block_size"): [data["block_size"]],
         (options.SubjectOptions, "block_size"): [data["block_size"]],
         (PalindromeOptions, "steps"): [str(palindrome.steps)],

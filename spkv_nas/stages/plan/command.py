@@ -21,7 +21,7 @@ Devices = Annotated[
     Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=_MAX_DEVICES),
 ]
 Utilisation = Annotated[float, Flag("Assumed share of a GPU's peak FLOP/s, for estimating times.", low=0.001, high=1.0)]
-Tokens = Annotated[int | None, Flag("Number of held-out tokens to evaluate on.", low=1, high=MAX_WHOLE)]
+HeldoutTokens = Annotated[int | None, Flag("Number of held-out tokens to evaluate on.", low=1, high=MAX_WHOLE)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,9 @@ class PlanOptions(InWorkspace, InDtype):
     recipe: flags.OptionalRecipeFile = None
     model: flags.OptionalModel = default(None, note="A config file is enough.")
     data: flags.Data = None
-    tokens: Tokens = default(None, f"all of --data or the recipe's text, else {defaults.HELDOUT_TOKENS:,}")
+    heldout_tokens: HeldoutTokens = default(
+        None, f"all of --data or the recipe's text, else {defaults.HELDOUT_TOKENS:,}"
+    )
     block_size: flags.BlockSize = default(
         None, f"the recipe's, or {defaults.BLOCK_SIZE}", note="Also used without --data."
     )
@@ -64,7 +66,7 @@ def check(options: PlanOptions) -> None:
     elif options.data or options.block_size is not None or options.steps is not None:
         raise UserError("the recipe sets the text, block size and steps: remove --data, --block-size and --steps")
     else:
-        check_recipe(options.recipe, needs_text=options.tokens is None)
+        check_recipe(options.recipe, needs_text=options.heldout_tokens is None)
 
 
 def plan(options: PlanOptions, reporter: Reporter) -> Result:

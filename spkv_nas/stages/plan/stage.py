@@ -57,7 +57,7 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
         reporter.caution(remark)
     remarks = (
         about_memory(stages.site),
-        f"text: {inputs.tokens:,} held-out tokens (--tokens); everything but training runs on one device",
+        f"text: {inputs.tokens:,} held-out tokens (--heldout-tokens); everything but training runs on one device",
         *inputs.remarks,
         _about_time(options),
     )
@@ -102,11 +102,11 @@ def _of_model(options: PlanOptions, reporter: Reporter) -> _Inputs:
     stages = Stages(size, config, site, length, BATCH_SIZE, item_bytes(source, site, options.dtype))
     # Count the text
     data = DataConfig(sources=[*(options.data or ("stdlib",))])
-    tokens, text = options.tokens or data.max_heldout_tokens, _ENOUGH
+    tokens, text = options.heldout_tokens or data.max_heldout_tokens, _ENOUGH
     if options.data:
         reporter.announce("counting the tokens of the text")
         text = count_text(options.data, Path(), load_tokenizer(source))
-        tokens = options.tokens or text.heldout(data)
+        tokens = options.heldout_tokens or text.heldout(data)
     # Draft the recipe
     draft = Draft.of("plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda")
     draft = replace(draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size)
@@ -127,7 +127,7 @@ def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
         file.parent,
         options.folders.run_dir(recipe.name),
         announce=reporter.announce,
-        text=None if options.tokens is None else TextSize(1, options.tokens),
+        text=None if options.heldout_tokens is None else TextSize(1, options.heldout_tokens),
     )
     size = planner.size
     check_dense(size, f"of recipe {file}")
@@ -144,7 +144,7 @@ def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
     trained = [(_REFERENCE, stages, gated, True), (_HYBRID, stages, branch, False)]
     if recipe.dense is not None:
         trained.insert(0, ("train the dense model", stages, _training(recipe, recipe.dense, size, site), False))
-    tokens = options.tokens or planner.text.heldout(recipe.data)
+    tokens = options.heldout_tokens or planner.text.heldout(recipe.data)
     return _Inputs(recipe.name, stages, tokens, (), tuple(trained))
 
 

@@ -23,10 +23,10 @@ KvBytes = Annotated[
 Robust = Annotated[
     bool, Flag("Maximise the coverage of the worst domain, not of all text.", ("--robust",), panel=flags.MEMORY)
 ]
-Weights = Annotated[
+HeadCosts = Annotated[
     Path | None,
     Flag(
-        "Cost of each global head instead of 1: CSV with layer, kv_head, weight. The budget has the same unit.",
+        "Cost of each global head instead of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
         metavar="FILE.csv",
         panel=flags.MEMORY,
     ),
@@ -45,13 +45,13 @@ class ProposeOptions(ConstraintOptions, InWorkspace):
     seed: flags.Seed = 0
     kv_bytes: KvBytes = None
     robust: Robust = False
-    weights: Weights = None
+    head_costs: HeadCosts = None
 
 
 def propose(options: ProposeOptions, reporter: Reporter) -> Result:
     """Propose layouts for a budget of global heads, with every strategy. Writes layouts/NAME/.
 
-    A constraint, --robust or --weights adds the best layout that satisfies it. Several budgets give the best layout
+    A constraint, --robust or --head-costs adds the best layout that satisfies it. Several budgets give the best layout
     at each of them, and the curve of coverage against budget in layouts/NAME/budgets.csv.
     """
     from spkv_nas.stages.propose import output, stage

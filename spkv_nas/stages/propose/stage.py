@@ -172,7 +172,7 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
 def _requirements(options: ProposeOptions) -> Requirements:
     """Read the requirements on layouts, including those that only ``propose`` takes."""
     return replace(
-        read_requirements(options), robust=options.robust, weights=options.weights, kv_bytes=options.kv_bytes
+        read_requirements(options), robust=options.robust, head_costs=options.head_costs, kv_bytes=options.kv_bytes
     )
 
 
