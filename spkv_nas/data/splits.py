@@ -37,8 +37,8 @@ _TITLE = "reading and tokenising text, kB"
 _LOCKED = "reads and tokenises the text"
 
 
-def train_tokenizer(config: DataConfig, vocab_size: int, base: Path) -> PreTrainedTokenizerBase:
-    """Train a BPE of ``vocab_size`` entries on the first 20 million characters of the training documents alone."""
+def train_tokenizer(config: DataConfig, vocab_size: int, base: Path, bos: bool = False) -> PreTrainedTokenizerBase:
+    """Train a BPE on the first 20 million characters of the training documents alone (see ``train_bpe``)."""
     share = heldout_share(config, base)
 
     def sample() -> Iterator[str]:
@@ -52,7 +52,7 @@ def train_tokenizer(config: DataConfig, vocab_size: int, base: Path) -> PreTrain
                 budget -= len(piece)
                 yield piece
 
-    return train_bpe(sample(), vocab_size)
+    return train_bpe(sample(), vocab_size, bos)
 
 
 def cache_split(

@@ -19,7 +19,7 @@ from spkv_nas.data.pieces import end_of_piece
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, BEGIN_OF_TEXT = "<|endoftext|>", "<|beginoftext|>"
 MAX_ENCODED_CHARACTERS = 1_000_000  # maximum length of a text encoded at once
 TRAINING_PIECE = 1_000  # characters per piece in training, as the time of a merge grows with the length of words
 
@@ -92,9 +92,15 @@ def _before_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(complete[:start])
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Train a fast tokenizer of ``vocab_size`` entries, including ``<|endoftext|>``; deterministic in the texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def train_bpe(texts: Iterable[str], vocab_size: int, bos: bool = False) -> PreTrainedTokenizerBase:
+    """Train a fast tokenizer; deterministic in the texts.
+
+    Args:
+        texts: training text.
+        vocab_size: number of entries, including ``<|endoftext|>`` and the BOS token.
+        bos: begin every text with a BOS token, ``<|beginoftext|>``, as the tokenizers of most pretrained models do.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     # Configure byte-level BPE
@@ -103,9 +109,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, BEGIN_OF_TEXT] if bos else [END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+    if not bos:
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+    # Put the BOS token before every text
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN_OF_TEXT} $A", special_tokens=[(BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=BEGIN_OF_TEXT)

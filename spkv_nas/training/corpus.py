@@ -130,7 +130,7 @@ def _own_tokenizer(recipe: Recipe, base: Path, folder: Path, reporter: Reporter)
     final = tokenizer_folder(recipe, folder)
     if not is_complete(final):
         with reporter.bar("training the tokenizer"):
-            tokenizer = train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base)
+            tokenizer = train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base, recipe.tokenizer.bos)
         with new_folder(final) as new:
             save_tokenizer(tokenizer, new)
             write_manifest(new)

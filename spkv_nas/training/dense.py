@@ -123,7 +123,7 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
 def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Build the config of the recipe's new model (``model.config``), with the tokenizer's vocabulary size."""
     options: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
-    options |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    options |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     options |= dict(recipe.model.config or {})
     check_counts(options, _about(recipe))  # before AutoConfig, which allocates lists of these lengths
     with _as_user_error(recipe):

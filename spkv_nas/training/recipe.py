@@ -58,11 +58,18 @@ class TokenizerConfig(Section):
     vocab_size: int | None = Field(
         None, ge=260, le=2**24, description="size of a byte-level BPE vocabulary, trained on the training text"
     )
+    bos: bool = Field(
+        False,
+        description="with vocab_size: the tokenizer begins every text with a BOS token",
+        exclude_if=lambda bos: not bos,  # hashes and records of recipes stay as before the key existed
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> TokenizerConfig:
         if (self.path is None) == (self.vocab_size is None):
             raise ValueError("set either 'path' or 'vocab_size', not both")
+        if self.bos and self.path is not None:
+            raise ValueError("bos is for a new tokenizer (vocab_size); that of 'path' has its own rule (data.bos)")
         return self
 
 

@@ -167,7 +167,7 @@ class Planner:
             return load_tokenizer(self.dense_path)
         assert recipe.tokenizer.vocab_size is not None
         self._announce("training a tokenizer, to count tokens with")
-        return train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, self._base)
+        return train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, self._base, recipe.tokenizer.bos)
 
     @property
     def text(self) -> TextSize:

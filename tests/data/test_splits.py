@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.data import stdlib
@@ -17,7 +17,7 @@ from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.heldout import RULE
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import cache_split, load_heldout, read_split, train_tokenizer
-from spkv_nas.data.tokenizer import END_OF_TEXT, train_bpe
+from spkv_nas.data.tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, train_bpe
 from spkv_nas.training.recipe import Recipe
 
 
@@ -118,7 +118,7 @@ class TestSplit:
         self, recipe: Recipe, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[str] = []
-        monkeypatch.setattr("spkv_nas.data.splits.train_bpe", lambda texts, size: seen.extend(texts))
+        monkeypatch.setattr("spkv_nas.data.splits.train_bpe", lambda texts, *_: seen.extend(texts))
         train_tokenizer(recipe.data, 280, recipe_file.parent)
         kept_out = [d for d in documents(recipe.data.sources, recipe_file.parent) if heldout(d, recipe.data.heldout)]
         assert kept_out
@@ -136,6 +136,23 @@ class TestTokenizer:
         text = "tabs\tünïcode 漢字 \x00 end"
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
         assert tokenizer.eos_token == END_OF_TEXT
+
+    def test_a_bos_token_begins_every_text(self, tmp_path: Path) -> None:
+        """The saved tokenizer and blocks begin with BOS, once, and the text behind it is encoded as without it."""
+        texts = ["plain words"] * 3
+        plain, opened = train_bpe(texts, 280), train_bpe(texts, 281, bos=True)
+        opened.save_pretrained(tmp_path)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+        assert tokenizer.bos_token == BEGIN_OF_TEXT
+        text = f"words{END_OF_TEXT}plain"
+        ids = tokenizer(text)["input_ids"]
+        assert ids[0] == tokenizer.bos_token_id
+        assert tokenizer.bos_token_id not in ids[1:]
+        assert tokenizer.decode(ids[1:]) == plain.decode(plain(text)["input_ids"])
+        assert len(ids[1:]) == len(plain(text)["input_ids"])
+        blocks = build_blocks(text * 9, tokenizer, 8)
+        assert set(blocks.tokens[:, 0].tolist()) == {tokenizer.bos_token_id}
+        assert tokenizer.bos_token_id not in blocks.tokens[:, 1:]
 
 
 class TestBlocks:
