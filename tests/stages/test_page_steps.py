@@ -33,7 +33,7 @@ def recommended(workspace: Path) -> str:
     """Return the only command on the page, which says where to run it without the workspace's absolute path."""
     html = report(ReportOptions(workspace=workspace)).read_text(encoding="utf-8")
     assert str(workspace) not in html
-    assert ", in the workspace's folder:" in unescape(html)
+    assert " (run this in the workspace's folder):" in unescape(html)
     (command,) = re.findall(r'<code id="next-1">(.*?)</code>', html)
     return unescape(command)
 

@@ -46,7 +46,7 @@ def _portable(step: Step, workspace: Workspace) -> Step:
     command = in_folder(step.command, workspace.root)
     if command == step.command:
         return step
-    return Step(f"{step.purpose.removesuffix(':')}, in the workspace's folder:", command)
+    return Step(f"{step.purpose.removesuffix(':')} (run this in the workspace's folder):", command)
 
 
 def _checkpoint(workspace: Workspace, report: str, strategy: str) -> Path | None:
@@ -74,7 +74,6 @@ def _retrain(workspace: Workspace, table: HeadScores, verdict: Verdict) -> list[
     folder = workspace.layout_dir(table.name)
     files = (folder / f"{name}.yaml", folder / "search" / f"{name}.yaml")
     file = next((file for file in files if file.is_file()), None)
-    purpose = f"Retrain {name} to a checkpoint that can be exported" + (
-        ":" if file else f" (download its file {name}.yaml below first):"
-    )
+    download = "" if file else f"Download {name}.yaml below. "
+    purpose = f"{download}Retrain the layout {name} to get a checkpoint to export:"
     return [Step(purpose, command_line(replace(retrain, layouts=[file or Path(f"{name}.yaml")])))]
