@@ -313,9 +313,11 @@ class HeadScores(OnGrid):
             "window": self.window,
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
-            "mean_density": round(self.mean, 4 if self.is_density else 6),
-            "std_density": round(self.std, 4 if self.is_density else 6),
+            f"mean_{self.kind}": round(self.mean, 4 if self.is_density else 6),
+            f"std_{self.kind}": round(self.std, 4 if self.is_density else 6),
         }
+        # Earlier versions wrote density in these keys for every kind of score
+        metadata = {key: value for key, value in self.metadata.items() if key not in ("mean_density", "std_density")}
         with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS)) as new:
             write_csv(new / _TABLE, file_rows(self.rows, self.kind))
             if self.positions is not None and self.tau_of_positions == self.tau:
@@ -326,7 +328,7 @@ class HeadScores(OnGrid):
                 self.documents.write(new / _DOCUMENTS)
             if self.gains is not None:
                 self.gains.write(new / _GAINS)
-            write_record(new / RECORD, {**self.metadata, **record})
+            write_record(new / RECORD, {**metadata, **record})
 
     def _need_histogram(self) -> LogitHistogram:
         """Return the histogram, or raise ``UserError`` without one."""

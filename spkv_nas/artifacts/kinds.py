@@ -16,6 +16,9 @@ KINDS = (DENSITY, SHARE, GAIN, SCORE)
 
 DENSITY_UNIT = "share of tokens kept"
 SHARE_UNIT = "share in [0, 1]"  # of shares whose signal names none
+GATE_UNIT = "gate in [0, 1]"
+ALPHA_UNIT = "alpha in [0, 1]"
+ATTENTION_UNIT = "share of attention"
 NATS = "nats per token"
 
 

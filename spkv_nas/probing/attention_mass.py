@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import ATTENTION_UNIT
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
@@ -76,6 +77,7 @@ def attention_mass(
         "attention-mass",
         collected.means(),
         window,
+        unit=ATTENTION_UNIT,
         passes=1.0,
         tokens=blocks.tokens.size,
         name=name,

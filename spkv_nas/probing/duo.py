@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.defaults import DUO_STEP_BLOCKS, DUO_STEPS
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import ALPHA_UNIT
 from spkv_nas.base.distributed import sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
@@ -128,7 +129,7 @@ def duo(
     options = {"sink_size": sinks, "steps": steps, "regularisation": regularisation, "seed": seed}
     table_metadata = {**(metadata or {}), **options, "distillation_loss": float(f"{loss:.4g}")}
     tokens_seen = steps * min(batch_size, blocks.num_blocks) * blocks.block_size
-    return learned_table("duo", values, blocks, window, tokens_seen, name=name, metadata=table_metadata)
+    return learned_table("duo", ALPHA_UNIT, values, blocks, window, tokens_seen, name=name, metadata=table_metadata)
 
 
 def _learn(

@@ -143,6 +143,7 @@ def check_finite(what: str, loss: float, step: int, gradient: Tensor | None = No
 
 def learned_table(
     signal: str,
+    unit: str,
     values: NDArray[np.float64],
     blocks: TokenBlocks,
     window: int,
@@ -155,6 +156,7 @@ def learned_table(
 
     Args:
         signal: name of the signal.
+        unit: unit of the scores.
         values: scores [L, Hkv].
         blocks: training text.
         window: number of recent keys a local head sees, including the query's own key.
@@ -167,4 +169,6 @@ def learned_table(
     """
     means, num_tokens = HeadMeans(values, "all", tokens_seen, 0), blocks.tokens.size
     num_passes = FROZEN_STEP_PASSES * tokens_seen / num_tokens
-    return signal_table(signal, [means], window, passes=num_passes, tokens=num_tokens, name=name, metadata=metadata)
+    return signal_table(
+        signal, [means], window, unit=unit, passes=num_passes, tokens=num_tokens, name=name, metadata=metadata
+    )

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import GATE_UNIT
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
@@ -116,7 +117,9 @@ def head_gates(
     table_metadata = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
     table_metadata |= {"divergence": float(f"{divergence:.4g}")}  # nats per token, in the last step
     scores, tokens_seen = learning.mean.numpy(), steps * size * blocks.block_size
-    return learned_table("head-gates", scores, blocks, window, tokens_seen, name=name, metadata=table_metadata)
+    return learned_table(
+        "head-gates", GATE_UNIT, scores, blocks, window, tokens_seen, name=name, metadata=table_metadata
+    )
 
 
 def _slope(

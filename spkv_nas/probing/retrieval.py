@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import ATTENTION_UNIT
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
@@ -91,7 +92,9 @@ def retrieval(
     options = {"needle_length": needle_length, "seed": seed, "copy_accuracy": round(accuracy, 4)}
     table_metadata, size = {**(metadata or {}), **options}, blocks.tokens.size
     means = collected.means(sums)
-    return signal_table("retrieval", means, window, passes=1.0, tokens=size, name=name, metadata=table_metadata)
+    return signal_table(
+        "retrieval", means, window, unit=ATTENTION_UNIT, passes=1.0, tokens=size, name=name, metadata=table_metadata
+    )
 
 
 def _collect(

@@ -32,6 +32,7 @@ def test_committed_tables_keep_their_values(name: str, kind: str, unit: str, col
     assert (tmp_path / "new" / "density.csv").read_text() == old.replace("density", column, 1)
     record = read_yaml(tmp_path / "new" / "probe.yaml", "probe")
     assert (record["kind"], record["unit"]) == (kind, unit)
+    assert {key for key in record if key.startswith(("mean_", "std_"))} == {f"mean_{kind}", f"std_{kind}"}
     again = HeadScores.read(tmp_path / "new")
     assert (again.kind, again.signal, again.content_hash) == (kind, table.signal, table.content_hash)
     assert np.array_equal(again.values, table.values)

@@ -125,6 +125,7 @@ def test_dead_heads_are_equal_and_seeds_repeat(blocks: TokenBlocks) -> None:
     model = strong_attention_model(dead=True)
     options: dict[str, Any] = {"budget": 3, "steps": 10, "step_tokens": 4 * LENGTH}
     table = head_gates(model, blocks, WINDOW, **options)
+    assert table.measure.unit == spkv_nas.SIGNALS["head-gates"].unit
     assert np.ptp(table.density[:, 1]) < 1e-9 < np.ptp(table.density[:, 0])
     assert np.array_equal(head_gates(model, blocks, WINDOW, **options).density, table.density)
     assert not np.array_equal(head_gates(model, blocks, WINDOW, seed=1, **options).density, table.density)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from spkv_nas.artifacts.kinds import ATTENTION_UNIT
 from spkv_nas.probing.signal import Signal
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ class AttentionMass(Signal):
     """Attention weight on keys outside the window."""
 
     name, help = "attention-mass", "share of attention outside the window"
-    unit = "share of attention"
+    unit = ATTENTION_UNIT
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
         """Measure the mass in one pass."""

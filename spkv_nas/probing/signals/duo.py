@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.defaults import DUO_STEP_BLOCKS, DUO_STEPS, FROZEN_STEP_PASSES
 from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.kinds import ALPHA_UNIT
 from spkv_nas.probing.flags import SEED_OPTION, STEPS
 from spkv_nas.probing.signal import Option, Signal, Work
 
@@ -18,7 +19,7 @@ class Duo(Signal):
     """Share of full attention that each head needs to preserve the last hidden states."""
 
     name, help = "duo", "DuoAttention's learned share of full attention"
-    unit = "alpha in [0, 1]"
+    unit = ALPHA_UNIT
     options = (Option("steps", int, STEPS, DUO_STEPS), SEED_OPTION)
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.defaults import FROZEN_STEP_PASSES, HEAD_GATE_STEPS, LEARNING_TOKENS
 from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.kinds import GATE_UNIT
 from spkv_nas.probing.flags import BUDGET_OPTION, SEED_OPTION, STEPS
 from spkv_nas.probing.signal import Option, Signal, Work
 
@@ -18,7 +19,7 @@ class HeadGates(Signal):
     """Gate that each head learns while the gates of all heads sum to the budget."""
 
     name, help = "head-gates", "one gate per head, learned under a budget"
-    unit = "gate in [0, 1]"
+    unit = GATE_UNIT
     options = (Option("steps", int, STEPS, HEAD_GATE_STEPS), BUDGET_OPTION, SEED_OPTION)
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from spkv_nas.artifacts.kinds import ATTENTION_UNIT
 from spkv_nas.probing.flags import SEED_OPTION
 from spkv_nas.probing.signal import Signal
 
@@ -15,7 +16,7 @@ class Retrieval(Signal):
     """Attention weight on the earlier copy of the token to predict."""
 
     name, help = "retrieval", "attention on the token to copy, in repeated random strings"
-    unit = "share of attention"
+    unit = ATTENTION_UNIT
     options = (SEED_OPTION,)
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
