@@ -55,7 +55,10 @@ class Registry(Generic[Entry]):
         for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
             entry = self._load(point)
             if entry.name in entries:
-                raise UserError(f"two {self.noun}s are called '{entry.name}'; {point.value} is the second\nremove one")
+                raise UserError(
+                    f"{self.noun} '{entry.name}' is defined twice; {point.value} is the second\n"
+                    "rename it, or remove its package"
+                )
             entries[entry.name] = entry
         return entries
 

@@ -52,7 +52,7 @@ def test_names_the_entries_for_an_unknown_one(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
-        ("OTHER", Fruit("apple"), r"two fruits are called 'apple'; orchard:OTHER is the second"),
+        ("OTHER", Fruit("apple"), r"fruit 'apple' is defined twice; orchard:OTHER is the second"),
         ("OTHER", "pear", "orchard:OTHER is no Fruit"),
         ("MISSING", None, "cannot load the fruit orchard:OTHER: AttributeError"),
     ],
