@@ -3,6 +3,7 @@
     python kernels/benchmarks/attention.py                  # CPU: the table, then one line of JSON
     python kernels/benchmarks/attention.py --memory         # CPU: peak memory at T = 32,768
     python kernels/benchmarks/attention.py --work           # the share of score tiles that each gate set leaves
+    python kernels/benchmarks/attention.py --sinks 4        # sink tokens and learned sinks against none
     python kernels/benchmarks/attention.py --device cuda    # Triton against cuDNN, SDPA's default and FlexAttention
 
 Every case is checked against the eager oracle (on the same code path, at a short length) before a speed is printed.
@@ -65,6 +66,8 @@ class Case:
         backward: include the backward pass.
         must: required ratio of the time of ``against`` to ours.
         against: name of that candidate.
+        sinks: number of sink tokens.
+        learned: add a learned sink to every query head.
     """
 
     name: str
@@ -75,6 +78,8 @@ class Case:
     backward: bool = True
     must: float | None = None
     against: str = "SDPA"
+    sinks: int = 0
+    learned: bool = False
 
     def inputs(self, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Make q, k, v and the gate; they require gradients if there is a backward pass."""
@@ -96,15 +101,19 @@ class Case:
             inputs["log_utility"] = F.logsigmoid(normal(batch, heads, length)).to(device, precise)
         elif self.kind is not None:
             inputs["keep"] = gate(self.kind, heads, length, self.density).expand(batch, -1, -1).to(device).contiguous()
+        if self.learned:
+            inputs["sink_logits"] = normal(query_heads).to(device)
         if self.backward:
             for tensor in inputs.values():
                 if tensor.is_floating_point():
                     tensor.requires_grad_()
         return inputs
 
-    def windows(self, device: str) -> int | Tensor:
-        """Return the operator's ``window``, on the device as in a model."""
-        return self.window if isinstance(self.window, int) else torch.tensor(self.window, device=device)
+    def options(self, device: str) -> dict[str, int | Tensor]:
+        """Return the operator's ``window`` and ``sinks``, on the device as in a model."""
+        if isinstance(self.window, int):
+            return {"window": self.window, "sinks": self.sinks}
+        return {"window": torch.tensor(self.window, device=device), "sinks": self.sinks}
 
     def check(self, device: str, dtype: torch.dtype) -> None:
         """Compare the output with the oracle's at no more than 1,400 tokens. Raises ``AssertionError``.
@@ -114,14 +123,14 @@ class Case:
         _, *heads, length, size = self.shape
         short = replace(self, shape=(1, *heads, min(length, 1400), size), backward=False)
         inputs = short.inputs(device, dtype)
-        window = short.windows(device)
+        options = short.options(device)
         exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-        expected = attention(**exact, window=window, backend="reference")
+        expected = attention(**exact, **options, backend="reference")
         limit = 2e-5
         if dtype != torch.float32:
-            eager = attention(**inputs, window=window, backend="reference")
+            eager = attention(**inputs, **options, backend="reference")
             limit = 2 * float((eager.double() - expected).abs().max() / expected.abs().max())
-        actual = attention(**inputs, window=window)
+        actual = attention(**inputs, **options)
         error = float((actual.double() - expected).abs().max() / expected.abs().max())
         assert error <= limit, f"{self.name}: output is off by {error:.1e} (bar {limit:.1e}); no speed is printed"
 
@@ -129,8 +138,12 @@ class Case:
         """Return the functions to time: ours first, then those it is compared with."""
         # Ours, and full attention
         inputs = self.inputs(device, dtype)
-        window = self.windows(device)
-        calls = {"ours": self._call(lambda: attention(**inputs, window=window), inputs)}
+        options = self.options(device)
+        calls = {"ours": self._call(lambda: attention(**inputs, **options), inputs)}
+        if self.against == "no sinks":
+            without = {name: x for name, x in inputs.items() if name != "sink_logits"}
+            calls["no sinks"] = self._call(lambda: attention(**without, **options | {"sinks": 0}), without)
+            return calls
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
 
         def sdpa() -> Tensor:
@@ -258,6 +271,33 @@ def cuda_cases() -> Iterator[Case]:
     )
 
 
+def sink_cases(sinks: int) -> Iterator[Case]:
+    """Yield cases with sink tokens or learned sinks, to compare with none: at most 5 % slower."""
+    shape, local = (1, 8, 2, 4096, 64), 128
+    mixed = ((1, 8, 4, 4096, 64), (1 << 30, local, local, local))
+    modes: list[tuple[str, tuple[int, ...], int | tuple[int, ...], str | None]] = [
+        ("window", shape, local, None),
+        ("1 of 4 global", *mixed, None),
+        ("soft", shape, local, "soft"),
+        ("hard, density .25", shape, local, "independent"),
+        ("window, T=512 D=16", (8, 6, 3, 512, 16), 32, None),
+    ]
+    for name, size, window, kind in modes:
+        for learned in (False, True):
+            what = "learned sinks" if learned else f"{sinks} sink tokens"
+            yield Case(
+                f"{name}, fwd+bwd, {what}",
+                size,  # type: ignore[arg-type]
+                window,
+                kind,
+                density=0.25,
+                must=0.95,
+                against="no sinks",
+                sinks=0 if learned else sinks,
+                learned=learned,
+            )
+
+
 def memory() -> None:
     """Print the peak resident memory of a soft forward and backward pass at T = 32,768 (goal: below 2 GB)."""
     Case("memory", (1, 8, 2, 32768, 64), kind="soft").candidates("cpu", torch.float32)["ours"]()
@@ -297,6 +337,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="number of torch threads (default: all cores)")
     parser.add_argument("--only", default="", help="run only cases whose name contains this text")
     parser.add_argument("--memory", action="store_true", help="measure peak memory at T = 32,768 instead")
+    parser.add_argument("--sinks", type=int, help="compare attention with this many sink tokens to none instead")
     parser.add_argument("--work", action="store_true", help="count the score tiles that remain with hard gates instead")
     options = parser.parse_args()
     # Other measurements
@@ -313,7 +354,8 @@ def main() -> None:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     peak = matmul_peak() if on_gpu else None
     results = []
-    for case in cuda_cases() if on_gpu else cpu_cases():
+    cases = cuda_cases() if on_gpu else cpu_cases()
+    for case in cases if options.sinks is None else sink_cases(options.sinks):
         if options.only not in case.name:
             continue
         case.check(options.device, dtype)

@@ -81,13 +81,15 @@ def _one_kind(
     """
     q, k, v = (x.flatten(0, 1).contiguous() for x in inputs)
     gate, logits = (x.flatten(0, 1).contiguous() if x is not None else None for x in gates)
-    if sinks:
+    # Gates keep the sink tokens, also where the bands would take more memory for sinks than for windows
+    if sinks and (gate is not None or sinks > window):
         is_sink = torch.arange(k.shape[1], device=k.device) < sinks
         if gate is None:
             gate = is_sink.repeat(len(k), 1)
         else:
             gate = gate | is_sink if gate.dtype == torch.bool else gate.masked_fill(is_sink, 0.0)
-    out: Tensor = _Attention.apply(q, k, v, gate, logits, window, scale)  # type: ignore[no-untyped-call]
+        sinks = 0
+    out: Tensor = _Attention.apply(q, k, v, gate, logits, window, sinks, scale)  # type: ignore[no-untyped-call]
     return out.view(inputs[0].shape)
 
 
@@ -103,14 +105,18 @@ class _Attention(torch.autograd.Function):
         gate: Tensor | None,
         logits: Tensor | None,
         window: int,
+        sinks: int,
         scale: float,
     ) -> Tensor:
-        """Compute [N, G, T, D] from q [N, G, T, D], k, v [N, T, D], a gate [N, T] (log u, or bool), sinks [N, G]."""
+        """Compute [N, G, T, D] from q [N, G, T, D] and k, v [N, T, D].
+
+        The gate is [N, T] (log u, or bool), and learned sinks are [N, G]. With a gate, ``sinks`` is 0.
+        """
         length = q.shape[2]
         if window >= length:
             out, lse = masked_forward(q, k, v, None, 1, scale)
         elif gate is None:
-            out, lse = window_forward(q, k, v, window, scale)
+            out, lse = window_forward(q, k, v, window, sinks, scale)
         elif compacts(gate, k, window):
             out, lse = compact_forward(q, k, v, gate, window, scale)
         else:
@@ -120,7 +126,7 @@ class _Attention(torch.autograd.Function):
             out.mul_(torch.exp(lse - total).unsqueeze(-1))
             lse = total
         ctx.save_for_backward(q, k, v, gate, logits, out, lse)
-        ctx.window, ctx.scale = window, scale
+        ctx.window, ctx.sinks, ctx.scale = window, sinks, scale
         return out
 
     @staticmethod
@@ -133,12 +139,12 @@ class _Attention(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             p_sink = torch.exp(logits[..., None] - lse)
             dlogits = -(p_sink * (rows.grad * out).sum(-1)).sum(-1)
-        gradients = _keys_backward(rows, k, v, gate, ctx.window, ctx.scale, ctx.needs_input_grad[3])
-        return *gradients, dlogits, None, None
+        gradients = _keys_backward(rows, k, v, gate, ctx.window, ctx.sinks, ctx.scale, ctx.needs_input_grad[3])
+        return *gradients, dlogits, None, None, None
 
 
 def _keys_backward(
-    rows: Rows, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float, needs_dgate: bool
+    rows: Rows, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sinks: int, scale: float, needs_dgate: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute dq [N, G, T, D], dk, dv [N, T, D], and the gradient of a soft gate [N, T] if it needs one."""
     # Causal attention
@@ -148,8 +154,8 @@ def _keys_backward(
     # Hard gates over gathered keys
     if gate is not None and compacts(gate, k, window):
         return *compact_backward(rows, k, v, gate, window, scale), None
-    # Keys in the window
-    dq, dk, dv = window_backward(rows, k, v, window, scale)
+    # Keys in the window, and sink tokens
+    dq, dk, dv = window_backward(rows, k, v, window, sinks, scale)
     # Keys outside it, for the rows that have any
     dgate = None
     if gate is not None:
