@@ -47,12 +47,6 @@ class SharedOption:
         return next(iter(self.declared.values())).flag
 
     @property
-    def takers(self) -> str:
-        """Return the signals that take it, for the help."""
-        *most, last = self.declared
-        return f"Applies to {', '.join(most)} and {last}." if most else f"Applies to {last}."
-
-    @property
     def default_text(self) -> str:
         """Return its default, or the defaults of its signals, as the help shows them."""
         texts = {name: option.default_text for name, option in self.declared.items()}

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import KINDS
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.data.splits import load_text
@@ -27,6 +28,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.probing import registry
 from spkv_nas.probing.registry import SIGNALS, check_options, signal_options
 from spkv_nas.probing.signal import Option, Signal
+from spkv_nas.stages.entry_flags import takers_note
 from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.probe.command import ProbeOptions
 from spkv_nas.stages.probe.signal_flags import with_signal_options
@@ -96,10 +98,27 @@ def test_the_command_line_takes_a_signal_of_a_package(
     assert "--order does not apply to --signal duo; it applies to value-norm" in done.stderr
 
 
+@pytest.mark.slow
+def test_the_command_line_takes_an_export_target_of_a_package(
+    installed: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Its option is a flag, which another target refuses."""
+    save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "dense")
+    Layout(("GL", "LL", "LG", "GG"), 6).write(tmp_path / "layout.yaml")
+    arguments = ("export", tmp_path / "layout.yaml", "--model", tmp_path / "dense", "--out", tmp_path / "out")
+    help_text = re.sub(r"[│\s]+", " ", output(installed, "export", "--help"))
+    assert re.search(r"--indent .*Spaces of indentation\. Applies to windows\. .*default: 0", help_text)
+    done = run(installed, *arguments, "--to", "spkv", "--indent", "2")
+    assert done.returncode == 2
+    assert "an export to spkv has no option 'indent'" in done.stderr
+    assert "its windows are those of the layout" in output(installed, *arguments, "--to", "windows", "--indent", "2")
+    assert (tmp_path / "out" / "windows.json").read_text().startswith("[\n  [\n    null,\n    6\n  ]")
+
+
 def test_the_tutorial_shows_this_package() -> None:
     """The tutorial's code is that of the package, which ``test_documentation`` runs."""
     page = (ROOT / "docs" / "tutorials" / "extend.md").read_text()
-    for file, language in (("value_norm.py", "python"), ("pyproject.toml", "toml")):
+    for file, language in (("value_norm.py", "python"), ("windows.py", "python"), ("pyproject.toml", "toml")):
         assert f"```{language}\n{(PLUGIN / file).read_text()}```" in page
 
 
@@ -153,7 +172,7 @@ def test_signals_may_share_an_option_but_not_its_name(monkeypatch: pytest.Monkey
     assert duo is not None
     _with(monkeypatch, Option("steps", int, duo.flag, 7))
     steps = next(option for option in signal_options() if option.name == "steps")
-    assert steps.takers == "Applies to density, head-gates, duo and other."
+    assert takers_note(list(steps.declared)) == "Applies to density, head-gates, duo and other."
     assert steps.default_text == "density: 160; head-gates: 50; duo: 200; other: 7"
     check_options("other", steps=3)
     _with(monkeypatch, Option("steps", int, Flag("Other steps.")))

@@ -13,7 +13,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.registry import Registry
 from spkv_nas.model.export.native import NATIVE
 from spkv_nas.model.export.spkv import SPKV
-from spkv_nas.model.export.target import ExportTarget
+from spkv_nas.model.export.target import ExportTarget, TargetFlag
 
 AUTO = "auto"  # choose the first target that can express the layout
 
@@ -23,6 +23,25 @@ TARGETS: Registry[ExportTarget] = Registry(
     ExportTarget,  # type: ignore[type-abstract]
     (NATIVE, SPKV),
 )
+
+
+def target_flags() -> dict[str, tuple[TargetFlag, list[str]]]:
+    """Return the options of all targets on the command line: flag and names of the targets that take it, by name.
+
+    Raises:
+        UserError: two targets declare an option of one name with different flags or defaults.
+    """
+    flags: dict[str, tuple[TargetFlag, list[str]]] = {}
+    for target in TARGETS:
+        for name, declared in target.flags.items():
+            shared, takers = flags.setdefault(name, (declared, []))
+            if shared != declared:
+                raise UserError(
+                    f"export targets {takers[0]} and {target.name} declare the option '{name}' with different flags or "
+                    f"defaults\nrename the option of {target.name}, or reuse the flag of {takers[0]}"
+                )
+            takers.append(target.name)
+    return flags
 
 
 def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any]) -> list[ExportTarget]:

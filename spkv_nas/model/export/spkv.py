@@ -14,13 +14,10 @@ if TYPE_CHECKING:
 
     from spkv_nas.artifacts.layout import Layout
 
-AllowDense = Annotated[
-    bool,
-    Flag(
-        "Let plain transformers load a layout that it cannot express as a dense model; otherwise loading fails.",
-        ("--allow-dense",),
-    ),
-]
+_ALLOW_DENSE = Flag(
+    "Let plain transformers load a layout that it cannot express as a dense model; otherwise loading fails.",
+    ("--allow-dense",),
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class SpkvTarget(ExportTarget):
     name = "spkv"
     help = "a custom model type, which only spkv_nas loads"
 
-    allow_dense: AllowDense = False
+    allow_dense: Annotated[bool, _ALLOW_DENSE] = False
 
     def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
         """Return None: any layout can be expressed."""

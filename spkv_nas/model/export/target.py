@@ -1,7 +1,8 @@
 """Base class of export targets: the forms in which a checkpoint with a layout can be written.
 
-A target is a frozen dataclass in one file, whose fields are its options. Its module imports no torch, so that the
-command line can list targets; heavier imports belong into its methods. ``registry.py`` lists the built-in targets, and
+A target is a frozen dataclass in one file, whose fields are its options; one that is annotated with a ``Flag`` is an
+option of the ``export`` command too. Its module imports no torch, so that the command line can list targets; heavier
+imports belong into its methods. ``registry.py`` lists the built-in targets, and
 a package adds its own by an entry point::
 
     [project.entry-points."spkv_nas.export_targets"]
@@ -14,7 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_origin, get_type_hints
+
+from spkv_nas.base.flag import Flag
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -67,6 +70,15 @@ class Written:
     hashes: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class TargetFlag:
+    """Option of a target on the command line: type of its values, flag, and default."""
+
+    type: Any
+    flag: Flag
+    default: Any
+
+
 class ExportTarget(ABC):
     """Form in which a checkpoint with a layout can be written. Subclasses are frozen dataclasses of options.
 
@@ -107,6 +119,15 @@ class ExportTarget(ABC):
     def option_names(self) -> set[str]:
         """Return the names of this target's options."""
         return {field.name for field in fields(self)}  # type: ignore[arg-type]  # every target is a dataclass
+
+    @property
+    def flags(self) -> dict[str, TargetFlag]:
+        """Return the options that are annotated with a ``Flag``, by name."""
+        declared: dict[str, TargetFlag] = {}
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            if name in self.option_names and get_origin(hint) is Annotated and isinstance(hint.__metadata__[0], Flag):
+                declared[name] = TargetFlag(hint.__origin__, hint.__metadata__[0], getattr(self, name))
+        return declared
 
     def with_options(self, options: Mapping[str, Any]) -> ExportTarget:
         """Return a copy of this target with those of ``options`` that it has."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.progress import Reporter
-from spkv_nas.model.export.registry import AUTO, TARGETS
-from spkv_nas.model.export.spkv import AllowDense
+from spkv_nas.model.export.registry import AUTO, TARGETS, target_flags
 from spkv_nas.stages import flags
+from spkv_nas.stages.export.target_flags import with_target_options
 from spkv_nas.stages.result import Result
 
 Out = Annotated[Path, Flag("Output folder; must not exist.")]
@@ -30,22 +30,21 @@ Link = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_target_options
 class ExportOptions:
-    """Options of the ``export`` command."""
+    """Options of the ``export`` command, including those of every target."""
 
     layout: flags.OptionalLayoutFile = default(None, "the checkpoint's own")
     model: flags.Model
     out: Out
     to: ExportTo = AUTO
-    allow_dense: AllowDense = False
     link: Link = False
 
     @property
     def target_options(self) -> dict[str, Any]:
         """Return the options of targets that differ from their defaults, by name."""
-        names = set().union(*(target.option_names for target in TARGETS.built_in))
-        values = {field: getattr(self, field.name) for field in fields(self) if field.name in names}
-        return {field.name: value for field, value in values.items() if value != field.default}
+        values = {name: (getattr(self, name), declared.default) for name, (declared, _) in target_flags().items()}
+        return {name: value for name, (value, unset) in values.items() if value != unset}
 
 
 def check(options: ExportOptions) -> None:

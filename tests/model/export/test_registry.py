@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Annotated, get_type_hints
 
 import pytest
 from helpers import tiny_model
@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export.export import export
-from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets
+from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets, target_flags
 from spkv_nas.model.export.spkv import SpkvTarget
 from spkv_nas.model.export.target import ExportTarget
 from spkv_nas.stages.export.command import ExportOptions
@@ -111,11 +112,24 @@ def test_options_reach_the_target() -> None:
 
 @pytest.mark.parametrize("target", TARGETS.built_in, ids=lambda target: target.name)
 def test_the_command_has_the_options_of_built_in_targets(target: ExportTarget) -> None:
-    """Flags and defaults are equal."""
     hints, options = get_type_hints(type(target), include_extras=True), {f.name: f for f in fields(ExportOptions)}
     for field in fields(target):  # type: ignore[arg-type]  # every target is a dataclass
         assert options[field.name].default == field.default
         assert get_type_hints(ExportOptions, include_extras=True)[field.name] == hints[field.name]
+
+
+def test_two_targets_cannot_declare_an_option_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Other(SpkvTarget):
+        name = "other"
+        allow_dense: Annotated[bool, Flag("Allow it.")] = False
+
+    assert target_flags()["allow_dense"][1] == ["spkv"]
+    monkeypatch.setitem(TARGETS.entries, "other", Other())
+    with pytest.raises(UserError, match="export targets spkv and other declare the option 'allow_dense' with"):
+        target_flags()
+    monkeypatch.setitem(TARGETS.entries, "other", SpkvTarget())
+    assert target_flags()["allow_dense"][1] == ["spkv", "spkv"]
 
 
 @pytest.mark.usefixtures("package")
