@@ -25,6 +25,7 @@ from spkv_nas.stages.options import (
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from spkv_nas.data.blocks import TokenBlocks
@@ -63,6 +64,25 @@ class Measured:
     def dtypes(self) -> dict[str, str]:
         """Return the dtypes to record with a result: of the checkpoint and of the computation."""
         return {"dtype": self.saved_dtype, "computed_in": dtype_name(self.model.dtype)}
+
+
+@dataclass(frozen=True)
+class NLLTable:
+    """Result of a command that measures variants of a model on one text, such as layouts or pruned caches.
+
+    Attributes:
+        name: name of the results.
+        rows: the table, one row per variant.
+        folder: folder of the table.
+        num_documents: documents measured on.
+        effective_documents: number of equally long documents that would give the same standard error.
+    """
+
+    name: str
+    rows: pd.DataFrame
+    folder: Path
+    num_documents: int
+    effective_documents: float
 
 
 @dataclass(frozen=True)

@@ -292,14 +292,13 @@ class TestCommand:
     def test_all_methods(
         self,
         dense: Path,
+        checkpoint: Path,
         text: Path,
         tmp_path: Path,
-        tiny_tokenizer: PreTrainedTokenizerBase,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        save(gated(), tiny_tokenizer, tmp_path / "mine")
         options = ["--model", dense, "--data", text, "--block-size", 128, "--sinks", "0,2"]
-        options += ["--against", tmp_path / "mine", "--tau", 0.6, "--density", "30%,0.2", "-w", tmp_path / "w"]
+        options += ["--against", checkpoint, "--tau", 0.6, "--density", "30%,0.2", "-w", tmp_path / "w"]
         main(["evaluate", "baselines", *map(str, options)])
         folder = tmp_path / "w" / "reports" / "dense"
         assert {p.name for p in folder.glob("[!.]*")} == {f"baselines.{kind}" for kind in ("csv", "yaml", "png", "svg")}
@@ -372,15 +371,14 @@ class TestCommand:
     def test_reference_rows(
         self,
         dense: Path,
+        checkpoint: Path,
         text: Path,
         tmp_path: Path,
-        tiny_tokenizer: PreTrainedTokenizerBase,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        save(gated(), tiny_tokenizer, tmp_path / "mine")
         options = ["--model", dense, "--data", text, "--block-size", str(BLOCK), "-w", tmp_path / "w"]
         assert "has no gates" in fails(capsys, "evaluate", "baselines", *options, "--against", dense)
-        message = fails(capsys, "evaluate", "baselines", *options, "--against", tmp_path / "mine", "--window", "8")
+        message = fails(capsys, "evaluate", "baselines", *options, "--against", checkpoint, "--window", "8")
         assert "--window 8 differs from the window of --against, 6" in message
 
     def test_one_document(self, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,11 +212,6 @@ class TestTable:
 class TestCommand:
     ANY = ("--alpha", "0", "--beta", "-1000")  # a random model's long context makes about half of all tokens likelier
 
-    @pytest.fixture
-    def checkpoint(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
-        save(gated(), tiny_tokenizer, tmp_path / "mine")
-        return tmp_path / "mine"
-
     def test_two_checkpoints(
         self,
         checkpoint: Path,

@@ -190,11 +190,6 @@ def gated_hard() -> PreTrainedModel:
 
 
 class TestCommand:
-    @pytest.fixture
-    def checkpoint(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
-        save(gated(), tiny_tokenizer, tmp_path / "mine")
-        return tmp_path / "mine"
-
     @pytest.mark.slow
     def test_scores_of_two_checkpoints(
         self,

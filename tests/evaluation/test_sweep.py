@@ -36,13 +36,6 @@ from spkv_nas.report.result_charts import tau_sweep_chart
 from spkv_nas.stages.evaluate.nll.command import NLL
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Checkpoint with gates, window 6, tau 0.4."""
-    save(gated(), tiny_tokenizer, tmp_path / "mine")
-    return tmp_path / "mine"
-
-
 class TestSweep:
     taus = (0.2, 0.5, 0.8, 1.0)
 

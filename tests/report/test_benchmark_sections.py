@@ -22,13 +22,13 @@ from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.report.section import Row, Section
 from spkv_nas.stages.evaluate.baselines import output as baselines
-from spkv_nas.stages.evaluate.baselines.stage import BaselinesResult
 from spkv_nas.stages.evaluate.longppl import output as longppl
 from spkv_nas.stages.evaluate.longppl.stage import LongPPLResult
 from spkv_nas.stages.evaluate.ruler import output as ruler
 from spkv_nas.stages.evaluate.ruler.stage import RulerResult
 from spkv_nas.stages.evaluate.tasks import output as tasks
 from spkv_nas.stages.evaluate.tasks.stage import TasksResult
+from spkv_nas.stages.subject import NLLTable
 
 COMMITTED = ROOT / "reports" / "stdlib-21x3"
 NAN = np.nan
@@ -84,7 +84,7 @@ def test_numbers_equal_those_of_the_file_and_the_command(
     file = write_report(folder, ReportInputs(make_domain_table(), {}, benchmarks=tuple(sections.values())))
     page = Page(file.read_text(encoding="utf-8"))
     results: Mapping[str, Any] = {
-        "baselines": (baselines.show, lambda rows: BaselinesResult("mine", rows, folder, 300, 300.0)),
+        "baselines": (baselines.show, lambda rows: NLLTable("mine", rows, folder, 300, 300.0)),
         "ruler": (ruler.show, lambda rows: RulerResult("mine", rows, folder, folder)),
         "tasks": (tasks.show, lambda rows: TasksResult("mine", rows, folder, folder)),
         "longppl": (longppl.show, lambda rows: LongPPLResult("mine", rows, {}, folder, folder)),

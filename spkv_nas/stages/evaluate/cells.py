@@ -1,19 +1,36 @@
-"""Format the table cells that several evaluations print."""
+"""Format the table cells, and convert the evaluations, that several commands print."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from spkv_nas.base.console import out
 from spkv_nas.base.statistics import share_text
 
+if TYPE_CHECKING:
+    from spkv_nas.evaluation.sweep import Evaluation
+
+
+def evaluation_document(evaluation: Evaluation) -> dict[str, Any]:
+    """Return what ``--json`` prints of an evaluation: NLL in nats per token, threshold, density and size of the text."""
+    nll = evaluation.nll
+    return {
+        "nll": nll.mean,
+        "tau": evaluation.tau,
+        "density": evaluation.density,
+        "num_tokens": nll.num_tokens.sum(),
+        "num_documents": nll.num_documents,
+        "effective_documents": nll.effective_documents,
+    }
+
 
 def say_sample_count(counts: pd.Series[int], unit: str) -> None:
     """Print how many samples the standard errors of a table rest on."""
-    fewest, most = int(counts.min()), int(counts.max())
-    number = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+    low, high = int(counts.min()), int(counts.max())
+    number = f"{high:,}" if low == high else f"{low:,} to {high:,}"
     out.print(f"±: one standard error over {number} {unit}")
 
 

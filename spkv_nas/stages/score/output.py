@@ -7,10 +7,10 @@ from rich.table import Table
 
 from spkv_nas.base.console import out, print_path
 from spkv_nas.stages.printing import about_errors, change
-from spkv_nas.stages.score.stage import ScoreResult
+from spkv_nas.stages.subject import NLLTable
 
 
-def show(result: ScoreResult) -> None:
+def show(result: NLLTable) -> None:
     """Print the NLL of every layout."""
     title = f"{escape(result.name)}: without training"
     grid = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=title)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
-import pandas as pd
-
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
@@ -15,29 +10,10 @@ from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.score.command import ScoreOptions
-from spkv_nas.stages.subject import Subject, measured_on
+from spkv_nas.stages.subject import NLLTable, Subject, measured_on
 
 
-@dataclass(frozen=True)
-class ScoreResult:
-    """Result of ``score``.
-
-    Attributes:
-        name: name of the results.
-        rows: table of ``evaluation.zero_shot``.
-        folder: folder of the table.
-        num_documents: documents scored on.
-        effective_documents: number of equally long documents that would give the same standard error.
-    """
-
-    name: str
-    rows: pd.DataFrame
-    folder: Path
-    num_documents: int
-    effective_documents: float
-
-
-def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
+def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     """Measure the zero-shot NLL of layouts on a checkpoint and write ``reports/<name>/zero-shot.csv``."""
     quiet_transformers(reporter)
     # Read table and layouts
@@ -72,4 +48,4 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
     )
     folder = workspace.report_dir(name)
     on_main(lambda: write_scores(folder, rows, origin))
-    return ScoreResult(name, rows, folder, full_attention.num_documents, full_attention.effective_documents)
+    return NLLTable(name, rows, folder, full_attention.num_documents, full_attention.effective_documents)

@@ -6,11 +6,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.base.console import out, print_path
-from spkv_nas.stages.evaluate.baselines.stage import BaselinesResult
 from spkv_nas.stages.printing import about_errors, change
+from spkv_nas.stages.subject import NLLTable
 
 
-def show(result: BaselinesResult) -> None:
+def show(result: NLLTable) -> None:
     """Print every method at each density, and the SP-KV checkpoint at each threshold."""
     title = f"{escape(result.name)}: training-free cache pruning"
     grid = Table("method", "sinks", "density %", "NLL", "ΔNLL %", title=title)

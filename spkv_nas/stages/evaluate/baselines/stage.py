@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,29 +34,10 @@ from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.baselines.command import BaselinesOptions
 from spkv_nas.stages.options import DENSE
-from spkv_nas.stages.subject import Measured, Subject, measured_on
+from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 
-@dataclass(frozen=True)
-class BaselinesResult:
-    """Result of ``evaluate baselines``.
-
-    Attributes:
-        name: name of the results.
-        rows: table of ``evaluation.baselines``.
-        folder: folder of the table.
-        num_documents: documents measured on.
-        effective_documents: number of equally long documents that would give the same standard error.
-    """
-
-    name: str
-    rows: pd.DataFrame
-    folder: Path
-    num_documents: int
-    effective_documents: float
-
-
-def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> BaselinesResult:
+def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTable:
     """Measure the NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
     check(options)
     quiet_transformers(reporter)
@@ -97,7 +77,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> Baselin
         settings["against"] = model_origin(options.against)
     _write(folder, rows, {**measured_on(subject, measured, measurements[0].nll), **settings})
     nll = measurements[0].nll
-    return BaselinesResult(subject.name, rows, folder, nll.num_documents, nll.effective_documents)
+    return NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents)
 
 
 def _measure(measured: Measured, plan: Plan, seed: int, reporter: Reporter) -> tuple[list[Measurement], dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 from rich.markup import escape
 
 from spkv_nas.base.console import out, print_path
+from spkv_nas.stages.evaluate.cells import evaluation_document
 from spkv_nas.stages.evaluate.nll.stage import NLLResult, Pair
 from spkv_nas.stages.printing import about_errors, change
 
@@ -34,17 +35,8 @@ def show(result: NLLResult) -> None:
 
 def document(result: NLLResult) -> dict[str, Any]:
     """Return the NLL, and the paired comparison if there is one."""
-    measured = result.evaluation
-    return {
-        "name": result.name,
-        "nll": measured.nll.mean,
-        "tau": measured.tau,
-        "density": measured.density,
-        "num_tokens": measured.nll.num_tokens.sum(),
-        "num_documents": measured.nll.num_documents,
-        "effective_documents": measured.nll.effective_documents,
-        **({} if result.pair is None else {"against": _pair(result.pair), "folder": result.folder}),
-    }
+    pair = {} if result.pair is None else {"against": _pair(result.pair), "folder": result.folder}
+    return {"name": result.name, **evaluation_document(result.evaluation), **pair}
 
 
 def _pair(pair: Pair) -> dict[str, Any]:

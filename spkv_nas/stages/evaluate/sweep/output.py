@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.base.console import out, print_path
+from spkv_nas.stages.evaluate.cells import evaluation_document
 from spkv_nas.stages.evaluate.sweep.stage import SweepResult
 from spkv_nas.stages.printing import about_errors, change
 
@@ -27,15 +28,5 @@ def show(result: SweepResult) -> None:
 
 def document(result: SweepResult) -> dict[str, Any]:
     """Return the evaluation with open gates, and every threshold's."""
-    measured = result.evaluation
-    return {
-        "name": result.name,
-        "nll": measured.nll.mean,
-        "tau": measured.tau,
-        "density": measured.density,
-        "num_tokens": measured.nll.num_tokens.sum(),
-        "num_documents": measured.nll.num_documents,
-        "effective_documents": measured.nll.effective_documents,
-        "sweep": result.rows,
-        "folder": result.folder,
-    }
+    evaluation = evaluation_document(result.evaluation)
+    return {"name": result.name, **evaluation, "sweep": result.rows, "folder": result.folder}
