@@ -8,7 +8,8 @@ import json
 
 import numpy as np
 import pytest
-from helpers import make_comparison, make_domain_table, make_layouts, make_search, make_table
+from helpers import make_domain_table, make_layouts, make_table
+from report_cases import make_evidence
 
 from spkv_nas.artifacts.kinds import NATS, kind_of
 from spkv_nas.artifacts.score_kind import Measure
@@ -72,17 +73,6 @@ def test_the_explorer_has_the_heads_of_propose() -> None:
 def test_no_layout_for_heads_of_density_0() -> None:
     inputs = ReportInputs(make_domain_table(density=np.zeros((4, 2))), {})
     assert explorer_data(inputs, conclude(inputs)) is None
-
-
-def make_evidence(**search: list[float]) -> ReportInputs:
-    heads = ["GG GL LL LL", "GG GL LL LL", "GL LG GL LL", "GL LG LL GL", "LL LL GG GL"]
-    return ReportInputs(
-        make_domain_table(),
-        make_layouts("densest", "last"),
-        comparison=make_comparison(),
-        search=make_search(heads=heads, **search),
-        search_record={"steps": {"short": 30, "full": 120}},
-    )
 
 
 def test_evidence_is_by_steps_of_retraining() -> None:

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from helpers import Page, make_comparison, make_domain_table, make_layouts, make_search
 from marks import slow_after
+from report_cases import make_evidence
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -293,17 +294,6 @@ def check_ranking(case: Case, paragraphs: list[str]) -> None:
         assert (int(sentence[5] or sentence[6]), int(sentence[6])) == (right, sum(clear))
     else:
         assert not any(clear)
-
-
-def make_evidence(**search: Any) -> ReportInputs:
-    heads = ["GG GL LL LL", "GG GL LL LL", "GL LG GL LL", "GL LG LL GL", "LL LL GG GL"]
-    return ReportInputs(
-        make_domain_table(),
-        make_layouts("densest", "last"),
-        comparison=make_comparison(),
-        search=make_search(heads=heads, **search),
-        search_record={"steps": {"short": 30, "full": 120}},
-    )
 
 
 def test_errors_of_layouts_on_the_same_documents_are_paired() -> None:
