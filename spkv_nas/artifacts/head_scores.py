@@ -48,6 +48,7 @@ class _ProbeFile(Section):
     name: str | None = None
     tau: float = Field(default=0.5, ge=0, le=1)
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW)
+    sinks: int = Field(default=0, ge=0, le=MAX_WINDOW)
     head_dim: int | None = Field(default=None, ge=1, le=MAX_SIZE)
     dtype: str | None = None
     kind: Literal["density", "share", "gain", "score"] | None = None
@@ -103,6 +104,11 @@ class HeadScores(OnGrid):
     def signal(self) -> str:
         """Return the name of the signal, "density" or another one such as "duo-attention"."""
         return str(self.metadata.get("signal", DENSITY if self.is_density else "custom"))
+
+    @property
+    def sinks(self) -> int:
+        """Return how many first tokens a local head saw besides its window while the scores were measured."""
+        return int(self.metadata.get("sinks", 0))
 
     @property
     def kind(self) -> str:

@@ -1,12 +1,12 @@
-"""Layout: which KV heads attend globally, and which only within a local window.
+"""Layout: which KV heads attend globally, and which only to a local window and the first tokens (sink tokens).
 
 Layouts connect the pipeline stages: ``propose`` writes them, ``train-hybrid`` trains them and ``export`` applies one to
 a model. A layout is a small YAML file whose grid of letters can be read and edited by hand.
 
-The file contains a hash of its window and grid (``provenance: {hash: ...}``) to detect edits. Edits are allowed, so an
-edited layout is read as it is. But its strategy, budget and coverage still describe the original grid, and labels such
-as "densest" would then be wrong in a comparison. So reading it warns until the hash is removed or the layout is written
-again. ``check`` is the corresponding hash of strategy and provenance. In memory, both always match the content.
+The file contains a hash of its window, sinks and grid (``provenance: {hash: ...}``) to detect edits. Edits are allowed,
+so an edited layout is read as it is. But its strategy, budget and coverage still describe the original grid, and labels
+such as "densest" would then be wrong in a comparison. So reading it warns until the hash is removed or the layout is
+written again. ``check`` is the corresponding hash of strategy and provenance. In memory, both always match the content.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ FORMAT = "spkv-nas/layout/1"
 DEFAULT_WINDOW = 128  # of local heads, if neither the probe nor the caller sets one
 
 _GRID_COMMENT = "# one row per layer from layer 0, one letter per KV head: G global, L local"
+_SINKS = "sinks: {:<20} # first tokens of the sequence that a local head also sees\n"
 _TEMPLATE = """\
 format: {format}
 window: {window:<19} # visible recent keys of a local head, its own included
-heads:                      {comment}
+{sinks}heads:                      {comment}
 {rows}
 strategy: {strategy}
 provenance: {provenance}
@@ -54,19 +55,21 @@ class Layout(OnGrid):
         strategy: how the layout was made; also names its files and runs.
         provenance: where the layout comes from; affects neither the layout nor its coverage. ``Proposal.read`` uses one
             entry, ``tau``: the threshold of the densities by which the layout was chosen.
+        sinks: first tokens of its sequence that a local head sees besides its window (sink tokens).
 
     Raises:
-        UserError: the grid is empty or ragged or has another letter, the window is below 1, or the strategy cannot name
-            a file.
+        UserError: the grid is empty or ragged or has another letter, the window is below 1, the sinks are negative, or
+            the strategy cannot name a file.
     """
 
     heads: tuple[str, ...]
     window: int
     strategy: str = "custom"
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
+    sinks: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Validate the grid, the window and the strategy."""
+        """Validate the grid, the window, the sinks and the strategy."""
         if not self.heads or not self.heads[0]:
             raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
         for layer, row in enumerate(self.heads):
@@ -81,6 +84,8 @@ class Layout(OnGrid):
             raise UserError(f"window is {self.window}; it must be at least 1, because it includes the query's own key")
         if self.window > MAX_WINDOW:
             raise UserError(f"window is {str(self.window)[:40]}; it is at most {MAX_WINDOW}")
+        if not 0 <= self.sinks <= MAX_WINDOW:
+            raise UserError(f"sinks is {str(self.sinks)[:40]}; it must lie between 0 and {MAX_WINDOW}")
         check_name(self.strategy, "the strategy")
 
     @property
@@ -110,9 +115,20 @@ class Layout(OnGrid):
         return tuple(layer for layer, row in enumerate(self.heads) if "L" not in row)
 
     @property
+    def local_keys(self) -> int:
+        """Return the number of keys that a local head sees of a long sequence: its window and the sink tokens."""
+        return self.window + self.sinks
+
+    @property
+    def reach(self) -> str:
+        """Return what a local head sees, for people: "window 128, 4 sink tokens"."""
+        sinks = f", {self.sinks} sink token{'s' if self.sinks > 1 else ''}" if self.sinks else ""
+        return f"window {self.window}{sinks}"
+
+    @property
     def content(self) -> str:
-        """Return window and grid as text: only what affects the model."""
-        return f"{self.window}\n{'/'.join(self.heads)}"
+        """Return window, grid and sinks (if any) as text: only what affects the model."""
+        return f"{self.window}\n{'/'.join(self.heads)}" + (f"\nsinks {self.sinks}" if self.sinks else "")
 
     @property
     def content_hash(self) -> str:
@@ -136,7 +152,7 @@ class Layout(OnGrid):
 
     def _repr_html_(self) -> str:
         """Return an HTML grid with G for every global head, for notebooks."""
-        caption = f"{self.strategy}: {self.num_global} of {self.num_heads} KV heads global, window {self.window}"
+        caption = f"{self.strategy}: {self.num_global} of {self.num_heads} KV heads global, {self.reach}"
         return grid_html(caption, self.global_mask, [row.replace("L", " ") for row in self.heads])
 
     @classmethod
@@ -147,13 +163,23 @@ class Layout(OnGrid):
         window: int,
         strategy: str = "custom",
         provenance: Mapping[str, object] | None = None,
+        sinks: int = 0,
     ) -> Layout:
         """Create a layout whose global heads are the true entries of ``mask``, bool [L, Hkv]."""
         grid = np.asarray(mask)
         if grid.ndim != 2 or grid.dtype != np.bool_:
             raise ValueError(f"mask must be bool [L, Hkv], found {grid.dtype} {list(grid.shape)}")
         heads = tuple("".join("G" if is_global else "L" for is_global in row) for row in grid)
-        return cls(heads, window, strategy, provenance or {})
+        return cls(heads, window, strategy, provenance or {}, sinks=sinks)
+
+    @classmethod
+    def from_content(cls, content: str) -> Layout:
+        """Create a layout from its ``content``. Raises ``ValueError`` or ``UserError`` for any other text."""
+        window, heads, *rest = content.split("\n")
+        layout = cls(tuple(heads.split("/")), int(window), sinks=int(rest[0].removeprefix("sinks ")) if rest else 0)
+        if layout.content != content:
+            raise ValueError(f"expected the content of a layout; found {shortened(repr(content), 80)}")
+        return layout
 
     @classmethod
     def read(cls, path: StrPath) -> Layout:
@@ -184,7 +210,7 @@ class Layout(OnGrid):
         # Build the layout without hash and check
         provenance = {key: value for key, value in content.provenance.items() if key not in ("hash", "check")}
         try:
-            layout = cls(tuple(content.heads), content.window, content.strategy, provenance)
+            layout = cls(tuple(content.heads), content.window, content.strategy, provenance, sinks=content.sinks)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         # Warn if the file was edited
@@ -220,6 +246,7 @@ class Layout(OnGrid):
         return _TEMPLATE.format(
             format=FORMAT,
             window=self.window,
+            sinks=_SINKS.format(self.sinks) if self.sinks else "",
             comment=_GRID_COMMENT,
             rows=self.rows,
             strategy=yaml_line(self.strategy),
@@ -279,11 +306,16 @@ class _LayoutFile(Section):
         description="window of local heads: visible recent keys, including the query's own",
         json_schema_extra={"minimum": 1},
     )
+    sinks: int = Field(
+        0,
+        description="first tokens of the sequence that a local head sees besides its window; absent: 0",
+        json_schema_extra={"minimum": 0},
+    )
     heads: list[str] = Field(
         description="one row per layer from layer 0, one letter per KV head: G global, L local",
         json_schema_extra={"minItems": 1, "items": {"type": "string", "pattern": "^[GL]+$"}},
     )
     strategy: str = Field("custom", description="how the layout was chosen; its name in comparisons")
     provenance: dict[str, Any] = Field(
-        {}, description="origin of the layout, hash of window and heads, and checksum of the other fields"
+        {}, description="origin of the layout, hash of window, sinks and heads, and checksum of the other fields"
     )

@@ -176,8 +176,7 @@ def kept_layouts(cache: Path) -> list[Layout]:
     layouts = []
     for file in sorted(cache.glob("*.npz")):
         try:
-            window, _, heads = str(read_arrays(file, (_LAYOUT,), "")["layout"]).partition("\n")
-            layout = Layout(tuple(heads.split("/")), int(window))
+            layout = Layout.from_content(str(read_arrays(file, (_LAYOUT,), "")["layout"]))
         except (UserError, ValueError):
             continue
         if file.stem == layout.content_hash:

@@ -68,7 +68,7 @@ class LayerState:
         settings: gate settings of the model, the same object in all of its layers.
         windows: window of each KV head, from a layout, or for a layer without gated heads; None: gates decide.
         gate_window: window w of the gates, in keys; None: no gates.
-        sinks: number of first tokens that the gates always keep, per KV head.
+        sinks: number of first tokens that each KV head sees besides its window, from a layout or of gates; empty: 0.
         observer: called with each pass's queries, keys and values.
     """
 
@@ -85,6 +85,15 @@ class LayerState:
     def checkpoint_window(self) -> int:
         """Return how many recent keys a head of this layer sees in the checkpoint, without gates and layouts."""
         return self.native_window or GLOBAL_WINDOW
+
+    def set_windows(self, windows: tuple[int, ...], sinks: int = 0) -> None:
+        """Set the window of each KV head, and let local heads also see the first ``sinks`` tokens.
+
+        Heads of a layer with a native sliding window get no sink tokens, because they were trained without them.
+        """
+        sinks = sinks if self.native_window is None else 0
+        self.windows = windows
+        self.sinks = tuple(sinks if window < GLOBAL_WINDOW else 0 for window in windows)
 
     def head_windows(self, *, gated: bool) -> tuple[int, ...]:
         """Return the window of each KV head: how many recent keys it always sees.
@@ -109,6 +118,17 @@ class LayerState:
             with torch.inference_mode(False):  # a later backward pass may save it
                 self._window_cache = (windows, torch.tensor(windows, device=device))
         return self._window_cache[1]
+
+    @property
+    def operator_sinks(self) -> int:
+        """Return the sink tokens of local heads as the attention operator takes them; 0 where gates decide.
+
+        Gates keep their sink tokens themselves (``gates.UtilityPredictor``), and global heads see every token anyway.
+        """
+        if self.windows is None:
+            return 0
+        pairs = zip(self.sinks, self.windows, strict=False)  # a layout's local heads have equal sinks
+        return max((sinks for sinks, window in pairs if window < GLOBAL_WINDOW), default=0)
 
     def check_gate_reach(self, num_tokens: int) -> None:
         """Raise ``UserError`` if gates would decide about keys that the checkpoint's own sliding window hides."""

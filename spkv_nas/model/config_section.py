@@ -30,10 +30,11 @@ class SavedLayer(Section):
 
 
 class _SavedLayout(Section):
-    """Layout of a hybrid: letters of its heads by layer, and the window of local heads."""
+    """Layout of a hybrid: letters of its heads by layer, and the window and sink tokens of local heads."""
 
     heads: list[str] = Field(min_length=1, max_length=MAX_LAYERS)
     window: _Window
+    sinks: int = Field(0, ge=0, le=GLOBAL_WINDOW)
 
 
 class _Saved(Section):
@@ -69,7 +70,8 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
     if isinstance(content, GateConfig):
         gates_or_layout: dict[str, Any] = {"gates": content.model_dump()}
     else:
-        gates_or_layout = {"layout": {"heads": list(content.heads), "window": content.window}}
+        sinks = {"sinks": content.sinks} if content.sinks else {}
+        gates_or_layout = {"layout": {"heads": list(content.heads), "window": content.window, **sinks}}
     restore_section(model, {"version": 1, "layers": layers, **gates_or_layout})
 
 
@@ -116,7 +118,7 @@ def checkpoint_layout(model: PreTrainedModel) -> Layout | None:
     """Return the layout of a model, such as a retrained hybrid; None if it has none."""
     section = _checked(model.config)
     saved = None if section is None else section.layout
-    return None if saved is None else Layout(heads=tuple(saved.heads), window=saved.window)
+    return None if saved is None else Layout(tuple(saved.heads), saved.window, sinks=saved.sinks)
 
 
 def _section(config: PreTrainedConfig | None) -> dict[str, Any]:

@@ -82,4 +82,4 @@ def _put_section(model: PreTrainedModel) -> None:
                 install_gates(layer, row, gates, config.get_text_config().hidden_size)
     if layout is not None:
         for state, windows in zip(layer_states(model), layout_windows(model, layout), strict=True):
-            state.windows = windows
+            state.set_windows(windows, layout.sinks)

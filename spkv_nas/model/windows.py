@@ -18,15 +18,17 @@ from spkv_nas.model.config_section import checkpoint_layout, gate_config, write_
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 
 
-def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None) -> None:
-    """Apply ``layout`` to ``model`` in place: local heads see a window of keys, global heads all of them.
+def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None, sinks: int | None = None) -> None:
+    """Apply ``layout`` to ``model`` in place: local heads see sink tokens and a window, global heads all keys.
 
-    Gates are removed, because a hybrid has none.
+    Gates are removed, because a hybrid has none. Layers with a native sliding window get no sink tokens: they were
+    trained without them.
 
     Args:
         model: dense, hybrid or gated.
         layout: global and local KV heads.
-        window: keys that a local head sees; None: the layout's.
+        window: recent keys that a local head sees; None: the layout's.
+        sinks: first tokens of a sequence that a local head sees as well; None: the layout's.
 
     Raises:
         UserError: the layout is for another number of layers or KV heads, or the model cannot be hooked (see
@@ -35,20 +37,22 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     if any(state.gate_window is not None for state in layer_states(model)):
         detach(model)
     hook_layers(model)
-    layout = replace(layout, window=window or layout.window)
+    layout = replace(layout, window=window or layout.window, sinks=layout.sinks if sinks is None else sinks)
     try:
         windows = layout_windows(model, layout)
     except UserError:
         detach(model)
         raise
     for state, row in zip(layer_states(model), windows, strict=True):
-        state.windows = row
+        state.set_windows(row, layout.sinks)
     write_section(model, layout)
     allow_cache(model)
 
 
 @contextmanager
-def layout_applied(model: PreTrainedModel, layout: Layout, window: int | None = None) -> Iterator[PreTrainedModel]:
+def layout_applied(
+    model: PreTrainedModel, layout: Layout, window: int | None = None, sinks: int | None = None
+) -> Iterator[PreTrainedModel]:
     """Apply a layout inside the ``with`` block, and restore the model's gates or layout after it.
 
         with spkv_nas.layout_applied(model, layout):
@@ -57,13 +61,14 @@ def layout_applied(model: PreTrainedModel, layout: Layout, window: int | None = 
     Args:
         model: dense, hybrid or gated; yielded.
         layout: global and local KV heads.
-        window: keys that a local head sees; None: the layout's.
+        window: recent keys that a local head sees; None: the layout's.
+        sinks: first tokens of a sequence that a local head sees as well; None: the layout's.
 
     Raises:
         UserError: as ``apply_layout``.
     """
     with detached(model):
-        apply_layout(model, layout, window)
+        apply_layout(model, layout, window, sinks)
         try:
             yield model
         finally:
@@ -82,7 +87,7 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
     """Let every head see all keys inside the ``with`` block, and restore gates or layout after it.
 
     Layers with a native sliding window keep it. The model is in evaluation mode. Yields the
-    layers' states in order, whose windows and observers the block may set.
+    layers' states in order, whose windows (``LayerState.set_windows``) and observers the block may set.
 
     Raises:
         UserError: the model cannot be hooked (see ``attention.py``).
@@ -90,28 +95,28 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
     was_hooked = bool(attention_layers(model))
     hook_layers(model)
     states = layer_states(model)
-    before = [state.windows for state in states]
+    before = [(state.windows, state.sinks) for state in states]
     with evaluation_mode(model), gate_mode(model, "open") if gate_config(model) else nullcontext():
         try:
             for state in states:
-                state.windows = (state.checkpoint_window,) * state.num_kv_heads  # windows override gates
+                state.set_windows((state.checkpoint_window,) * state.num_kv_heads)  # windows override gates
             yield states
         finally:
-            for state, windows in zip(states, before, strict=True):
-                state.windows, state.observer = windows, None
+            for state, (windows, sinks) in zip(states, before, strict=True):
+                state.windows, state.sinks, state.observer = windows, sinks, None
             if not was_hooked:
                 detach(model)
 
 
 @contextmanager
-def every_head_local(model: PreTrainedModel, window: int) -> Iterator[None]:
-    """Limit every head to its last ``window`` keys inside the ``with`` block, and restore the model after it.
+def every_head_local(model: PreTrainedModel, window: int, sinks: int = 0) -> Iterator[None]:
+    """Limit every head to its last ``window`` keys and the first ``sinks`` tokens inside the ``with`` block.
 
-    This shows what the model can do without long-range attention.
+    The model is restored after it. This shows what the model can do without long-range attention.
     """
     with full_attention(model) as states:
         for state in states:
-            state.windows = (min(window, state.checkpoint_window),) * state.num_kv_heads
+            state.set_windows((min(window, state.checkpoint_window),) * state.num_kv_heads, sinks)
         yield
 
 

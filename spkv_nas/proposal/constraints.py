@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -189,7 +189,9 @@ def solve(
         raise UserError(f"no KV head can be global with budget {budget:g} and these constraints: {reason}")
     # Build the layout and its provenance
     name = ROBUST if robust else CONSTRAINED
-    layout = Layout.from_mask(best.mask, window=window or table.window or DEFAULT_WINDOW, strategy=name)
+    layout = Layout.from_mask(
+        best.mask, window=window or table.window or DEFAULT_WINDOW, strategy=name, sinks=table.sinks
+    )
     origin = {**provenance(table, layout, budget), "constraints": constraints.named}
     if robust:
         origin["worst_domain"] = round(min(domain_coverage(table, layout).values()), 4)
@@ -197,7 +199,7 @@ def solve(
         origin["weight"] = float(weights[best.mask].sum())
     if best.gap > 1e-9:
         origin["gap"] = float(f"{best.gap:.2g}")
-    return Layout(layout.heads, layout.window, name, origin)
+    return replace(layout, provenance=origin)
 
 
 def _conflict(problem: Problem, constraints: Constraints, budget: float) -> str:

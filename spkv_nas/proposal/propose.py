@@ -73,7 +73,7 @@ def layout_by(
     window: int | None = None,
     seed: int = 0,
 ) -> Layout:
-    """Choose the global heads by one strategy, and record their provenance.
+    """Choose the global heads by one strategy, and record their provenance; sink tokens are the table's.
 
     Args:
         strategy: the strategy.
@@ -94,7 +94,7 @@ def layout_by(
         )
     if window is None:
         window = table.window or DEFAULT_WINDOW
-    layout = Layout.from_mask(mask, window=window, strategy=name or strategy.name)
+    layout = Layout.from_mask(mask, window=window, strategy=name or strategy.name, sinks=table.sinks)
     return replace(layout, provenance=provenance(table, layout, heads, seed if strategy.is_random else None))
 
 

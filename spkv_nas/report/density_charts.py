@@ -76,7 +76,7 @@ def thumbnail(title: str, values: NDArray[np.float64], scale: Scale | None, numb
 
 def grid_chart(layout: Layout) -> Chart:
     """Return a layout without scores: global heads light, local heads dark."""
-    title = f"{short(layout.strategy, 28)}: {layout.num_global} of {layout.num_heads} global, window {layout.window}"
+    title = f"{short(layout.strategy, 28)}: {layout.num_global} of {layout.num_heads} global, {layout.reach}"
     cells = Heatmap(_rows(layout.global_mask.astype(float)), written=False)
     axes = _head_axes(layout.grid, small=True)
     return Chart("layout", title, "Columns are layers, rows are KV heads.", *axes, (cells,), heading=title)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -13,7 +14,6 @@ import pandas as pd
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
-from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
@@ -112,4 +112,4 @@ def _write_layouts(search: Search, trials: Sequence[Trial], folder: Path) -> Non
     with replacing(folder, stale=[file.name for file in folder.glob("*.yaml")]) as new:
         for name, trial in trials_by_name.items():
             origin = provenance(search.space.table, trial.layout, search.space.budgets[1], trial.seed)
-            Layout(trial.layout.heads, trial.layout.window, name, origin).write(new / f"{name}.yaml")
+            replace(trial.layout, strategy=name, provenance=origin).write(new / f"{name}.yaml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,60 @@ def test_content_hash_is_of_grid_and_window_only() -> None:
     assert layout.content_hash == Layout(("GL", "LL"), 8, "b").content_hash
     assert len({layout.content_hash, Layout(("GL", "LL"), 9).content_hash, Layout(("GLLL",), 8).content_hash}) == 3
     assert hash(layout) == hash(Layout(("GL", "LL"), 8, "a"))
+
+
+class TestSinks:
+    """Local heads may see the first tokens besides their window; layouts without are as before, hash included."""
+
+    LAYOUT = Layout(("GL", "LL"), 8, "a", sinks=4)
+
+    def test_are_a_key_after_the_window_and_absent_without(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.yaml"
+        self.LAYOUT.write(path)
+        lines = path.read_text().splitlines()
+        assert lines[1:3] == [
+            "window: 8                   # visible recent keys of a local head, its own included",
+            "sinks: 4                    # first tokens of the sequence that a local head also sees",
+        ]
+        assert Layout.read(path) == self.LAYOUT
+        assert "sinks" not in replace(self.LAYOUT, sinks=0).text
+        assert Layout.json_schema()["properties"]["sinks"]["minimum"] == 0
+
+    def test_hash_contains_them_unless_there_are_none(self) -> None:
+        layouts = [replace(self.LAYOUT, sinks=number) for number in (0, 1, 4)]
+        assert [layout.content for layout in layouts] == ["8\nGL/LL", "8\nGL/LL\nsinks 1", "8\nGL/LL\nsinks 4"]
+        assert len({layout.content_hash for layout in layouts}) == 3
+        assert [Layout.from_content(layout.content) for layout in layouts] == [
+            replace(layout, strategy="custom") for layout in layouts
+        ]
+        for damaged in ("8\nGL/LL\nsinks 0", "8\nGL/LL\n4", "8", "x\nGL"):
+            with pytest.raises(
+                (ValueError, UserError), match=r"expected the content|not enough values|invalid literal"
+            ):
+                Layout.from_content(damaged)
+
+    def test_an_edit_is_noticed(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.yaml"
+        self.LAYOUT.write(path)
+        path.write_text(path.read_text().replace("sinks: 4 ", "sinks: 1 "))
+        with pytest.warns(UserWarning, match=r"a.yaml was edited"):
+            assert Layout.read(path).sinks == 1
+
+    def test_are_shown(self) -> None:
+        assert self.LAYOUT.local_keys == 12
+        assert [replace(self.LAYOUT, sinks=number).reach for number in (0, 1, 4)] == [
+            "window 8",
+            "window 8, 1 sink token",
+            "window 8, 4 sink tokens",
+        ]
+        assert "1 of 4 KV heads global, window 8, 4 sink tokens" in self.LAYOUT._repr_html_()
+        assert Layout.from_mask(self.LAYOUT.global_mask, window=8, strategy="a", sinks=4) == self.LAYOUT
+
+    @pytest.mark.parametrize("sinks", ["-1", "2147483648", "true", "1.5"])
+    def test_out_of_range(self, sinks: str, tmp_path: Path) -> None:
+        (tmp_path / "x.yaml").write_text(f"{FILE}sinks: {sinks}\n")
+        with pytest.raises(UserError, match=r"x.yaml.*sinks"):
+            Layout.read(tmp_path / "x.yaml")
 
 
 def test_file_is_readable_and_keeps_its_key_order(tmp_path: Path) -> None:

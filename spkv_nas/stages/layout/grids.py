@@ -14,10 +14,10 @@ _STYLES = {"G": "bold green", "L": "dim", ".": "dim", "+": "bold green", "-": "b
 
 
 def describe(layout: Layout) -> str:
-    """Return a layout's shape, share of global heads, window and hash in one line."""
+    """Return a layout's shape, share of global heads, window, sink tokens and hash in one line."""
     share = f"{layout.num_global} of {layout.num_heads} global ({100 * layout.num_global / layout.num_heads:.1f} %)"
     size = f"{layout.num_layers} layers x {layout.num_kv_heads} KV heads"
-    return f"{size}, {share}, window {layout.window}, hash {layout.hash}"
+    return f"{size}, {share}, {layout.reach}, hash {layout.hash}"
 
 
 def print_grid(rows: Sequence[str], notes: Sequence[str]) -> None:
@@ -34,6 +34,7 @@ def heads_document(layout: Layout) -> dict[str, Any]:
         "num_global": layout.num_global,
         "num_heads": layout.num_heads,
         "window": layout.window,
+        "sinks": layout.sinks,
         "strategy": layout.strategy,
         "hash": layout.hash,
     }

@@ -19,7 +19,7 @@ class DiffOptions:
 
 
 def diff(options: DiffOptions, reporter: Reporter) -> Result:
-    """Compare two layouts of one model by heads that differ, Jaccard index of the global heads, and window.
+    """Compare two layouts of one model by heads that differ, Jaccard index of the global heads, window and sink tokens.
 
     The exit code is 0 if both give the same model, 1 if they differ, and 2 if they cannot be compared. Strategy and
     provenance are ignored.
