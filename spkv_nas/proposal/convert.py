@@ -31,6 +31,7 @@ def convert(
     sparsity: float | None = None,
     threshold: float | None = None,
     window: int | None = None,
+    sinks: int | None = None,
 ) -> list[str]:
     """Write a layout or head scores in another format.
 
@@ -44,6 +45,7 @@ def convert(
         sparsity: share of local heads in [0, 1], see ``ForeignScores.choose``.
         threshold: score in [0, 1] from which a head is global, see ``ForeignScores.choose``.
         window: local attention window in tokens, instead of the source's.
+        sinks: first tokens that a local head sees besides its window, instead of the source's.
 
     Returns:
         Messages about what was written and what the target format cannot hold.
@@ -60,16 +62,17 @@ def convert(
     # Read the source
     layout = Layout.read(source) if _is_layout(source) else None
     if layout is None:
-        scores, notes = _with_sizes(read_scores(source), window)
+        scores, notes = _with_sizes(read_scores(source), window, sinks)
     elif chosen:
         raise UserError(
             f"{source} is a layout, whose global heads are already chosen: "
             f"--{next(iter(chosen))} applies only to scores"
         )
     else:
-        layout, notes = replace(layout, window=window or layout.window), []
+        layout, notes = _resized(layout, window, sinks), []
         mask = layout.global_mask.astype(np.float64)
-        scores = ForeignScores(mask, layout.strategy, f"{layout.strategy} {layout.hash}", layout.window, sink_size=0)
+        origin = f"{layout.strategy} {layout.hash}"
+        scores = ForeignScores(mask, layout.strategy, origin, layout.window, layout.sinks)
     # Select heads if the target needs a mask
     to_duo_attention = files[0].name == TSV_NAME
     if layout is None and (chosen or not to_duo_attention):
@@ -79,19 +82,25 @@ def convert(
     if to_duo_attention:
         return [*notes, _write_duo_attention(files, scores)]
     assert layout is not None
-    return notes + (_write_layout if _is_layout(target) else _write_prulong)(target, layout, scores.sink_size or 0)
+    return notes + (_write_layout if _is_layout(target) else _write_prulong)(target, layout)
 
 
-def _with_sizes(scores: ForeignScores, window: int | None) -> tuple[ForeignScores, list[str]]:
+def _resized(layout: Layout, window: int | None, sinks: int | None) -> Layout:
+    """Return a layout with another window or other sinks; None keeps those of the layout."""
+    return replace(layout, window=window or layout.window, sinks=layout.sinks if sinks is None else sinks)
+
+
+def _with_sizes(scores: ForeignScores, window: int | None, sinks: int | None) -> tuple[ForeignScores, list[str]]:
     """Fill in missing window and sinks of the scores; return them with a note on assumed values."""
     window = window or scores.window
+    sinks = scores.sink_size if sinks is None else sinks
     assumptions = []
     if window is None:
         assumptions.append(f"a window of {DEFAULT_WINDOW} (change it with --window W)")
-    if scores.sink_size is None:
-        assumptions.append("no attention sinks")
+    if sinks is None:
+        assumptions.append("no sink tokens (change it with --sinks N)")
     notes = [f"{scores.source} does not record all sizes: assumed {' and '.join(assumptions)}"] if assumptions else []
-    return replace(scores, window=window or DEFAULT_WINDOW, sink_size=scores.sink_size or 0), notes
+    return replace(scores, window=window or DEFAULT_WINDOW, sink_size=sinks or 0), notes
 
 
 def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layout, list[str]]:
@@ -99,7 +108,9 @@ def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layou
     assert scores.window is not None
     mask = scores.choose(**chosen)
     provenance = {"source": scores.source, **chosen, "budget": int(mask.sum()), "created_by": _CREATED_BY}
-    layout = Layout.from_mask(mask, window=scores.window, strategy=scores.origin, provenance=provenance)
+    layout = Layout.from_mask(
+        mask, window=scores.window, strategy=scores.origin, provenance=provenance, sinks=scores.sink_size or 0
+    )
     if mask.all() or not mask.any() or scores.values[mask].min() > scores.values[~mask].max():
         return layout, []
     tied = scores.values == scores.values[mask].min()
@@ -137,26 +148,22 @@ def _write_duo_attention(files: Sequence[Path], scores: ForeignScores) -> str:
         write_json(new / CONFIG_NAME, config)
         write_atomic(new / TSV_NAME, _lines(scores.values, "{:.18e}"))
     content = f"{int(scores.values.sum())} of {scores.values.size} KV heads global" if scores.is_mask else "scores"
-    return f"{files[0]}: {content}, {scores.sink_size} sinks, window {scores.window}"
+    return f"{files[0]}: {content}, {scores.sink_size} sink tokens, window {scores.window}"
 
 
-def _write_layout(target: Path, layout: Layout, sinks: int) -> list[str]:
-    """Write a layout file; return messages."""
+def _write_layout(target: Path, layout: Layout) -> list[str]:
+    """Write a layout file; return a message."""
     layout.write(target)
-    sinks_note = (
-        f"dropped {sinks} attention sinks: in a layout, local heads see only their window of {layout.window} tokens"
-    )
-    message = f"{target}: {layout.num_global} of {layout.num_heads} KV heads global, hash {layout.hash}"
-    return [message, sinks_note] if sinks else [message]
+    return [f"{target}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}, hash {layout.hash}"]
 
 
-def _write_prulong(target: Path, layout: Layout, sinks: int) -> list[str]:
+def _write_prulong(target: Path, layout: Layout) -> list[str]:
     """Write a PruLong mask; return messages."""
     write_atomic(target, _lines(layout.global_mask.astype(np.float64), "{:.1f}"))
     return [
         f"{target}: {layout.num_global} of {layout.num_heads} KV heads global",
         "a PruLong mask does not record window and sinks: "
-        f"evaluate with --duoattn_sliding {layout.window} --duoattn_sink {sinks}",
+        f"evaluate with --duoattn_sliding {layout.window} --duoattn_sink {layout.sinks}",
     ]
 
 

@@ -85,7 +85,7 @@ class ForeignScores:
         rows = pd.DataFrame({"layer": layer, "kv_head": head, "score": self.values.ravel()}).assign(
             domain="all", num_tokens=1, num_documents=0, standard_error=math.nan
         )
-        metadata = {"signal": self.origin, "source": self.source, "sink_size": self.sink_size}
+        metadata = {"signal": self.origin, "source": self.source, "sinks": self.sink_size or 0}
         return HeadScores(name, rows[list(COLUMNS)], window=self.window, metadata=metadata)
 
     def choose(
@@ -142,7 +142,7 @@ def read_scores(path: Path) -> ForeignScores:
     """
     if path.suffix == ".csv":
         table = HeadScores.read(path)
-        return ForeignScores(table.density, "density", str(path), table.window, sink_size=0)
+        return ForeignScores(table.density, "density", str(path), table.window, table.sinks)
     # Read the values
     file = path / TSV_NAME if is_folder(path) else path
     if file.suffix != ".tsv":

@@ -119,6 +119,12 @@ ChosenTau = Annotated[
 ]
 Window = Annotated[int, _WINDOW]
 OptionalWindow = Annotated[int | None, _WINDOW]
+OptionalSinks = Annotated[
+    int | None,
+    Flag(
+        "First tokens of a sequence that a local head sees besides its window (sink tokens).", low=0, high=MAX_WINDOW
+    ),
+]
 
 # Constraints and memory
 Context = Annotated[str, _CONTEXT]

@@ -81,10 +81,11 @@ class TestReading:
 
     def test_a_table_for_propose(self, duo: Path) -> None:
         table = read_score_table(duo / "full_attention_heads.tsv")
-        assert (table.name, table.signal, table.window) == (duo.name, "duo-attention", 256)
+        assert (table.name, table.signal, table.window, table.sinks) == (duo.name, "duo-attention", 256, 128)
         assert np.array_equal(table.density, np.clip(ALPHA, 0, 1))
         densest = propose(table, 3)["densest"]
         assert densest.heads == ("LLG", "GLL", "LGL", "LLL")
+        assert densest.sinks == 128
         assert densest.provenance["signal"] == "duo-attention"
         assert densest.provenance["source"] == str(duo / "full_attention_heads.tsv")
         assert densest.provenance["tau"] is None
@@ -185,7 +186,7 @@ class TestConverting:
         lines = convert(duo, tmp_path / "mine.yaml", sparsity=0.5)
         layout = Layout.read(tmp_path / "mine.yaml")
         assert np.array_equal(layout.global_mask, np.clip(ALPHA, 0, 1) >= np.quantile(ALPHA, 0.5))
-        assert (layout.window, layout.strategy) == (256, "duo-attention")
+        assert (layout.window, layout.sinks, layout.strategy) == (256, 128, "duo-attention")
         assert {**layout.provenance, "created_by": ""} == {
             "source": str(duo),
             "sparsity": 0.5,
@@ -193,8 +194,7 @@ class TestConverting:
             "created_by": "",
         }
         assert lines == [
-            f"{tmp_path / 'mine.yaml'}: 6 of 12 KV heads global, hash {layout.hash}",
-            "dropped 128 attention sinks: in a layout, local heads see only their window of 256 tokens",
+            f"{tmp_path / 'mine.yaml'}: 6 of 12 KV heads global, window 256, 128 sink tokens, hash {layout.hash}"
         ]
 
     def test_a_cut_among_equal_scores_is_reported(self, duo: Path, tmp_path: Path) -> None:
@@ -206,14 +206,29 @@ class TestConverting:
     def test_a_layout_round_trips(self, tmp_path: Path, form: str) -> None:
         lines = convert(COMMITTED / "densest.yaml", tmp_path / form)
         assert lines[-1].endswith(
-            "--duoattn_sliding 32 --duoattn_sink 0" if form == "out.tsv" else "0 sinks, window 32"
+            "--duoattn_sliding 32 --duoattn_sink 0" if form == "out.tsv" else "0 sink tokens, window 32"
         )
         back = convert(tmp_path / form, tmp_path / "back.yaml", window=32 if form == "out.tsv" else None)
         assert Layout.read(tmp_path / "back.yaml").hash == Layout.read(COMMITTED / "densest.yaml").hash
         assert not any(line.startswith("not carried") for line in back)
 
+    @pytest.mark.parametrize("form", ["duo", "out.tsv"])
+    def test_sinks_there_and_back(self, tmp_path: Path, form: str) -> None:
+        """Layouts held no sink tokens, so the sinks of both projects were dropped."""
+        source = Layout(("GL", "LL"), 32, "a", sinks=4)
+        source.write(tmp_path / "a.yaml")
+        lines = convert(tmp_path / "a.yaml", tmp_path / form)
+        assert lines[-1].endswith(
+            "--duoattn_sliding 32 --duoattn_sink 4" if form == "out.tsv" else "4 sink tokens, window 32"
+        )
+        sizes = {"window": 32, "sinks": 4} if form == "out.tsv" else {}
+        convert(tmp_path / form, tmp_path / "back.yaml", **sizes)  # type: ignore[arg-type]
+        assert Layout.read(tmp_path / "back.yaml").hash == source.hash
+        convert(tmp_path / "a.yaml", tmp_path / "none.yaml", sinks=0)
+        assert Layout.read(tmp_path / "none.yaml").content_hash == Layout(("GL", "LL"), 32).content_hash
+
     def test_duo_attention_reads_the_files(self, prulong: Path, tmp_path: Path) -> None:
-        """Sizes and values are kept; a layout has no sinks."""
+        """Sizes and values are kept."""
         convert(prulong, tmp_path / "out")
         alpha, sinks, window = as_duo_attention_reads(tmp_path / "out")
         assert np.array_equal(alpha, MASK)
@@ -241,15 +256,19 @@ class TestConverting:
         table.write_text("layer,kv_head,density\n0,0,0.25\n0,1,0.75\n")
         lines = convert(table, tmp_path / "out")
         assert "assumed a window of 128 (change it with --window W)" in lines[0]
-        assert "no attention sinks" not in lines[0]
+        assert "sink tokens" not in lines[0]
         assert as_duo_attention_reads(tmp_path / "out")[0].tolist() == [0.25, 0.75]
 
     def test_sizes_that_no_file_contains(self, prulong: Path, tmp_path: Path) -> None:
         (prulong.parent / "config.json").unlink()
         line = convert(prulong, tmp_path / "a.yaml")[0]
-        assert line.endswith("sizes: assumed a window of 128 (change it with --window W) and no attention sinks")
+        assert line.endswith(
+            "sizes: assumed a window of 128 (change it with --window W) and no sink tokens (change it with --sinks N)"
+        )
         convert(prulong, tmp_path / "b.yaml", window=7)
         assert Layout.read(tmp_path / "b.yaml").window == 7
+        assert len(convert(prulong, tmp_path / "c.yaml", window=7, sinks=4)) == 1  # nothing is assumed
+        assert Layout.read(tmp_path / "c.yaml").sinks == 4
 
     def test_mistakes(self, duo: Path, tmp_path: Path) -> None:
         config = (duo / "config.json").read_bytes()

@@ -38,6 +38,7 @@ class ConvertOptions:
     sparsity: Sparsity = None
     threshold: Threshold = None
     window: flags.OptionalWindow = default(None, "the source's")
+    sinks: flags.OptionalSinks = default(None, "the source's")
 
 
 def convert(options: ConvertOptions, reporter: Reporter) -> Result:

@@ -15,4 +15,5 @@ def convert(options: ConvertOptions) -> list[str]:
         sparsity=options.sparsity,
         threshold=options.threshold,
         window=options.window,
+        sinks=options.sinks,
     )
