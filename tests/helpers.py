@@ -40,6 +40,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 1, 1, 0]},
 }
+GPT_OSS: dict[str, Any] = {  # learned sinks, a mixture of experts, and every other layer sliding
+    "head_dim": 8, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 
 
 def tiny_model(family: str = "llama", **options: Any) -> PreTrainedModel:
@@ -56,7 +60,7 @@ def tiny_model(family: str = "llama", **options: Any) -> PreTrainedModel:
             "max_position_embeddings": 128,
             "bos_token_id": 1,
             "eos_token_id": 2,
-            **FAMILIES.get(family, {}),
+            **{**FAMILIES, "gpt_oss": GPT_OSS}.get(family, {}),
             **options,
         },
     )

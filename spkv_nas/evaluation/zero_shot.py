@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ _GROUP = 64  # layouts scored per group; a killed run loses at most one group
 _LAYOUT = Array("layout", "text")  # in the file of a finished score: the layout that its name is the hash of
 
 Windows = tuple[tuple[int, ...], ...]  # window of every KV head, by layer
+Visible = tuple[int, Windows]  # sink tokens of local heads, windows
 
 
 @dataclass
@@ -87,7 +89,7 @@ def zero_shot(
 
     Args:
         model: dense, hybrid or SP-KV; left unchanged. During scoring its windows are lifted and its gates are open, so
-            that a global head sees every key and a local head its window.
+            that a global head sees every key and a local head its window and sink tokens.
         layouts: None is full attention.
         blocks: text to score on.
         batch_size: blocks per forward pass; at most one hidden state per layer is kept of them.
@@ -102,14 +104,14 @@ def zero_shot(
         raise UserError("there is no text to score layouts on")
     work = work or Work()
     with full_attention(model) as states:
-        full = tuple(state.head_windows(gated=False) for state in states)
-        # Different layouts may have equal windows, which are scored once
-        requested = [full if x is None else tuple(layout_windows(model, x)) for x in layouts]
+        full = 0, tuple(state.head_windows(gated=False) for state in states)
+        # Different layouts may have equal sink tokens and windows, which are scored once
+        requested = [full if x is None else _visible(model, x) for x in layouts]
         layout_of = dict(zip(requested, layouts, strict=True))
         # Read the scores that are cached
         read_cached = partial(read_score, cache, num_documents=len(blocks.documents))
-        cached = on_main(lambda: {windows: read_cached(layout) for windows, layout in layout_of.items()})
-        scores = {windows: score for windows, score in cached.items() if score is not None}
+        cached = on_main(lambda: {visible: read_cached(layout) for visible, layout in layout_of.items()})
+        scores = {visible: score for visible, score in cached.items() if score is not None}
         missing = sorted(layout_of.keys() - scores.keys())
         reporter.reused(len(scores), len(layout_of), "zero-shot scores")
         work.reused += len(scores)
@@ -122,14 +124,28 @@ def zero_shot(
                 progress(done, len(missing) * num_own)
 
             # Score the others in sorted groups, where neighbours share the most layers
-            for start in range(0, len(missing), _GROUP):
-                group = missing[start : start + _GROUP]
-                group_scores, passes = score_windows(model, states, group, blocks, batch_size=batch_size, step=step)
+            for sinks, group in _groups(missing):
+                group_scores, passes = score_windows(
+                    model, states, group, blocks, batch_size=batch_size, step=step, sinks=sinks
+                )
                 work.passes += passes
                 for windows, score in zip(group, group_scores, strict=True):
-                    scores[windows] = score
-                    on_main(partial(keep_score, cache, layout_of[windows], score))
-    return [scores[windows] for windows in requested]
+                    scores[sinks, windows] = score
+                    on_main(partial(keep_score, cache, layout_of[sinks, windows], score))
+    return [scores[visible] for visible in requested]
+
+
+def _visible(model: PreTrainedModel, layout: Layout) -> Visible:
+    """Return what the heads of a layout see. Raises ``UserError`` if the layout does not fit the model."""
+    return layout.sinks if layout.num_global < layout.num_heads else 0, tuple(layout_windows(model, layout))
+
+
+def _groups(ordered: Sequence[Visible]) -> Iterator[tuple[int, list[Windows]]]:
+    """Yield up to ``_GROUP`` windows at a time that have the same sink tokens, with these."""
+    for sinks, members in groupby(ordered, key=itemgetter(0)):
+        windows = [windows for _, windows in members]
+        for start in range(0, len(windows), _GROUP):
+            yield sinks, windows[start : start + _GROUP]
 
 
 def cache_folder(root: Path, model: PreTrainedModel, path_or_id: str | Path, blocks: TokenBlocks) -> Path:
@@ -221,6 +237,7 @@ def score_windows(
     *,
     batch_size: int,
     step: Callable[[int], None],
+    sinks: int = 0,
 ) -> tuple[list[DocumentNLL], float]:
     """Compute the NLL under each of ``ordered``, and the number of passes over the text (partial ones as fractions).
 
@@ -234,6 +251,7 @@ def score_windows(
         batch_size: blocks per forward pass.
         step: called with the number of blocks that this process has run under one of ``ordered``; negative where they
             have to be run again.
+        sinks: first tokens that local heads see besides their window (``LayerState.set_windows``).
     """
     sums = [DocumentSums(blocks) for _ in ordered]
     with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device)) as decoder:
@@ -245,7 +263,7 @@ def score_windows(
                 # Run each layout from the first layer in which it differs from the one before
                 for i, windows in enumerate(ordered):
                     for state, layer_windows in zip(states, windows, strict=True):
-                        state.windows = layer_windows
+                        state.set_windows(layer_windows, sinks)
                     losses.append(decoder.nll(tokens, starts[i], _falling(starts[i + 1 :])).cpu())
                     step(len(tokens))
             except Exception:

@@ -3,13 +3,16 @@
 A forward pre-hook on each attention layer computes the layer's gate from the layer's (normalised) input and passes it
 to the attention function as a keyword argument, which keeps ``torch.compile`` and activation checkpointing working.
 
-Inputs for which the result would be silently wrong raise ``UserError``: soft-capping, learned sinks, attention
+Learned sinks, a logit per query head (``s_aux`` of gpt-oss and others), go to the operator as ``sink_logits``.
+
+Inputs for which the result would be silently wrong raise ``UserError``: soft-capping, sink logits per token, attention
 dropout, packed position ids, requests for attention weights, a key-value cache other than ``SPKVCache``, and padding
 without such a cache.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,14 +32,14 @@ GLOBAL_WINDOW = 1 << 30  # longer than any sequence
 
 _REFUSED_KEYWORDS = {
     "softcap": "soft-capping of attention scores",
-    "s_aux": "learned attention sinks",
+    "sinks": "sink logits per token",
     "position_bias": "a position bias",
 }
 
 
 # (q [B, Hq, T, D], k and v [B, Hkv, T, D], scale of the scores) -> [B, Hq, T, D] to replace the layer's attention, or
-# None to leave it unchanged
-Observer = Callable[[Tensor, Tensor, Tensor, float], Tensor | None]
+# None to leave it unchanged. One with the keyword sink_logits, learned sinks [Hq], also runs on models that have them
+Observer = Callable[..., Tensor | None]
 
 
 @dataclass
@@ -283,7 +286,7 @@ def _attention_function(
     cache = kwargs.get("spkv_cache")
     _refuse_unsupported(query, key, value, attention_mask, dropout, kwargs)
     state = kwargs.get("spkv_state") or LayerState(key.shape[1], _native_window(kwargs))
-    gate = kwargs.get("spkv_gate")
+    gate, sink_logits = kwargs.get("spkv_gate"), kwargs.get("s_aux")
     # Attend over the cache
     if cache is not None:
         if gate is not None and gate.log_utility is not None:
@@ -291,11 +294,12 @@ def _attention_function(
         if state.gate_window is not None:
             state.check_gate_reach(cache.get_seq_length() + query.shape[2])
         keep = gate.keep if gate else None
-        cached = cache.attend(query.to(value.dtype), key.to(value.dtype), value, keep, attention_mask, scaling)
+        tensors = (query.to(value.dtype), key.to(value.dtype), value)
+        cached = cache.attend(*tensors, keep, attention_mask, scaling, sink_logits)
         return cached.transpose(1, 2).contiguous(), None
     # Let an observer replace attention
     if state.observer is not None:
-        observed = state.observer(query, key, value, scaling or query.shape[-1] ** -0.5)
+        observed = _observed(state.observer, (query, key, value, scaling or query.shape[-1] ** -0.5), sink_logits)
         if observed is not None:
             return observed.transpose(1, 2).to(value.dtype).contiguous(), None
     # Attend within the sequence
@@ -308,11 +312,25 @@ def _attention_function(
         key.to(value.dtype),
         value,
         window=state.operator_window(query.device, gated=gate is not None),
+        sinks=state.operator_sinks,
+        sink_logits=sink_logits,
         log_utility=gate.log_utility if gate else None,
         keep=gate.keep if gate else None,
         scale=scaling,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _observed(observer: Observer, call: tuple[Tensor, Tensor, Tensor, float], sink_logits: Tensor | None) -> Any:
+    """Return what an observer makes of a call. Raises ``UserError`` for learned sinks that it would ignore."""
+    if sink_logits is None:
+        return observer(*call)
+    if "sink_logits" not in inspect.signature(observer).parameters:
+        raise UserError(
+            "this model has learned sinks ('s_aux'), which this measurement of attention weights does not compute: "
+            "choose another signal, such as opening"
+        )
+    return observer(*call, sink_logits=sink_logits)
 
 
 def _native_window(kwargs: dict[str, Any]) -> int | None:

@@ -93,7 +93,14 @@ class SPKVCacheLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, real: Tensor | None, scale: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor | None,
+        real: Tensor | None,
+        scale: float | None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Compute attention of new tokens over the cache and each other, then store their keys and values.
 
@@ -101,9 +108,11 @@ class SPKVCacheLayer(CacheLayerMixin):
             q: new queries [B, Hq, T, D].
             k: new keys [B, Hkv, T, D].
             v: new values [B, Hkv, T, D].
-            keep: decisions of the gates, bool [B, Hkv, T]; None: those of the layout, all keys or none per head.
+            keep: decisions of the gates, bool [B, Hkv, T]; None: those of the layout, all keys per global
+                head and the sink tokens of local heads.
             real: bool [B, T], False for padding; None: no padding.
             scale: scale of the scores; None: 1 / sqrt(D).
+            sink_logits: learned sinks, [Hq]; None: the model has none.
 
         Returns:
             [B, Hq, T, D]; rows of padding hold arbitrary finite values.
@@ -118,17 +127,12 @@ class SPKVCacheLayer(CacheLayerMixin):
             raise UserError("the cache was made for a model with other KV heads: use it with that model")
         k, v = k.to(self.paged.ring_k.dtype), v.to(self.paged.ring_v.dtype)
         # Decide which keys to keep: [B, Hkv, T]
-        if keep is None:
-            keep = self._keep.expand(*k.shape[:3])
-        elif self._sinks is not None:
-            index = torch.arange(k.shape[2], device=k.device) if real is None else real.cumsum(1) - 1
-            position = (self.paged.seq_lens[:, None] + index)[:, None]
-            keep = keep | (position < self._sinks)
+        keep = self._with_sinks(self._keep.expand(*k.shape[:3]) if keep is None else keep, real)
         # Decode a single token
         if q.shape[2] == 1 and real is None:
             self.paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
             self.tokens += 1
-            return decode_attention(q[:, :, 0], self.paged, scale=scale)[:, :, None]
+            return decode_attention(q[:, :, 0], self.paged, scale=scale, sink_logits=sink_logits)[:, :, None]
         # Move padding to the end of each row, where no token sees it
         order = lengths = None
         if real is not None:
@@ -137,13 +141,21 @@ class SPKVCacheLayer(CacheLayerMixin):
             q, k, v, keep = (_reorder(x, order) for x in (q, k, v, keep))
         # Attend
         if self.tokens == 0:
-            out = attention(q, k, v, window=self.window, keep=keep.contiguous(), scale=scale)
+            out = attention(q, k, v, window=self.window, keep=keep.contiguous(), scale=scale, sink_logits=sink_logits)
         else:
-            out = extend_attention(q, k, v, keep, self.paged, scale=scale)
+            out = extend_attention(q, k, v, keep, self.paged, scale=scale, sink_logits=sink_logits)
         # Store, and restore the order
         self.paged.prefill(k, v, keep, lengths)
         self.tokens += q.shape[2]
         return out if order is None else _reorder(out, torch.argsort(order, dim=1))
+
+    def _with_sinks(self, keep: Tensor, real: Tensor | None) -> Tensor:
+        """Return ``keep`` [B, Hkv, T], and true for the sink tokens among the new tokens; as in ``attend``."""
+        if self._sinks is None or self.paged is None:
+            return keep
+        index = torch.arange(keep.shape[2], device=keep.device) if real is None else real.cumsum(1) - 1
+        position = (self.paged.seq_lens[:, None] + index)[:, None]
+        return keep | (position < self._sinks)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of tokens that a mask would cover, and the offset of the first."""

@@ -121,9 +121,7 @@ Window = Annotated[int, _WINDOW]
 OptionalWindow = Annotated[int | None, _WINDOW]
 OptionalSinks = Annotated[
     int | None,
-    Flag(
-        "First tokens of a sequence that a local head sees besides its window (sink tokens).", low=0, high=MAX_WINDOW
-    ),
+    Flag("First tokens of a sequence that a local head sees besides its window (sink tokens).", low=0, high=MAX_WINDOW),
 ]
 
 # Constraints and memory

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from paths import ROOT
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
@@ -296,3 +297,7 @@ def test_unknown_domain() -> None:
 def test_density_to_match_out_of_range(rho: float) -> None:
     with pytest.raises(UserError, match="density to match"):
         probed()[0].tau_for_density(rho)
+
+
+def test_a_table_of_densities_is_called_that() -> None:
+    assert HeadScores.read(ROOT / "probes" / "stdlib-21x3").signal == "density"

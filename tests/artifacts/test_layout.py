@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from paths import ROOT
 
 from spkv_nas.artifacts.layout import Difference, Layout
 from spkv_nas.base.errors import UserError
@@ -253,3 +254,9 @@ def test_a_truncated_layout_is_not_a_handmade_one(tmp_path: Path) -> None:
                 continue
         assert caught or "one row per layer" not in text[:length], text[:length]
         assert caught or layout.strategy == "custom"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "layouts" / "stdlib-21x3").glob("*.yaml")), ids=lambda path: path.stem)
+def test_committed_layouts_have_their_hash(path: Path) -> None:
+    layout = Layout.read(path)
+    assert yaml.safe_load(path.read_text())["provenance"]["hash"] == layout.hash

@@ -18,7 +18,10 @@ LENGTHS = (5, 31, 12, 1, 24)
 
 
 def model_with(kind: str, family: str = "llama") -> PreTrainedModel:
-    """Make a tiny model with window 6: hard gates, gates that keep only sinks, a mixed layout, or whole layers."""
+    """Make a tiny model with window 6: hard gates, gates that keep only sinks, a mixed layout, or whole layers.
+
+    The kind "mixed+4" is the mixed layout with 4 sink tokens.
+    """
     model = tiny_model(family, max_position_embeddings=4096)
     model.generation_config.eos_token_id = None
     if kind == "gates":
@@ -29,8 +32,8 @@ def model_with(kind: str, family: str = "llama") -> PreTrainedModel:
     elif kind == "sinks":
         attach_gates(model, GateConfig(window=6, bias=-3.0, sinks=3, heads=["SS", "SL", "GG", "LS"]), seed=0)
         set_gate_mode(model, "hard", 0.5)
-    elif kind == "mixed":
-        apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6))
+    elif kind.startswith("mixed"):
+        apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6, sinks=int(kind.partition("+")[2] or 0)))
     else:
         apply_layout(model, Layout(("GG", "LL", "GG", "LL"), 6))
     return model
@@ -58,6 +61,7 @@ def whole_pass(model: PreTrainedModel, ids: Tensor) -> Tensor:
     ("family", "kind"),
     [
         *((family, kind) for family in ("llama", "qwen3") for kind in ("gates", "sinks", "mixed", "layers")),
+        *(("llama", kind) for kind in ("mixed+1", "mixed+4")),
         *((family, "gates") for family in ("gemma3_text", "phi3", "granite")),
     ],
 )
@@ -99,16 +103,18 @@ def test_two_thousand_tokens(kind: str, family: str) -> None:
     assert cache.num_bytes < cache.full_attention_bytes
 
 
-def test_chunked_prefill() -> None:
-    model = model_with("gates")
+@pytest.mark.parametrize("kind", ["gates", "mixed+4"])
+def test_chunked_prefill(kind: str) -> None:
+    model = model_with(kind)
     ids, mask = prompts()
     expected = generate(model, ids, mask, past_key_values=SPKVCache(model))
     assert torch.equal(generate(model, ids, mask, past_key_values=SPKVCache(model), prefill_chunk_size=7), expected)
 
 
-def test_a_conversation_continues() -> None:
+@pytest.mark.parametrize("kind", ["gates", "mixed+4"])
+def test_a_conversation_continues(kind: str) -> None:
     """All tokens so far are passed with the same cache; cached ones are not computed again."""
-    model = model_with("gates")
+    model = model_with(kind)
     ids, mask = prompts()
     cache = SPKVCache(model)
     first = generate(model, ids, mask, past_key_values=cache)
@@ -119,8 +125,9 @@ def test_a_conversation_continues() -> None:
     assert cache.get_seq_length() == result.shape[1] - 1
 
 
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    model = model_with("gates")
+@pytest.mark.parametrize("kind", ["gates", "mixed+4"])
+def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    model = model_with(kind)
     ids, mask = prompts()
     cache = SPKVCache(model)
     first = generate(model, ids, mask, past_key_values=cache)
@@ -138,8 +145,9 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         SPKVCache.load(model, tmp_path / "cut")
 
 
-def test_beam_search() -> None:
-    model = model_with("gates")
+@pytest.mark.parametrize("kind", ["gates", "mixed+4"])
+def test_beam_search(kind: str) -> None:
+    model = model_with(kind)
     ids, mask = prompts()
     result = generate(model, ids, mask, past_key_values=SPKVCache(model), num_beams=3)
     model.generation_config.use_cache = False
@@ -166,6 +174,23 @@ def test_savings_of_the_cache() -> None:
     generate(model, ids, torch.ones_like(ids), past_key_values=cache)
     assert cache.density == 0.5
     assert 0.5 * cache.full_attention_bytes < cache.num_bytes < 0.65 * cache.full_attention_bytes
+
+
+@pytest.mark.parametrize(("sinks", "length"), [(1, 50), (4, 50), (4, 8), (4, 3)])
+def test_stored_sink_tokens(sinks: int, length: int) -> None:
+    """A local head stores its window of 6 and those sink tokens that have left it."""
+    model = tiny_model()
+    apply_layout(model, Layout(("LL", "LL", "GL", "LL"), 6, sinks=sinks))
+    cache = SPKVCache(model, page_size=1)
+    ids = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    beyond = max(0, length - 6)
+    stored = 7 * min(sinks, beyond) + beyond
+    assert [int(layer.paged.lengths.sum()) for layer in cache.layers].count(4 * min(sinks, beyond)) == 3 + (
+        beyond <= sinks
+    )
+    assert cache.density == pytest.approx(stored / (8 * beyond), nan_ok=True) if beyond else cache.density != 0
 
 
 def test_tau_is_a_dial() -> None:

@@ -82,6 +82,11 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # Check that the layout can be expressed
+    if layout.sinks and layout.num_global < layout.num_heads:
+        raise TargetError(
+            f"its local heads see {layout.sinks} sink tokens, which layer_types cannot express (remove them with "
+            "layout convert --sinks 0 if the model does without)"
+        )
     if not layout.is_layerwise:
         mixed = [i for i, row in enumerate(layout.heads) if len(set(row)) > 1]
         raise TargetError(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot express")

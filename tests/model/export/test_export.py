@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load, read_shape, save
+from spkv_nas.model.config_section import checkpoint_layout
 from spkv_nas.model.export import native, plain_logits, verify_export
 from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import apply_layout
@@ -61,6 +63,32 @@ def test_a_hybrid_is_exported_with_its_layout(
         assert "loads with spkv_nas.load" in result.form
         assert result.target == "spkv"
         assert torch.equal(logits(load(tmp_path / "out")[0], tokens), expected)
+
+
+def test_sink_tokens_are_exported_and_restored(
+    tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """No native architecture expresses them, so a layout of whole layers keeps the custom model type, too."""
+    layout = replace(LAYERWISE, sinks=2)
+    dense = write(None, tmp_path / "dense", tiny_tokenizer)
+    result = export(layout, dense, tmp_path / "out")
+    assert result.target == "spkv"
+    assert "see 2 sink tokens, which layer_types cannot express" in result.rejected["native"]
+    assert json.loads((tmp_path / "out/config.json").read_text())["spkv"]["layout"]["sinks"] == 2
+    restored = load(tmp_path / "out")[0]
+    assert checkpoint_layout(restored) == replace(layout, strategy="custom")
+    expected, without = tiny_model(vocab_size=300), tiny_model(vocab_size=300)
+    apply_layout(expected, layout)
+    apply_layout(without, LAYERWISE)
+    assert torch.allclose(logits(restored, tokens), logits(expected, tokens), atol=1e-6)
+    assert not torch.allclose(logits(restored, tokens), logits(without, tokens), atol=1e-4)
+    assert "sinks" not in without.config.spkv["layout"]  # as files of earlier versions
+    export(None, tmp_path / "out", tmp_path / "again")
+    assert checkpoint_layout(load(tmp_path / "again")[0]) == checkpoint_layout(restored)
+    with pytest.raises(UserError, match=r"(?s)sink tokens.*layout convert --sinks 0.*export to 'auto'"):
+        export(layout, dense, tmp_path / "native", to="native")
+    everything = Layout(("GG",) * 4, 6, sinks=2)  # no head is local
+    assert native.native_config(tiny_model().config, everything).layer_types == ["full_attention"] * 4
 
 
 def test_weights_trained_for_another_layout_are_refused(
