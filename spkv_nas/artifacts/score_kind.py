@@ -42,7 +42,7 @@ class Scale:
     def fraction(self, value: ArrayLike) -> NDArray[np.float64]:
         """Return the position of values on the scale: 0 at ``low``, 1 at ``high``; NaN stays NaN."""
         low, high, position = (
-            self._place(np.asarray(number, dtype=np.float64)) for number in (self.low, self.high, value)
+            self._position(np.asarray(number, dtype=np.float64)) for number in (self.low, self.high, value)
         )
         return np.asarray((position - low) / (high - low))
 
@@ -70,7 +70,7 @@ class Scale:
         """Return the value up to about which a stretched scale is linear."""
         return _EVEN * self.largest
 
-    def _place(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _position(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Transform values to a linear scale."""
         return np.arcsinh(values / self.even) if self.is_stretched else values
 

@@ -139,8 +139,8 @@ def _left_to_groups(groups: Path = _GROUPS, mount: Path = _MOUNT) -> list[int]:
             continue
         limit_file, use_file = (mount / name for name in names)
         # Read limit and usage of the group and its ancestors
-        own_group = Path(path.lstrip("/"))
-        for group in (own_group, *own_group.parents):  # a container may see its own group as the root
+        process_group = Path(path.lstrip("/"))
+        for group in (process_group, *process_group.parents):  # a container may see its own group as the root
             limit, use = (_number(file.parent / group / file.name) for file in (limit_file, use_file))
             if limit is not None and use is not None:
                 available.append(max(0, limit - use + _reclaimable_bytes(limit_file.parent / group / "memory.stat")))

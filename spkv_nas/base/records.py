@@ -26,8 +26,8 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
     files = sorted(file for file in path.parent.iterdir() if file.is_file() and not file.name.startswith("."))
     hashes = {file.name: sha256_file(file) for file in files if file != path}
     text = yaml_text(content)
-    own_hash = hashlib.sha256(text.encode()).hexdigest()
-    write_atomic(path, yaml_text({_KEY: {path.name: own_hash, **hashes}}) + text)
+    record_hash = hashlib.sha256(text.encode()).hexdigest()
+    write_atomic(path, yaml_text({_KEY: {path.name: record_hash, **hashes}}) + text)
 
 
 def read_record(path: Path, what: str) -> dict[str, Any]:

@@ -54,11 +54,11 @@ def pair_error(rows: Mapping[str, DocumentNLL]) -> Callable[[str, str], float]:
     It gives NaN for a strategy that ``rows`` does not have, and if ``rows`` lacks the dense baseline of ΔNLL.
     """
 
-    def error(one: str, other: str) -> float:
-        if not {one, other, DENSE} <= rows.keys():
+    def error(first: str, second: str) -> float:
+        if not {first, second, DENSE} <= rows.keys():
             return math.nan
         dense = rows[DENSE]
-        difference = rows[one].total - rows[other].total
+        difference = rows[first].total - rows[second].total
         return 100.0 * float(jackknife_ratio(difference, dense.total)[1])
 
     return error

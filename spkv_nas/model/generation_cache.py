@@ -238,16 +238,20 @@ class SPKVCache(Cache):
     @property
     def density(self) -> float:
         """Return the share of tokens beyond the window that are kept, averaged over heads; NaN if there are none."""
-        gone = [(paged.seq_lens - paged.window).clamp(min=0).sum() * paged.num_kv_heads for paged in self._paged]
+        num_outside = [(paged.seq_lens - paged.window).clamp(min=0).sum() * paged.num_kv_heads for paged in self._paged]
         kept = [paged.lengths.sum() for paged in self._paged]
-        return float(sum(kept)) / float(sum(gone)) if gone and float(sum(gone)) else float("nan")
+        return float(sum(kept)) / float(sum(num_outside)) if num_outside and float(sum(num_outside)) else float("nan")
 
     @property
     def densities(self) -> Tensor:
         """Return the ``density`` of each sequence, float64 [B]; [0] for an empty cache."""
-        gone = [(paged.seq_lens - paged.window).clamp(min=0) * paged.num_kv_heads for paged in self._paged]
+        num_outside = [(paged.seq_lens - paged.window).clamp(min=0) * paged.num_kv_heads for paged in self._paged]
         kept = [paged.lengths.sum(1) for paged in self._paged]
-        return torch.stack(kept).sum(0).double() / torch.stack(gone).sum(0) if gone else torch.empty(0).double()
+        return (
+            torch.stack(kept).sum(0).double() / torch.stack(num_outside).sum(0)
+            if num_outside
+            else torch.empty(0).double()
+        )
 
     def save(self, path: Path | str) -> None:
         """Write the cache to a safetensors file. Raises ``UserError`` if it is empty or cannot be written."""

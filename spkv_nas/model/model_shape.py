@@ -117,15 +117,15 @@ def check_counts(config: Mapping[str, Any], what: str) -> None:
             raise UserError(f"{what}: '{key}' in its config is {value:.6g}; more than {most:,} are not supported")
 
 
-def check_keys(config: PreTrainedConfig, given: Mapping[str, Any], what: str) -> None:
+def check_keys(config: PreTrainedConfig, settings: Mapping[str, Any], what: str) -> None:
     """Refuse keys that a config class would silently store without using them, nested sections included.
 
     Older names of keys are allowed: the class either converts them, so that they are no attributes (``rope_theta``), or
     its ``__post_init__`` mentions them (``sliding_window_pattern`` of Gemma 3).
 
     Args:
-        config: config made of ``given``.
-        given: keys and values to check.
+        config: config made of ``settings``.
+        settings: keys and values to check.
         what: subject of the error message ("recipe NAME: model.config").
 
     Raises:
@@ -133,7 +133,7 @@ def check_keys(config: PreTrainedConfig, given: Mapping[str, Any], what: str) ->
     """
     known_keys = {field.name for field in fields(config)} | config.attribute_map.keys() | _READ_BY_MODELS
     older_names = {const for const in type(config).__post_init__.__code__.co_consts if isinstance(const, str)}
-    for key, value in given.items():
+    for key, value in settings.items():
         if key in vars(config) and key not in known_keys | older_names:
             raise UserError(f"{what}: unknown key '{key}'; {suggestion(key, sorted(known_keys))}")
         if isinstance(section := getattr(config, key, None), PreTrainedConfig) and isinstance(value, Mapping):

@@ -64,7 +64,7 @@ class Queue:
     ) -> None:
         """Open or create the study, compare its settings, and register this worker."""
         self._storage, self._results, self._num_read = storage, dict[int, Result](), 0
-        self._me, self._key, self._tasks = Worker.here(), f"{WORKER} {uuid.uuid4().hex}", set[int]()
+        self._me, self._key, self._tasks = Worker.current(), f"{WORKER} {uuid.uuid4().hex}", set[int]()
         # Create the study, or load it
         directions = ["minimize"] * len(metrics)
         with self._storage.turn():
@@ -91,12 +91,12 @@ class Queue:
         self._name_metrics(metrics)
         self._write_heartbeat()
 
-    def claim(self, number: int, most: int, num_prior_results: Callable[[int], int] = lambda index: 0) -> list[int]:
+    def claim(self, number: int, limit: int, num_prior_results: Callable[[int], int] = lambda index: 0) -> list[int]:
         """Claim free tasks among the first ``number``, in order; none if no task is free or may start yet.
 
         Args:
             number: total number of tasks.
-            most: maximum to claim; fewer are claimed if there are not enough for all workers.
+            limit: maximum to claim; fewer are claimed if there are not enough for all workers.
             num_prior_results: maps a task to the number of first tasks that must be finished before it may start.
         """
         with self._storage.turn():
@@ -109,7 +109,7 @@ class Queue:
                 for index in range(number)
                 if index not in unavailable and num_prior_results(index) <= first_unfinished
             ]
-            claimed = free[: min(most, math.ceil(len(free) / (1 + len(live_workers))))]
+            claimed = free[: min(limit, math.ceil(len(free) / (1 + len(live_workers))))]
             if claimed:
                 self._tasks = self._tasks.union(claimed)
                 self._write_heartbeat()
@@ -199,7 +199,7 @@ class Worker:
     tasks: Sequence[int] = ()
 
     @classmethod
-    def here(cls) -> Worker:
+    def current(cls) -> Worker:
         """Return the worker for the current process."""
         return cls(_machine(), os.getpid(), psutil.Process().create_time())
 

@@ -94,7 +94,7 @@ def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:
     planner, plans = Planner(first, ablations.base, runs, **_planner_options(options, reporter)), []
     trained: set[Path] = set()
     for name, recipe in ablations.recipes.items():
-        planner = planner.other(recipe)
+        planner = planner.with_recipe(recipe)
         dense = [] if planner.dense_path in trained else planner.dense()  # a dense model that rows share counts once
         trained.add(planner.dense_path)
         plans.append(planner.plan([*dense, planner.branch(name, ablations.variants[name])]))
@@ -110,7 +110,7 @@ def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
     # Score the known layouts and those yet to be found
     num_layouts = len(known_layouts) + effort.trials * len(effort.samplers) * len(effort.seeds)
     num_tokens = min(options.max_tokens, planner.text.heldout(specification.recipe.data) // 2)
-    short = planner.other(shortened(specification.recipe, options.short_steps))
+    short = planner.with_recipe(shortened(specification.recipe, options.short_steps))
     runs = [*planner.dense(), planner.heldout_pass("scores (at most)", full_attention, 1 + num_layouts, num_tokens)]
     # Retrain the best, briefly and in full
     for fidelity, fidelity_planner, number in (("short", short, effort.num_short), ("full", planner, effort.num_full)):

@@ -137,7 +137,7 @@ class Planner:
         self._base, self._runs, self._text = base, runs, text
         self._costs: dict[Kind, StepCost] = {}
 
-    def other(self, recipe: Recipe) -> Planner:
+    def with_recipe(self, recipe: Recipe) -> Planner:
         """Create a planner for another recipe in the same folders, which reuses measurements that apply to it."""
         text = self._text if _text_of(recipe) == _text_of(self.recipe) else None
         planner = Planner(recipe, self._base, self._runs, device=self.device, announce=self._announce, text=text)

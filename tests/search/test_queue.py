@@ -47,8 +47,8 @@ def finish_all(queue: Queue, tasks: list[int]) -> None:
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Pretend that this process is another one."""
-    here = replace(queue_module.Worker.here(), **changes)
-    monkeypatch.setattr(queue_module.Worker, "here", lambda: here)
+    here = replace(queue_module.Worker.current(), **changes)
+    monkeypatch.setattr(queue_module.Worker, "current", lambda: here)
 
 
 class TestQueue:

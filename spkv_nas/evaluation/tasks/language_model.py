@@ -62,7 +62,7 @@ class CheckpointLM(HFLM):
         """Wrap a model and its tokenizer; ``batch_size`` is the maximum number of texts per batch."""
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         self.progress: Progress = lambda done, total: None
-        self._together = AdaptiveBatchSize(batch_size)
+        self._micro_batch = AdaptiveBatchSize(batch_size)
         self._watch = DensityTracker(model) if gate_config(model) is not None else None
         self._keeps_some = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._done = self._total = 0
@@ -106,8 +106,8 @@ class CheckpointLM(HFLM):
         texts = sorted(requests_of, key=lambda text: (-len(text), text))
         answers_of: dict[int, Answer] = {}
 
-        def read(own_texts: Sequence[Text]) -> list[dict[int, Answer]]:
-            return self._in_batches(own_texts, lambda batch: [self._read(batch, requests_of, requests)])
+        def read(rank_texts: Sequence[Text]) -> list[dict[int, Answer]]:
+            return self._in_batches(rank_texts, lambda batch: [self._read(batch, requests_of, requests)])
 
         for answers in self._shared(texts, read):
             answers_of |= answers
@@ -172,8 +172,8 @@ class CheckpointLM(HFLM):
         )
         generate = super().generate_until
 
-        def generate_share(own_requests: Sequence[Instance]) -> list[str]:
-            return generate(list(own_requests), disable_tqdm=True) if own_requests else []
+        def generate_share(rank_requests: Sequence[Instance]) -> list[str]:
+            return generate(list(rank_requests), disable_tqdm=True) if rank_requests else []
 
         return self._shared(requests, generate_share)
 
@@ -245,7 +245,7 @@ class CheckpointLM(HFLM):
                 with self._watch.whole_pass():
                     return size, work(items[start : start + size])
 
-            size, batch_results = self._together.run(attempt, len(items) - position)
+            size, batch_results = self._micro_batch.run(attempt, len(items) - position)
             results += batch_results
             position += size
             self._done += size

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def evaluation_document(evaluation: Evaluation) -> dict[str, Any]:
-    """Return what ``--json`` prints of an evaluation: NLL in nats per token, threshold, density and size of the text."""
+    """Return what ``--json`` prints for an evaluation: NLL in nats per token, threshold, density, size of the text."""
     nll = evaluation.nll
     return {
         "nll": nll.mean,

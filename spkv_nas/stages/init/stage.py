@@ -77,7 +77,7 @@ def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:
     planner, draft = _fit_memory(replace(draft, steps=options.steps or FIRST_STEPS), options, reporter)
     if options.minutes is not None:
         draft = replace(draft, steps=_steps_in_time(planner, 60 * options.minutes))
-        planner = planner.other(draft.recipe(base))
+        planner = planner.with_recipe(draft.recipe(base))
     plan = planner.plan(_all_runs(planner))
     write_atomic(options.out, draft.text_of_recipe())
     steps = after_init(options, planner.recipe.name, planner.recipe.gates.window)
@@ -109,7 +109,7 @@ def _fit_memory(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple
         # Accumulate gradients over micro-batches of a power of two, or make blocks smaller
         if fitting >= 1 or room < 0 or draft.smaller is None:
             draft = replace(draft, micro_batch_size=2 ** int(math.log2(max(1, fitting))))
-            return planner.other(draft.recipe(base)), draft
+            return planner.with_recipe(draft.recipe(base)), draft
         draft = draft.smaller
 
 

@@ -27,4 +27,4 @@ def diff(options: DiffOptions, reporter: Reporter) -> Result:
     from spkv_nas.stages.layout.diff import output, stage
 
     compared = stage.diff(options)
-    return Result(compared, partial(output.show, options), output.document, exit_code=int(not compared.same))
+    return Result(compared, partial(output.show, options), output.document, exit_code=int(not compared.is_same))

@@ -14,8 +14,8 @@ from spkv_nas.stages.layout.grids import describe, heads_document, print_grid
 
 def show(options: DiffOptions, compared: ComparedLayouts) -> None:
     """Print how two layouts differ."""
-    first, second, delta = compared.one, compared.other, compared.difference
-    if compared.same:
+    first, second, delta = compared.first, compared.second, compared.difference
+    if compared.is_same:
         out.print(f"the same layout: {describe(first)}", soft_wrap=True)
         return
     out.print(Text(f"- {options.a}: {describe(first)}\n+ {options.b}: {describe(second)}"), soft_wrap=True)
@@ -28,8 +28,8 @@ def show(options: DiffOptions, compared: ComparedLayouts) -> None:
 def document(compared: ComparedLayouts) -> dict[str, Any]:
     """Return how two layouts differ."""
     return {
-        "same": compared.same,
-        "layouts": [heads_document(compared.one), heads_document(compared.other)],
+        "same": compared.is_same,
+        "layouts": [heads_document(compared.first), heads_document(compared.second)],
         "num_heads": compared.difference.num_heads,
         "jaccard": compared.difference.jaccard,
         "marks": compared.difference.marks,

@@ -13,14 +13,14 @@ from spkv_nas.stages.layout.reading import read_layout
 class ComparedLayouts:
     """Two layouts and the difference of their heads."""
 
-    one: Layout
-    other: Layout
+    first: Layout
+    second: Layout
     difference: Difference
 
     @property
-    def same(self) -> bool:
+    def is_same(self) -> bool:
         """Return whether both layouts give the same model."""
-        return self.one.hash == self.other.hash
+        return self.first.hash == self.second.hash
 
 
 def diff(options: DiffOptions) -> ComparedLayouts:
