@@ -85,7 +85,8 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: 
     model.float()
     attach_gates(model, GateConfig(bias=0.0), seed=0)
     save(model, tokenizer, folder / "gated")
-    for layer in range(layers):  # layouts that share all earlier layers with full attention
+    # Write layouts that share all earlier layers with full attention
+    for layer in range(layers):
         mask = np.ones((layers, kv_heads), dtype=bool)
         mask[layer, 0] = False
         Layout.from_mask(mask, window=32, strategy=f"local-{layer}").write(folder / "layouts" / f"local-{layer}.yaml")

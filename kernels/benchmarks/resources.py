@@ -144,10 +144,12 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     options = parser.parse_args()
+    # Print the head of the table
     candidates = [Config(*(int(x) for x in text.split(","))) for text in options.config]
     columns = ("arch", "dtype", "D", "kernel", "mode", "M x N, warps, stages", "registers", "spilled", "shared")
     if not options.json:
         print("|", " | ".join(columns), "|\n|" + "---|" * len(columns))
+    # Compile and print every case
     for arch, dtype, size in itertools.product(options.arch, options.dtype, options.size):
         for kernel, mode in cases(options.kernel, options.mode):
             for config in candidates or [default(KERNELS[kernel][1], size, DTYPES[dtype])]:

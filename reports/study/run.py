@@ -78,6 +78,7 @@ COMMANDS: dict[str, Cells] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    # Parse the command line
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=[*COMMANDS, "tables"], metavar="COMMAND")
     parser.add_argument(
@@ -103,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="stop after this number of cells")
     parser.add_argument("--out", type=Path, default=HERE, help="folder to write the tables to")
     options = parser.parse_args(arguments)
+    # Run the command, and report an error of the user
     try:
         _run(options)
     except UserError as error:

@@ -277,6 +277,7 @@ def score_windows(
             for document_sums, block_losses in zip(sums, losses, strict=True):
                 document_sums.add(first, block_losses)
 
+        # Run every batch, and add up the shares of the layers that were run
         run_own_batches(run, add, blocks, batch_size, model.device)
         passes = sum(decoder.share(start) for start in starts)
     return [document_sums.result() for document_sums in sums], passes

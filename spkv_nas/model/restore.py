@@ -46,6 +46,7 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             check_hooks(dry_run(model), what)
             return (model, info) if output_loading_info else model
 
+    # Name it like the base class, as transformers writes the name to the config
     Restored.__name__ = base.__name__
     Restored.__qualname__ = base.__qualname__
     Restored.__module__ = base.__module__

@@ -153,6 +153,7 @@ def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) ->
         + density**2 * counts.tokens_squared.reshape(-1, 1, 1)
     )
     error = clustered_error(squares, num_documents.reshape(-1, 1, 1), tokens)
+    # One row per head and domain
     rows = [
         {
             "layer": layer,

@@ -66,6 +66,7 @@ def _result_terms(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
         f"Change of the negative log-likelihood per token on held-out text against {baseline}, in percent; lower is "
         "better. ± is one standard error over documents.",
     )
+    # Strategies in the comparison
     if comparison is not None and (comparison["strategy"] == SP_KV).any():
         terms["spkv"] = (
             "SP-KV",

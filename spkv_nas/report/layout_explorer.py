@@ -49,6 +49,7 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     retrained = [result for mode in evidence if mode.steps != 0 for result in mode.results]
     measured = [result for mode in evidence for result in mode.results]
     stopped = stopped_trials(inputs)
+    # Number the distinct layouts; names that share one layout are aliases
     names: dict[object, str] = {}
     for result in (*proposed, *measured):
         names.setdefault(result.key, result.name)
@@ -58,6 +59,7 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     indices = {key: number for number, key in enumerate(names)}
     named = {(result.name, indices[result.key]) for result in (*proposed, *measured, *stopped)}
     proposed_or_retrained = {indices[result.key]: result for result in reversed((*proposed, *retrained))}
+    # Data of the page's script
     colours = shades()
     return {
         "grid": inputs.table.grid,
@@ -146,10 +148,12 @@ def layout_indices(choices: Mapping[str, Any] | None) -> dict[str, int]:
 
 def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
     """Return the data of one probe at every threshold at which it keeps anything; None if there is none."""
+    # Tables at the thresholds to choose from; those without any kept key have no order
     page_table = inputs.table
     tables = [candidate for candidate in _at_thresholds(table, page_table.tau) if candidate.density.any()]
     if not tables:
         return None
+    # Thresholds of the probe and of the page
     measure, scale = table.measure, table.measure.scale
     probe_tau, start = (
         _nearest(tables, tau) for tau in (table.tau, (page_table if page_table.name == table.name else table).tau)

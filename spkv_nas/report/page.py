@@ -131,6 +131,7 @@ def _render(
     # Charts whose numbers are embedded; maps of heads take theirs from the explorer's data
     embedded = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
     embedded += [chart for section in (*inputs.benchmarks, *in_progress) for chart in section.charts]
+    # Fill the template
     choices = explorer_data(inputs, verdict)
     return render(
         "page.html.j2",

@@ -163,10 +163,12 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
 
 def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
     """Return a group of points per sampler, with the baselines named."""
+    # Choose a shape and a tone for every sampler
     groups = []
     styles: dict[str, tuple[Shape, Tone]] = {BASELINE: ("square", "ink")}
     samplers = [str(name) for name in retrained["sampler"].unique() if name != BASELINE]
     styles |= {name: (shape, tone) for name, shape, (tone, _) in zip(samplers, _SHAPES, SERIES, strict=False)}
+    # One group of points per sampler, with tips; only the baselines are labelled
     for sampler, (shape, tone) in styles.items():
         subset = retrained[retrained["sampler"] == sampler].dropna(subset=[column])
         if subset.empty:

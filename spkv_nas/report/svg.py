@@ -269,6 +269,7 @@ def _group(parent: Element, points: Points) -> Element:
 
 def _shape(parent: Element, points: Points, x: float, y: float, size: float, **attributes: str) -> None:
     """Draw one point."""
+    # Each shape has about the area of the circle, and its centre at (x, y)
     half_side = 1.1 * size
     match points.shape:
         case "circle":
@@ -284,7 +285,7 @@ def _shape(parent: Element, points: Points, x: float, y: float, size: float, **a
                 **attributes,
             )
         case "diamond":
-            step = px(1.5 * size)
+            step = px(1.5 * size)  # of each of its four lines, in x and in y
             add(
                 parent,
                 "path",

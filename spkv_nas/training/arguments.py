@@ -37,12 +37,14 @@ def training_arguments(
     # Micro-batch size: a divisor of this rank's share of the batch
     sharded = recipe.sharding != "none" and num_processes() > 1
     device = choose_device(device)
+    # Choose the largest micro-batch size that divides this rank's blocks
     min_blocks = recipe.least_blocks(phase)
     rank_blocks = blocks_per_process(phase.batch_size, min_blocks)
     max_blocks = min(rank_blocks, recipe.micro_batch_size or rank_blocks)
     micro_batch_size = max(
         n for n in range(min_blocks, max(max_blocks, min_blocks) + 1, min_blocks) if rank_blocks % n == 0
     )
+    # Translate recipe and phase
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,

@@ -117,6 +117,7 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
             save_optimizer_state(moments, new)
             write_manifest(new)
 
+    # Write the checkpoint once
     on_main(finish)
 
 

@@ -141,6 +141,7 @@ def measure(
     """
     rows = plan.rows()
 
+    # Make the rule of a row
     def rule(method: str, sinks: int, density: float | None) -> Rule:
         protocol = plan.protocol(sinks)
         if method == STREAMING or density is None:
@@ -160,8 +161,8 @@ def measure(
         if progress is not None:
             progress(len(measurements) * num_blocks + done, (1 + len(rows)) * num_blocks)
 
-    measurements: list[Measurement] = []
     # Measure the dense model, then every row
+    measurements: list[Measurement] = []
     dense = document_nll(model, blocks, batch_size=batch_size, progress=step)
     measurements.append(Measurement(FULL_ATTENTION, None, None, 1.0, dense))
     for method, sinks, density in rows:

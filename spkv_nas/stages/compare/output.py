@@ -14,6 +14,7 @@ from spkv_nas.stages.compare.stage import AgreementResult
 
 def show(result: AgreementResult) -> None:
     """Print how far probes agree, pair by pair."""
+    # Table of the pairs
     rows = result.rows
     first, labels = rows.iloc[0], short_labels(rows)
     grid = Table(
@@ -35,6 +36,7 @@ def show(result: AgreementResult) -> None:
             f"{row.mean_difference:.3f}",
         )
     out.print(grid)
+    # Notes
     if rows["spearman"].isna().any():
         say("Spearman -: undefined, because all scores of one of the two probes are equal")
     out.print(
