@@ -37,13 +37,8 @@ def training_arguments(
     # Micro-batch size: a divisor of this rank's share of the batch
     sharded = recipe.sharding != "none" and num_processes() > 1
     device = choose_device(device)
-    # Choose the largest micro-batch size that divides this rank's blocks
-    min_blocks = recipe.least_blocks(phase)
-    rank_blocks = blocks_per_process(phase.batch_size, min_blocks)
-    max_blocks = min(rank_blocks, recipe.micro_batch_size or rank_blocks)
-    micro_batch_size = max(
-        n for n in range(min_blocks, max(max_blocks, min_blocks) + 1, min_blocks) if rank_blocks % n == 0
-    )
+    rank_blocks = blocks_per_process(phase.batch_size, recipe.least_blocks(phase))
+    micro_batch_size = _micro_batch_size(recipe, phase, rank_blocks)
     # Translate recipe and phase
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -76,6 +71,13 @@ def training_arguments(
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # one GPU per rank; with several, DataParallel would enlarge the batch
     return arguments
+
+
+def _micro_batch_size(recipe: Recipe, phase: DenseConfig | BranchConfig, rank_blocks: int) -> int:
+    """Return the largest micro-batch size that the recipe allows and that divides a rank's blocks."""
+    min_blocks = recipe.least_blocks(phase)
+    max_blocks = max(min_blocks, min(rank_blocks, recipe.micro_batch_size or rank_blocks))
+    return max(size for size in range(min_blocks, max_blocks + 1, min_blocks) if rank_blocks % size == 0)
 
 
 def _has_order(recipe: Recipe, phase: DenseConfig | BranchConfig) -> bool:
