@@ -9,7 +9,7 @@ import pytest
 import torch
 from operator_cases import GATES, SHAPES, inputs, relative_error, run, with_sink_logits
 from spkv_kernels import attention
-from spkv_kernels.cpu import compaction
+from spkv_kernels.cpu import bands, compaction
 from torch import Tensor
 
 check = partial(operator_cases.check, backend="cpu")
@@ -32,6 +32,13 @@ def test_compacted_hard_gates_agree(
     monkeypatch.setattr(compaction, "_COMPACT_FROM", 1)
     check(inputs(shape, gate), window, sinks=sinks)
     check(with_sink_logits(inputs(shape, gate)), window, sinks=sinks)
+
+
+@pytest.mark.parametrize("sinks", [0, 4, 17])
+@pytest.mark.parametrize("length", [400, 500])
+def test_blocks_of_windows_that_take_many_calls(length: int, sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bands, "_CALL_BYTES", 3 * 2 * 4 * 32 * 16 * 4)
+    check(with_sink_logits(inputs((1, 8, 2, length, 16), "none")), 40, sinks=sinks)
 
 
 @pytest.mark.parametrize("gate", GATES)
