@@ -22,6 +22,7 @@ class CacheCost:
         window: visible recent keys of a local head.
         head_dim: D, of keys and of values.
         dtype: of the cache, one of ``ITEM_BYTES``.
+        sinks: first tokens that a local head keeps besides its window.
     """
 
     context: int
@@ -29,6 +30,7 @@ class CacheCost:
     window: int
     head_dim: int
     dtype: str
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         """Validate the fields.
@@ -39,6 +41,8 @@ class CacheCost:
         for name in ("context", "batch", "window", "head_dim"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}")
+        if self.sinks < 0:
+            raise UserError(f"--sinks must be at least 0; found {self.sinks}")
         if self.dtype not in ITEM_BYTES:
             raise UserError(f"--kv-dtype '{self.dtype}' is unknown; expected one of {', '.join(ITEM_BYTES)}")
 
@@ -49,7 +53,7 @@ class CacheCost:
 
     @property
     def local_head(self) -> int:
-        """Return the bytes of one local KV head, which stores only its window, over all sequences."""
+        """Return the bytes of one local KV head, which stores only its window and sink tokens, over all sequences."""
         return self._head(density=0.0)
 
     def total(self, num_global: int, num_heads: int) -> int:
@@ -75,5 +79,5 @@ class CacheCost:
 
     def _head(self, density: float) -> int:
         """Return the bytes of one KV head, over all sequences."""
-        keys = visible_keys(self.context, density=density, window=self.window)
+        keys = visible_keys(self.context, density=density, window=self.window + self.sinks)
         return self.batch * int(head_bytes(keys, self.head_dim, ITEM_BYTES[self.dtype]))

@@ -2,11 +2,12 @@
 
 SP-KV paper, appendix "Inference efficiency". Both depend only on the mean number of keys that a KV head sees::
 
-    keys  = recent + density * (context - recent),    recent = min(window, context)
+    keys  = recent + density * (context - recent),    recent = min(window + sinks, context)
     FLOPs = 2 N + 2 L d_attn keys                     per token, forward
     bytes = 2 L Hkv D element_size keys               of one sequence
 
-Dense attention has density 1; the density of a layout is its share of global heads. With window 0 these are the paper's
+Dense attention has density 1; the density of a layout is its share of global heads, and ``window`` here counts its sink
+tokens, too (``Layout.local_keys``). With window 0 these are the paper's
 equations, which neglect the window. Kaplan's attention term is the mean over the positions of a causal sequence of
 ``context`` tokens (4 L d_attn FLOPs per key for queries by keys and scores by values, with half the keys visible on
 average); a token decoded at the end of the context costs twice that term. The predictors, about 4 % of 2 N, are not

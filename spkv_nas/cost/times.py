@@ -12,6 +12,7 @@ from typing import Literal
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.cost.formulas import mean_visible_keys, visible_keys
 
 Phase = Literal["decode", "prefill"]
 
@@ -51,6 +52,8 @@ class AttentionTimes(ABC):
     def layout_seconds(self, layout: Layout, context: int, phase: Phase = "decode") -> float:
         """Return the seconds per token of attention in all layers with ``layout``: the sum of ``layer_seconds``.
 
+        Sink tokens of local heads count as the share of a global head that reads as many keys.
+
         Raises:
             UserError: the layout has another number of KV heads per layer; or as ``layer_seconds``.
         """
@@ -60,8 +63,21 @@ class AttentionTimes(ABC):
                 f"the times were measured for {self.num_kv_heads}"
             )
         layers = Counter(row.count("G") for row in layout.heads)
+        shares = {n: _with_sinks(n / self.num_kv_heads, layout, context, phase) for n in layers}
         return sum(
-            number
-            * self.layer_seconds(context, density=num_global / self.num_kv_heads, window=layout.window, phase=phase)
+            number * self.layer_seconds(context, density=shares[num_global], window=layout.window, phase=phase)
             for num_global, number in sorted(layers.items())
         )
+
+
+def _with_sinks(share: float, layout: Layout, context: int, phase: Phase) -> float:
+    """Return the share of global heads that reads as many keys as ``share`` of them and the sink tokens of the others.
+
+    Times are measured for windows alone, and depend on the number of keys.
+    """
+    if not layout.sinks:
+        return share
+    count = visible_keys if phase == "decode" else mean_visible_keys
+    keys = count(context, density=share, window=layout.local_keys)
+    local, full = count(context, density=0.0, window=layout.window), count(context)
+    return (keys - local) / (full - local) if full > local else share

@@ -83,7 +83,8 @@ class Requirements:
                     f"the probe '{table.name}' does not record the model's {fact}: give {option_name(option)}"
                 )
             cache_facts[fact] = value
-        return CacheCost(self.context, self.batch, window or table.window or DEFAULT_WINDOW, **cache_facts)
+        window = window or table.window or DEFAULT_WINDOW
+        return CacheCost(self.context, self.batch, window, sinks=table.sinks, **cache_facts)
 
     def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> Limit:
         """Resolve the budget to a limit in heads, or in the unit of the weights.

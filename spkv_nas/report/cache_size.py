@@ -22,11 +22,12 @@ def cache_share(table: HeadScores, density: float) -> float:
     """Return the cache of one sequence of ``CONTEXT`` tokens as a share of full attention's.
 
     Args:
-        table: probe with the window.
+        table: probe with the window and the sink tokens of local heads.
         density: share of the tokens outside the window that is kept, averaged over heads; for a layout, the share of
             heads that are global.
     """
-    return visible_keys(CONTEXT, density=density, window=table.window or DEFAULT_WINDOW) / CONTEXT
+    local_keys = (table.window or DEFAULT_WINDOW) + table.sinks
+    return visible_keys(CONTEXT, density=density, window=local_keys) / CONTEXT
 
 
 def full_bytes(table: HeadScores) -> float | None:

@@ -14,7 +14,7 @@ function duration(number) {
 }
 function count(mask) { return mask.reduce((number, isGlobal) => number + isGlobal, 0); }
 function bytes(cache, budget, total, context) {
-  return cache.token * (budget * context + (total - budget) * Math.min(cache.window, context));
+  return cache.token * (budget * context + (total - budget) * Math.min(cache.window + (cache.sinks || 0), context));
 }
 /* Seconds per decoded token over all layers: interpolated between measurements, or else the roofline bound. */
 function seconds(times, cache, heads, mask, context) {
@@ -26,9 +26,12 @@ function seconds(times, cache, heads, mask, context) {
   if (!measured || cache.window !== window || context < contexts[0] || context > contexts[contexts.length - 1])
     return [bytes(cache, count(mask), mask.length, context) / bandwidth, "at least, when decoding (" + times.bound + ")"];
   const [row, rowFraction] = contexts.length > 1 ? between(context, contexts) : [0, 0];
+  /* a sink token of a local head counts as that share of a global head's further keys */
+  const further = context - cache.window, share = further > 0 ? Math.min(cache.sinks || 0, further) / further : 0;
   let sum = 0;
   for (let head = 0; head < mask.length; head += heads) {
-    const [column, columnFraction] = between(count(mask.subarray(head, head + heads)), counts);
+    const number = count(mask.subarray(head, head + heads));
+    const [column, columnFraction] = between(number + share * (heads - number), counts);
     const interpolated = row => measured[row][column] + columnFraction * (measured[row][column + 1] - measured[row][column]);
     sum += rowFraction ? interpolated(row) + rowFraction * (interpolated(row + 1) - interpolated(row)) : interpolated(row);
   }

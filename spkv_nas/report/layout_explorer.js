@@ -58,13 +58,14 @@ function startExplorer(explorer) {
     const stored = explorer.files[state.selected], text = rowsOf(mask).map(row => "  - " + row).join("\n");
     if (stored) return stored.length ? { name: stored[0], text: stored[3] + text + stored[4], hash: stored[2] } : null;
     if (state.selected >= 0) return null;
-    const signal = explorer.signals[state.signal], { before, between, window, strategy, origin } = signal.file;
+    const signal = explorer.signals[state.signal], { before, between, window, sinks, strategy, origin } = signal.file;
     const rows = rowsOf(mask);
     const varying = {
       budget: String(state.budget), coverage: yamlShare(table().covered[state.budget - 1]), tau: signal.taus[state.tau],
     };
     const entries = origin.map(([key, entry]) => entry || key + ": " + varying[key]).join(", ");
-    const hash = shortHash(window + "\n" + rows.join("/")), check = shortHash("{" + strategy + ", provenance: {" + entries + "}}");
+    const content = window + "\n" + rows.join("/") + (sinks ? "\nsinks " + sinks : "");
+    const hash = shortHash(content), check = shortHash("{" + strategy + ", provenance: {" + entries + "}}");
     const provenance = "{" + entries + ", hash: " + yamlText(hash) + ", check: " + yamlText(check) + "}\n";
     return { name: "densest-" + state.budget, text: before + text + between + provenance, hash };
   }

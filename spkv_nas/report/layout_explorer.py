@@ -122,7 +122,7 @@ def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
         return []
     if layout is None or layout.global_mask.tobytes() != result.key:
         try:
-            bare = Layout.from_mask(result.mask, window=_window(inputs), strategy=name)
+            bare = Layout.from_mask(result.mask, window=_window(inputs), strategy=name, sinks=table.sinks)
         except UserError:  # the name cannot be a file name
             return []
         layout = replace(bare, provenance=provenance(table, bare, int(bare.num_global), None))
@@ -207,6 +207,7 @@ def _file(table: HeadScores) -> dict[str, Any]:
         "before": before,
         "between": after.partition("{")[0],
         "window": layout.window,
+        **({"sinks": layout.sinks} if layout.sinks else {}),
         "strategy": yaml_line({"strategy": layout.strategy})[1:-1],
         "origin": [[key, "" if key in _VARY else yaml_line({key: value})[1:-1]] for key, value in origin.items()],
     }
@@ -223,9 +224,10 @@ def _origin(table: HeadScores) -> Mapping[str, Any]:
 
 
 def _cache(table: HeadScores) -> dict[str, Any] | None:
-    """Return the bytes of a token in one KV head, and the window of local heads; None if they are not recorded."""
+    """Return the bytes of a token in one KV head, and window and sinks of local heads; None if they are not recorded."""
     token = token_bytes(table)
-    return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW}
+    sinks = {"sinks": table.sinks} if table.sinks else {}
+    return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW, **sinks}
 
 
 def _times(calibration: Calibration | None) -> dict[str, Any]:

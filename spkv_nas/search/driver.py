@@ -133,6 +133,7 @@ class Search:
             "probe": f"{self.space.table.name} {_hash(self.space.table.density.round(6).tolist())}",
             "budget": list(self.space.budgets),
             "window": self.space.window,
+            **({"sinks": self.space.sinks} if self.space.sinks else {}),
             "constraints": dict(self.space.constraints.named),
             "start": [layout.hash for layout in self.starts.values()],
             "objective": ["nll", *self._costs()],
@@ -161,7 +162,7 @@ class Search:
             return []
         layers, heads = self.space.grid
         letters = ("L" * heads, "G" + "L" * (heads - 1), "G" * heads)
-        costs = (self.cost.of(Layout((row,) * layers, self.space.window)) for row in letters)
+        costs = (self.cost.of(Layout((row,) * layers, self.space.window, sinks=self.space.sinks)) for row in letters)
         return [self.cost.name, *(f"{cost:.6g}" for cost in costs)]
 
     def _score(self, studies: Sequence[_Study]) -> list[Trial]:

@@ -82,6 +82,7 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "tau": rounded_tau(space.table.tau),
         "budget": list(space.budgets),
         "window": space.window,
+        **({"sinks": space.sinks} if space.sinks else {}),
         "signals": {signal.name: {"window": signal.window} for signal in space.signals},
         "constraints": dict(space.constraints.named),
         "objectives": ["nll", *([search.cost.name] if search.cost else [])],

@@ -58,9 +58,14 @@ class Space:
         """Return (L, Hkv)."""
         return self.table.grid
 
+    @property
+    def sinks(self) -> int:
+        """Return the sink tokens of local heads, which are those of the table."""
+        return self.table.sinks
+
     def layout(self, point: str) -> Layout:
         """Return the layout of a point."""
-        return _layout(point, self.window)
+        return _layout(point, self.window, self.sinks)
 
     @staticmethod
     def point(layout: Layout) -> str:
@@ -108,7 +113,7 @@ class Space:
             return best
         # Without constraints, enumerate masks by descending gain
         if not self.constraints.named:
-            layouts = (Layout.from_mask(mask, window=self.window) for mask in descending(gain, budget))
+            layouts = (self._with(mask) for mask in descending(gain, budget))
             untried = next((layout for layout in layouts if layout.heads not in tried), None)
             if untried is not None:
                 return untried
@@ -116,11 +121,11 @@ class Space:
         masks = [Layout(heads, self.window).global_mask for heads in tried]
         problem = Problem(self.grid, self.constraints.named, budget, excluded=masks, at_least=self._least)
         solution = problem.optimum(gain[None], gap=_GAP)
-        return best if solution is None else Layout.from_mask(solution.mask, window=self.window)
+        return best if solution is None else self._with(solution.mask)
 
     def contains(self, layout: Layout) -> bool:
-        """Return true if the layout has this grid and window, meets the constraints and fits the budgets."""
-        if layout.global_mask.shape != self.grid or layout.window != self.window:
+        """Return true if the layout has this grid, window and sinks, meets the constraints and fits the budgets."""
+        if layout.global_mask.shape != self.grid or (layout.window, layout.sinks) != (self.window, self.sinks):
             return False
         if not self._least <= layout.num_global <= self.budgets[1]:
             return False
@@ -134,7 +139,11 @@ class Space:
             mask = best.mask
         else:
             mask = densest(gain, budget)
-        return Layout.from_mask(mask, window=self.window)
+        return self._with(mask)
+
+    def _with(self, mask: NDArray[np.bool_]) -> Layout:
+        """Return the layout of a mask [L, Hkv] with this window and these sinks."""
+        return Layout.from_mask(mask, window=self.window, sinks=self.sinks)
 
     @cached_property
     def _least(self) -> int:
@@ -148,9 +157,9 @@ class Space:
 
 
 @lru_cache(1 << 14)
-def _layout(point: str, window: int) -> Layout:
+def _layout(point: str, window: int, sinks: int) -> Layout:
     """Return the layout of a point; cached, because every trial is decoded again for each later one."""
-    return Layout(tuple(point.split(" ")), window, "search")
+    return Layout(tuple(point.split(" ")), window, "search", sinks=sinks)
 
 
 def descending(gain: Float, budget: int) -> Iterator[NDArray[np.bool_]]:

@@ -71,7 +71,8 @@ def search_layouts(
     for name, layout in first.items():
         if not space.contains(layout):
             raise UserError(
-                f"starting layout '{name}' is outside the search space: its layers, heads, budget or window differ"
+                f"starting layout '{name}' is outside the search space: its layers, heads, budget, "
+                "window or sinks differ"
             )
     # Run the trials
     scores = _Scores(model, blocks, batch_size)

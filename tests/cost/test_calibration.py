@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,14 @@ class TestInterpolation:
         calibration = make_calibration()
         assert calibration.layout_seconds(LAYOUT, 100) == pytest.approx(2.0 + 1.0 + 4.0)
         assert calibration.layout_seconds(LAYOUT, 100, "prefill") == pytest.approx(3.5)
+
+    def test_sink_tokens_count_as_further_keys(self) -> None:
+        """48 sink tokens are half of the 96 keys that a global head reads beyond the window of 4."""
+        calibration = make_calibration()
+        assert calibration.layout_seconds(Layout(("LL",), 4, sinks=48), 100) == pytest.approx(2.0)
+        assert calibration.layout_seconds(Layout(("GL",), 4, sinks=48), 100) == pytest.approx(3.0)
+        assert calibration.layout_seconds(Layout(("GG",), 4, sinks=48), 100) == pytest.approx(4.0)
+        assert calibration.layout_seconds(Layout(("LL",), 4, sinks=1000), 100) == pytest.approx(4.0)
 
     @pytest.mark.parametrize(
         ("call", "message"),
@@ -225,6 +234,8 @@ class TestRoofline:
         times = Roofline(self.gpu, SHAPE, element_size=2)
         assert times.layer_seconds(100) == pytest.approx(2 * 2 * 8 * 2 * 100 / 1e3)
         assert times.layout_seconds(LAYOUT, 100) == pytest.approx(2 * 8 * 2 * (3 * 100 + 3 * 4) / 1e3)
+        layout = replace(LAYOUT, sinks=2)
+        assert times.layout_seconds(layout, 100) == pytest.approx(2 * 8 * 2 * (3 * 100 + 3 * 6) / 1e3)
 
     def test_prefill_computes_every_visible_score(self) -> None:
         times = Roofline(Hardware("toy", 1e12, 1e6, 1e9), SHAPE)
@@ -234,6 +245,9 @@ class TestRoofline:
         assert mean_visible_keys(100, density=0.0, window=4) == pytest.approx(local)
         flops = 4 * 4 * 8 * (1.5 * full + 1.5 * local)
         assert times.layout_seconds(LAYOUT, 100, "prefill") == pytest.approx(flops / 1e6)
+        local = sum(sum(t - s < 4 or s < 2 for s in range(t + 1)) for t in range(100)) / 100
+        flops = 4 * 4 * 8 * (1.5 * full + 1.5 * local)
+        assert times.layout_seconds(replace(LAYOUT, sinks=2), 100, "prefill") == pytest.approx(flops / 1e6)
 
     def test_the_larger_of_both(self) -> None:
         slow_compute = Roofline(Hardware("toy", 1e12, 1.0, 1e9), SHAPE)

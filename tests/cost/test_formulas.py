@@ -29,6 +29,7 @@ from spkv_nas.cost.formulas import (
 from spkv_nas.cost.ladder import ladder
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import read_shape, save
+from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.windows import apply_layout
 
 with PAPER_TABLE.open(newline="") as _file:
@@ -83,6 +84,18 @@ class TestCost:
         density = layout_density(SHAPE, layout)
         by_head = sum(2 * 8 * 2 * (100 if is_global else 16) for is_global in layout.global_mask.ravel())
         assert kv_cache_bytes(SHAPE, 100, density=density, window=16) == pytest.approx(by_head)
+
+    @pytest.mark.parametrize(("sinks", "context"), [(3, 24), (3, 8), (3, 5)])
+    def test_sink_tokens_as_a_cache_stores_them(self, sinks: int, context: int) -> None:
+        layout, model = Layout(("GL", "LL", "GG", "LL"), window=6, sinks=sinks), tiny_model()
+        apply_layout(model, layout)
+        cache = SPKVCache(model, page_size=1)
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, context, dtype=torch.int64), past_key_values=cache, use_cache=True)
+        held = sum(int(layer.paged.lengths.sum()) + 2 * min(context, 6) for layer in cache.layers)
+        shape = Shape(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=0)
+        cost = kv_cache_bytes(shape, context, density=3 / 8, window=layout.local_keys, element_size=4)
+        assert cost == pytest.approx(held * 2 * 8 * 4)
 
     @pytest.mark.parametrize("gated", [False, True])
     def test_shape_of_a_checkpoint(self, gated: bool, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:

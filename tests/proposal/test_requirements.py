@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,18 @@ class TestMemory:
             assert self.cost.largest_budget(limit + self.cost.global_head // 2, 640) == number
         with pytest.raises(UserError, match="is too small for a global KV head"):
             self.cost.largest_budget(self.cost.total(1, 640) - 1, 640)
+
+    def test_sink_tokens_of_local_heads(self) -> None:
+        """A local head keeps its window and the sink tokens, at most the context; a global head keeps everything."""
+        cost = replace(self.cost, sinks=4)
+        assert cost.local_head == 2 * 132 * 128 * 2 * 16
+        assert cost.global_head == self.cost.global_head
+        assert replace(cost, context=130).local_head == replace(cost, context=130).global_head
+        table = replace(make_table([[0.5, 0.4]]), window=128, metadata={"sinks": 4})
+        requirements = Requirements(context=131072, batch=16, head_dim=128, kv_dtype="bfloat16")
+        assert requirements.cache_cost(table, None) == cost
+        with pytest.raises(UserError, match="--sinks must be at least 0"):
+            replace(cost, sinks=-1)
 
     def test_a_context_within_the_window(self) -> None:
         short = CacheCost(context=64, batch=1, window=128, head_dim=8, dtype="float32")

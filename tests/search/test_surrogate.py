@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -186,11 +187,14 @@ class TestSearch:
     def test_proposes_everything_before_anything_twice(
         self, constraints: Constraints, budget: int, layouts: int
     ) -> None:
-        space = Space(make_table(np.random.default_rng(0).random((3, 3))), (budget, budget), 8, constraints)
+        table = replace(make_table(np.random.default_rng(0).random((3, 3))), metadata={"sinks": 4})
+        space = Space(table, (budget, budget), 8, constraints)
         weights = np.arange(9.0).reshape(3, 3)
         trials = -(-layouts // TRIALS_PER_ROUND) * TRIALS_PER_ROUND
         scored = study(space, "surrogate", 0, trials, lambda layout: -float(weights[layout.global_mask].sum()))
         heads = [layout.heads for layout, _ in scored]
+        assert {(layout.window, layout.sinks) for layout, _ in scored} == {(8, 4)}
+        assert not space.contains(replace(scored[0][0], sinks=0))
         before = trials - TRIALS_PER_ROUND  # the last generation has all that is left, sorted among repetitions
         assert len(set(heads[:before])) == before
         assert len(set(heads)) == layouts

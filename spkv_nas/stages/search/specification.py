@@ -155,6 +155,11 @@ def _check_given(
             raise UserError(
                 f"layout '{key}' has a window of {layout.window} tokens, the search of {space.window}: set --window"
             )
+        if layout.sinks != space.sinks:
+            raise UserError(
+                f"layout '{key}' has {layout.sinks} sink tokens, the search {space.sinks}, as its probe "
+                f"'{space.table.name}'\nuse layouts of that probe, or layout convert --sinks {space.sinks}"
+            )
         if key in user_starts and not space.contains(layout):
             raise UserError(
                 f"--start: layout '{key}' does not meet the budget or a constraint: pass it without --start"

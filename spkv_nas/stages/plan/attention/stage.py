@@ -70,7 +70,7 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     rows = [_timed(formulas.cost("full attention", shape, tokens, element_size=size), shape, tokens, times)]
     for layout, share in zip(layouts, shares, strict=True):
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
-        row = formulas.cost(title, shape, tokens, density=share, window=layout.window, element_size=size)
+        row = formulas.cost(title, shape, tokens, density=share, window=layout.local_keys, element_size=size)
         rows.append(_timed(row, shape, tokens, times, layout))
     if options.density is not None:
         title = f"SP-KV, density {options.density:g}"
