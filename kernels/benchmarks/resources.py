@@ -4,6 +4,8 @@
     python kernels/benchmarks/resources.py --arch 80 --size 128 --kernel bwd_dkdv --mode soft
     python kernels/benchmarks/resources.py --config 64,128,8,3 --kernel fwd --size 128    # a candidate instead
 
+Mode ``sinks`` is a window with sink tokens and learned sinks; ``--learned-sinks`` adds learned sinks to other modes.
+
 The report is that of the ``ptxas`` in the triton package: registers and bytes spilled per thread, bytes of shared
 memory per block. A spill is a value that found no register and goes through memory instead.
 """
@@ -21,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from spkv_kernels.triton import backward, common, decode_kernels, forward
+from spkv_kernels.triton import backward, common, decode_kernels, forward, sinks
 from spkv_kernels.triton.config import Config, default
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -31,24 +33,32 @@ KERNELS = {
     "bwd_dq": (backward.attention_bwd_dq_kernel, "bwd_dq"),
     "bwd_dkdv": (backward.attention_bwd_dkdv_kernel, "bwd_dkdv"),
     "bwd_far_dkdv": (backward.attention_bwd_far_dkdv_kernel, "bwd_dkdv"),
+    "bwd_sink_sum": (sinks.attention_bwd_sink_sum_kernel, "bwd_dq"),
     "decode": (decode_kernels.decode_fwd_kernel, "decode"),
     "decode_combine": (decode_kernels.decode_combine_kernel, "decode"),
     "append": (decode_kernels.cache_append_kernel, "decode"),
 }
-_ONLY = {
-    "bwd_far_dkdv": "hard",
-    "decode": "none",
-    "decode_combine": "none",
-    "append": "none",
-}  # the only mode of a kernel
-_UNCONFIGURED = {"decode_combine", "append"}  # launched with Triton's default warps and stages
-MODES = {"none": common.NONE.value, "soft": common.SOFT.value, "hard": common.HARD.value}
+_MODES = {  # of kernels that do not have all
+    "bwd_far_dkdv": ("hard",),
+    "bwd_sink_sum": ("sinks",),
+    "decode": ("none",),
+    "decode_combine": ("none", "sinks"),
+    "append": ("none",),
+}
+_UNCONFIGURED = {"bwd_sink_sum", "decode_combine", "append"}  # launched with Triton's default warps and stages
+MODES = {
+    "none": common.NONE.value,
+    "soft": common.SOFT.value,
+    "hard": common.HARD.value,
+    "sinks": common.NONE.value,
+}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes per block, CUDA C++ programming guide, "compute capabilities"
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
-_FLOAT32 = {"gate", "lse", "delta", "dgate", "far_dk", "far_dv", "part"}
+_FLOAT32 = {"gate", "lse", "delta", "dgate", "far_dk", "far_dv", "part", "part_dk", "part_dv", "sink_logits"}
 _OTHER_TYPES = {
     "windows": "*i32",
+    "sinks": "*i32",
     "positions": "*i32",
     "rank": "*i32",
     "keep": "*u8",
@@ -57,10 +67,13 @@ _OTHER_TYPES = {
     "lengths": "*i64",
     "seq_lens": "*i64",
 }
+_FAR_KEYS = {"far_k", "far_v", "positions", "rank", "keep"}
+_SINKS = {"sinks", "part_dk", "part_dv"}
 _ABSENT = {  # arguments that are None, by mode
-    "none": {"gate", "far_k", "far_v", "positions", "rank", "keep", "far_dk", "far_dv"},
-    "soft": {"far_k", "far_v", "positions", "rank", "keep", "far_dk", "far_dv"},
-    "hard": {"gate"},
+    "none": _FAR_KEYS | _SINKS | {"gate", "far_dk", "far_dv", "sink_logits"},
+    "soft": _FAR_KEYS | _SINKS | {"far_dk", "far_dv", "sink_logits"},
+    "hard": _SINKS | {"gate", "sink_logits"},
+    "sinks": _FAR_KEYS | {"gate"},
 }
 
 
@@ -78,7 +91,15 @@ class Resources(NamedTuple):
     shared: int
 
 
-def compile_kernel(kernel: str, mode: str, dtype: str, size: int, arch: int, config: Config | None = None) -> Resources:
+def compile_kernel(
+    kernel: str,
+    mode: str,
+    dtype: str,
+    size: int,
+    arch: int,
+    config: Config | None = None,
+    learned_sinks: bool = False,
+) -> Resources:
     """Compile a kernel for ``sm_<arch>`` with the specialisation of a launch: pointers and strides divisible by 16."""
     # Choose the launch options and constants
     fn, configured = KERNELS[kernel]
@@ -97,7 +118,8 @@ def compile_kernel(kernel: str, mode: str, dtype: str, size: int, arch: int, con
     }
     constants = {name: value for name, value in constants.items() if name in fn.arg_names}
     # Describe the arguments by their names
-    absent = _ABSENT[mode] if "MODE" in constants else set()
+    absent = _ABSENT[mode] if "MODE" in constants else {"sink_logits"}
+    absent = absent - {"sink_logits"} if learned_sinks else absent
     signature, attributes = {}, {}
     for index, name in enumerate(fn.arg_names):
         role = name.removeprefix("p_")
@@ -127,7 +149,7 @@ def compile_kernel(kernel: str, mode: str, dtype: str, size: int, arch: int, con
 def cases(kernels: list[str], modes: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the (kernel, mode) pairs that exist."""
     for kernel, mode in itertools.product(kernels, modes):
-        if _ONLY.get(kernel, mode) == mode:
+        if mode in _MODES.get(kernel, MODES):
             yield kernel, mode
 
 
@@ -138,6 +160,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs="*", default=[64, 128, 256], help="head sizes D")
     parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"], choices=DTYPES)
     parser.add_argument("--mode", nargs="*", default=list(MODES), choices=MODES)
+    parser.add_argument("--learned-sinks", action="store_true", help="with a learned sink per query head")
     parser.add_argument("--kernel", nargs="*", default=list(KERNELS), choices=KERNELS)
     parser.add_argument(
         "--config", nargs="*", default=[], help="BLOCK_M,BLOCK_N,warps,stages to compile instead of the default"
@@ -153,7 +176,9 @@ def main() -> None:
     for arch, dtype, size in itertools.product(options.arch, options.dtype, options.size):
         for kernel, mode in cases(options.kernel, options.mode):
             for config in candidates or [default(KERNELS[kernel][1], size, DTYPES[dtype])]:
-                used = compile_kernel(kernel, mode, dtype, size, arch, config)
+                used = compile_kernel(
+                    kernel, mode, dtype, size, arch, config, learned_sinks=options.learned_sinks or mode == "sinks"
+                )
                 tile = f"{config.block_m} x {config.block_n}, {config.num_warps}, {config.num_stages}"
                 tile = "-" if kernel in _UNCONFIGURED else tile
                 row = dict(zip(columns, (arch, dtype, size, kernel, mode, tile, *used), strict=True))

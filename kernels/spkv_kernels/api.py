@@ -117,11 +117,9 @@ def decode_attention(
     # Call the backend
     if backend == "triton":
         _check_triton(q.device, torch.promote_types(q.dtype, cache.pool_k.dtype), q.shape[-1])
-        if sink_logits is not None:
-            raise ValueError("sink_logits: backend 'triton' does not decode with learned sinks; select 'torch'")
         from spkv_kernels.triton import decode_kernels as kernels
 
-        return kernels.decode_attention(q, cache, scale)
+        return kernels.decode_attention(q, cache, scale, sink_logits)
     if not bool((cache.seq_lens > 0).all()):
         raise ValueError("cache: a sequence is empty; append a token to it first")
     if backend == "reference":

@@ -7,6 +7,7 @@ The kernel of dq loops over keys as the forward kernel does. That of dk and dv l
 and over the G query heads that share them, so it sums over all of them itself; it computes scores transposed, keys by
 queries, and never transposes dS. For hard gates, the contribution of far queries to kept keys comes from a kernel over
 the gathered keys, which stores it in float32 at the keys' positions, from where the kernel of the window continues.
+Sink tokens without a gate: ``spkv_kernels.triton.sinks``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from spkv_kernels.triton.common import (
     MIXED,
     NEVER,
     PLAIN,
+    SINKS,
     SOFT,
     STAIR,
     add_bias,
@@ -32,6 +34,7 @@ from spkv_kernels.triton.common import (
     load_values,
     store_rows,
 )
+from spkv_kernels.triton.sinks import store_sink_gradients
 
 
 @triton.jit
@@ -65,14 +68,18 @@ def _visit_keys(
 
 @triton.jit
 def attention_bwd_dq_kernel(
-    p_q, p_k, p_v, p_gate, p_far_k, p_far_v, p_positions, p_rank, p_windows, p_out, p_lse, p_grad, p_delta, p_dq,
+    p_q, p_k, p_v, p_gate, p_far_k, p_far_v, p_positions, p_rank, p_windows, p_sinks, p_out, p_lse, p_grad,
+    p_delta, p_dq, p_part_dk, p_part_dv,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt,
     scale, length, heads,
     GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, laid out as out, and delta [B, Hq, T], float32. Grid and layouts as in the forward kernel."""
+    """Compute dq, laid out as out, and delta [B, Hq, T], float32. Grid and layouts as in the forward kernel.
+
+    With sink tokens (int32 [Hkv], without a gate only) also part_dk and part_dv, see ``store_sink_gradients``.
+    """
     # Locate the queries and their KV head
     blocks = tl.cdiv(length, BLOCK_M)
     row = tl.program_id(0) // blocks
@@ -129,7 +136,20 @@ def attention_bwd_dq_kernel(
             0 if MODE == SOFT else edge, edge + (diagonal - inside), edge, inside - edge, length,
             window, scale, MODE, PLAIN, SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
+    if p_sinks is not None:
+        sinks = tl.load(p_sinks + head)
+        num_sinks = tl.minimum(sinks, last - window)
+        b_dq = _visit_keys(
+            b_dq, b_q, b_grad, b_lse, b_delta, o_t, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
+            0, num_sinks, num_sinks, 0, num_sinks, window, scale, MODE, STAIR, SIZE, SINKS, BLOCK_D,
+        )  # fmt: skip
     store_rows(p_dq + o_out, first, width, length, b_dq * (scale / LOG2E), SIZE, BLOCK_M, BLOCK_D)
+    if p_sinks is not None:  # after dq is stored, whose registers are then free
+        o_part = (row.to(tl.int64) * blocks + first // BLOCK_M) * SINKS * SIZE
+        store_sink_gradients(
+            p_part_dk + o_part, p_part_dv + o_part, b_q, b_grad, b_lse, b_delta, o_t, last,
+            p_k, stride_kt, p_v, stride_vt, tl.minimum(sinks, length - window), window, scale, SIZE, BLOCK_D,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -142,8 +162,9 @@ def _visit_queries(
 ):  # fmt: skip
     """Accumulate dk (without its scale), dv and d log u of keys at positions ``o_s`` over their query heads.
 
-    Visits tiles of queries from ``low`` up to ``high``; from ``jump`` on, ``gap`` further. Queries past the end have an
-    infinite lse, so that p = 0. A single loop covers all heads, because nested loops spill registers.
+    ``window`` is a number, or one for each key. Visits tiles of queries from ``low`` up to ``high``; from ``jump`` on,
+    ``gap`` further. Queries past the end have an infinite lse, so that p = 0. A single loop covers all heads, because
+    nested loops spill registers.
     """
     tiles = tl.cdiv(tl.maximum(high - low, 0), BLOCK_M)
     o_left = o_s + window
@@ -180,7 +201,8 @@ def _visit_queries(
 
 @triton.jit
 def attention_bwd_dkdv_kernel(
-    p_q, p_k, p_v, p_gate, p_keep, p_far_dk, p_far_dv, p_windows, p_lse, p_grad, p_delta, p_dk, p_dv, p_dgate,
+    p_q, p_k, p_v, p_gate, p_keep, p_far_dk, p_far_dv, p_windows, p_sinks, p_lse, p_grad, p_delta,
+    p_dk, p_dv, p_dgate,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt,
     scale, length, heads,
@@ -190,7 +212,8 @@ def attention_bwd_dkdv_kernel(
     """Compute dk and dv [B, T, Hkv, D], and with soft gates d log u [B * Hkv, T], float32.
 
     Grid: blocks of keys * B * Hkv. With hard gates it covers the keys inside the window, and adds the results of
-    ``attention_bwd_far_dkdv_kernel`` for kept keys.
+    ``attention_bwd_far_dkdv_kernel`` for kept keys. With sink tokens (int32 [Hkv], without a gate only) it adds far_dk
+    and far_dv [B * Hkv, SINKS, D] of the first SINKS keys; later ones never leave the window.
     """
     # Locate and load the keys
     blocks = tl.cdiv(length, BLOCK_N)
@@ -219,11 +242,23 @@ def attention_bwd_dkdv_kernel(
         m_far = kept[:, None] & (tl.arange(0, BLOCK_D) < SIZE)[None, :]
         b_dk = tl.load(p_far_dk + o_far, mask=m_far, other=0.0)
         b_dv = tl.load(p_far_dv + o_far, mask=m_far, other=0.0)
+    # Likewise for sink tokens, of which those after the first SINKS stay in reach of all later queries
+    reach = window
+    newest = last - 1 + window
+    if p_sinks is not None:
+        num_sinks = tl.load(p_sinks + head)
+        m_far = (o_s < tl.minimum(tl.minimum(num_sinks, SINKS), length - window))[:, None]
+        m_far = m_far & (tl.arange(0, BLOCK_D) < SIZE)[None, :]
+        o_far = (kv_row.to(tl.int64) * SINKS + o_s)[:, None] * SIZE + tl.arange(0, BLOCK_D)[None, :]
+        b_dk = tl.load(p_far_dk + o_far, mask=m_far, other=0.0)
+        b_dv = tl.load(p_far_dv + o_far, mask=m_far, other=0.0)
+        reach = tl.where((o_s >= SINKS) & (o_s < num_sinks), NEVER, window)
+        newest = tl.where((last > SINKS) & (first < num_sinks), length, newest)
 
     # Phases in whole tiles of queries: from ``inside`` to ``edge`` all keys are in all windows, from ``far`` on in none
     diagonal = first // BLOCK_M * BLOCK_M
     inside = tl.cdiv(last - 1, BLOCK_M) * BLOCK_M
-    far = tl.cdiv(tl.minimum(last - 1 + window, length), BLOCK_M) * BLOCK_M
+    far = tl.cdiv(tl.minimum(newest, length), BLOCK_M) * BLOCK_M
     edge = tl.minimum(tl.maximum((first + window) // BLOCK_M * BLOCK_M, inside), far)
     if MODE == HARD:
         edge = inside
@@ -235,14 +270,14 @@ def attention_bwd_dkdv_kernel(
     b_dk, b_dv, b_dgate = _visit_queries(
         b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
         p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
-        diagonal, far - (edge - inside), inside, edge - inside, length, window, scale,
+        diagonal, far - (edge - inside), inside, edge - inside, length, reach, scale,
         GROUP, MODE, MIXED, SIZE, BLOCK_M, BLOCK_D, EVEN,
     )  # fmt: skip
     if MODE != HARD:
         b_dk, b_dv, b_dgate = _visit_queries(
             b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
             p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
-            inside, length - (far - edge) if MODE == SOFT else edge, edge, far - edge, length, window, scale,
+            inside, length - (far - edge) if MODE == SOFT else edge, edge, far - edge, length, reach, scale,
             GROUP, MODE, PLAIN, SIZE, BLOCK_M, BLOCK_D, EVEN,
         )  # fmt: skip
     # Store the gradients

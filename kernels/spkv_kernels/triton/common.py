@@ -18,10 +18,11 @@ HARD = tl.constexpr(2)
 PLAIN = tl.constexpr(0)  # inside the window of every query, or outside of all (soft gates): no mask
 MIXED = tl.constexpr(1)  # future, window and older keys, distinguished by position
 KEPT = tl.constexpr(2)  # gathered keys outside the window of every query: no mask
-STAIR = tl.constexpr(3)  # gathered keys outside the window of some queries
+STAIR = tl.constexpr(3)  # gathered keys, or sink tokens, outside the window of some queries
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(1 << 30)  # position of a key that no query sees
+SINKS = tl.constexpr(16)  # sink tokens in a tile: the fewest keys that a product takes
 
 
 @triton.jit
@@ -131,5 +132,8 @@ def load_positions(p_positions, o_s, stop, PHASE: tl.constexpr):
     """Return the positions of the keys at ``o_s``, which differ from ``o_s`` for gathered keys."""
     position = o_s
     if PHASE == STAIR:
-        position = tl.load(p_positions + o_s, mask=o_s < stop, other=NEVER)
+        if p_positions is None:  # sink tokens are at the start of the sequence
+            position = tl.where(o_s < stop, o_s, NEVER)
+        else:
+            position = tl.load(p_positions + o_s, mask=o_s < stop, other=NEVER)
     return position

@@ -72,16 +72,30 @@ def default(kernel: str, size: int, dtype: torch.dtype) -> Config:
     return table[min(limit for limit in table if limit >= size)]
 
 
+def _candidates(name: str) -> set[Config]:
+    """Return the default configurations of a kernel for all dtypes."""
+    return {config for table in _DEFAULTS[name] for config in table.values()}
+
+
 def tunable(name: str, kernel: Any) -> Any:
     """Return ``kernel``, or with autotuning its tuner over the default configurations of all dtypes."""
     if not AUTOTUNE:
         return kernel
-    candidates = {config for table in _DEFAULTS[name] for config in table.values()}
     configs = [
         triton.Config({"BLOCK_M": c.block_m, "BLOCK_N": c.block_n}, num_warps=c.num_warps, num_stages=c.num_stages)
-        for c in sorted(candidates)
+        for c in sorted(_candidates(name))
     ]
     return triton.autotune(configs, key=["SIZE", "MODE", "GROUP"], cache_results=True)(kernel)
+
+
+def block_m(kernel: Any, name: str, size: int, dtype: torch.dtype) -> int:
+    """Return the queries per tile in the last launch of a ``tunable`` kernel."""
+    return int(kernel.best_config.kwargs["BLOCK_M"]) if AUTOTUNE else default(name, size, dtype).block_m
+
+
+def smallest_block_m(name: str, size: int, dtype: torch.dtype) -> int:
+    """Return the fewest queries per tile that a launch of a ``tunable`` kernel may have."""
+    return min(c.block_m for c in _candidates(name)) if AUTOTUNE else default(name, size, dtype).block_m
 
 
 def launch_options(kernel: str, size: int, dtype: torch.dtype) -> dict[str, int]:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spkv_kernels.pages import PagedState
-from spkv_kernels.triton.common import load_rows, store_rows
+from spkv_kernels.triton.common import LOG2E, load_rows, store_rows
 from spkv_kernels.triton.config import default
 
 _LOG2E = math.log2(math.e)
@@ -230,11 +230,14 @@ def decode_fwd_kernel(
 
 @triton.jit(do_not_specialize=["owners", "programs"])
 def decode_combine_kernel(
-    p_part, p_lse, p_lengths, p_seq_lens, p_out,
+    p_part, p_lse, p_sink_logits, p_lengths, p_seq_lens, p_out,
     owners, heads, window, programs,
     GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merge partial outputs to out [B * Hq, D], which is zero for an empty sequence. Grid: B * Hq."""
+    """Merge partial outputs to out [B * Hq, D], which is zero for an empty sequence. Grid: B * Hq.
+
+    ``sink_logits`` float32 [Hq] may be None.
+    """
     PARTS: tl.constexpr = 2048 // BLOCK_D
     row = tl.program_id(0)
     owner = row // GROUP
@@ -248,6 +251,9 @@ def decode_combine_kernel(
     acc = tl.zeros([BLOCK_D], tl.float32)
     total = 0.0
     largest = -float("inf")
+    if p_sink_logits is not None:  # a learned sink of -inf vanishes with the first part
+        total = 1.0
+        largest = tl.load(p_sink_logits + row % (heads * GROUP)) * LOG2E
     for first in range(_share_of(begin, shares, tiles), stop, PARTS):
         # Load partial results of some shares
         o_p = first + tl.arange(0, PARTS)
@@ -281,7 +287,7 @@ def append(cache: PagedState, k: Tensor, v: Tensor, keep: Tensor) -> None:
     )  # fmt: skip
 
 
-def decode_attention(q: Tensor, cache: PagedState, scale: float) -> Tensor:
+def decode_attention(q: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None) -> Tensor:
     """Compute ``spkv_kernels.decode_attention``."""
     batch, query_heads, size = q.shape
     heads = cache.num_kv_heads
@@ -304,7 +310,7 @@ def decode_attention(q: Tensor, cache: PagedState, scale: float) -> Tensor:
         **{**config.options(), "BLOCK_M": block_m}, BLOCK_D=block_d, STAGES=config.num_stages,
     )  # fmt: skip
     decode_combine_kernel[(batch * query_heads,)](
-        part, lse, cache.lengths, cache.seq_lens, out, owners, heads, cache.window, programs,
+        part, lse, sink_logits, cache.lengths, cache.seq_lens, out, owners, heads, cache.window, programs,
         GROUP=group, SIZE=size, BLOCK_N=config.block_n, BLOCK_D=block_d,
     )  # fmt: skip
     return out

@@ -6,8 +6,10 @@ need a mask pay for one (kernels/README.md has a diagram):
     MIXED        the diagonal, and the tiles that the far edge of some query's window crosses
     PLAIN        tiles inside the window of all BLOCK_M queries, and with soft gates those outside of all
     KEPT, STAIR  hard gates: the gathered kept keys, and the last of them, where queries differ in what they see
+    STAIR        without a gate: the sink tokens that some query's window has left
 
-MIXED comes first: it includes each query's own key, so the running maximum is finite from then on.
+MIXED comes first: it includes each query's own key, so the running maximum is finite from then on. A learned sink is
+the initial state of the softmax.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import triton.language as tl
 from spkv_kernels.triton.common import (
     HARD,
     KEPT,
+    LOG2E,
     MIXED,
     PLAIN,
+    SINKS,
     SOFT,
     STAIR,
     add_bias,
@@ -99,6 +103,8 @@ def attention_fwd_kernel(
     p_positions,
     p_rank,
     p_windows,
+    p_sinks,
+    p_sink_logits,
     p_out,
     p_lse,
     stride_qb,
@@ -124,7 +130,8 @@ def attention_fwd_kernel(
 
     Grid: blocks of queries * B * Hq. gate, rank and positions [B * Hkv, T], far_k and far_v [B * Hkv, T, D] are
     contiguous, and out has the memory layout [B, T, Hq, D]; of q, k and v only D must be contiguous. ``rank`` counts
-    the kept keys up to and including each position.
+    the kept keys up to and including each position. ``sinks`` int32 [Hkv] (without a gate only) and ``sink_logits``
+    float32 [Hq] may be None.
     """
     # Locate the queries and their KV head
     blocks = tl.cdiv(length, BLOCK_M)
@@ -148,6 +155,9 @@ def attention_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    if p_sink_logits is not None:  # a learned sink of -inf vanishes with the first key
+        total += 1.0
+        largest = tl.zeros([BLOCK_M], tl.float32) + tl.load(p_sink_logits + query_head) * LOG2E
 
     # Visit the keys by phase
     edge, inside, diagonal = key_ranges(first, last, window, MODE, BLOCK_N)
@@ -255,6 +265,33 @@ def attention_fwd_kernel(
             PLAIN,
             SIZE,
             BLOCK_N,
+            BLOCK_D,
+        )
+    if p_sinks is not None:
+        num_sinks = tl.minimum(tl.load(p_sinks + head), last - window)
+        acc, total, largest = _visit(
+            acc,
+            total,
+            largest,
+            b_q,
+            o_t,
+            p_k,
+            stride_kt,
+            p_v,
+            stride_vt,
+            p_gate,
+            p_positions,
+            0,
+            num_sinks,
+            num_sinks,
+            0,
+            num_sinks,
+            window,
+            scale,
+            MODE,
+            STAIR,
+            SIZE,
+            BLOCK_N if p_q.dtype.element_ty == tl.float32 else SINKS,
             BLOCK_D,
         )
 

@@ -14,9 +14,10 @@ import triton
 from torch import Tensor
 
 from spkv_kernels.triton import backward, forward
-from spkv_kernels.triton.common import HARD, NONE, SOFT
+from spkv_kernels.triton.common import HARD, NONE, SINKS, SOFT
 from spkv_kernels.triton.compaction import compact
-from spkv_kernels.triton.config import LARGEST_BLOCK, launch_options, tunable
+from spkv_kernels.triton.config import LARGEST_BLOCK, block_m, launch_options, smallest_block_m, tunable
+from spkv_kernels.triton.sinks import attention_bwd_sink_sum_kernel
 
 _LOG2E = math.log2(math.e)
 _NO_KEPT = (None,) * 4
@@ -29,9 +30,20 @@ _bwd_far_dkdv = tunable("bwd_dkdv", backward.attention_bwd_far_dkdv_kernel)
 
 @torch.library.custom_op("spkv::attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, windows: Tensor, log_utility: Tensor | None, keep: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    windows: Tensor,
+    log_utility: Tensor | None,
+    keep: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the output, shaped as q, and the base-2 log-sum-exp [B, Hq, T] in float32."""
+    """Compute the output, shaped as q, and the base-2 log-sum-exp [B, Hq, T] in float32.
+
+    The latter includes the learned sinks. ``sinks`` needs a call without gates.
+    """
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     out = _tokens_first(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -46,6 +58,8 @@ def _forward(
             _contiguous(log_utility),
             *far,
             windows,
+            sinks,
+            sink_logits,
             out,
             lse,
             *q.stride()[:3],
@@ -60,7 +74,15 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, windows: Tensor, log_utility: Tensor | None, keep: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    windows: Tensor,
+    log_utility: Tensor | None,
+    keep: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _tokens_first(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -77,8 +99,13 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute dq, dk, dv, and d log u [B, Hkv, T] in float32, which is empty without soft gates."""
+    sinks: Tensor | None,
+    sink_logits: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute dq, dk, dv, d log u [B, Hkv, T] and d sink_logits [Hq].
+
+    The last two are float32, and empty without soft gates or learned sinks.
+    """
     # Allocate outputs
     q, k, v, grad = (_dense_rows(x) for x in (q, k, v, grad))
     dq, dk, dv = (_tokens_first(x) for x in (q, k, v))
@@ -88,6 +115,7 @@ def _backward(
     far = compact(k, v, keep) if keep is not None else None
     shape = _Shape(q, k, log_utility, keep)
     strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]]
+    far_dk, far_dv, part_dk, part_dv = _sink_buffers(q, k, sinks)
     # dq, and delta = <dout, out>
     _bwd_dq[shape.grid("BLOCK_M", len(q) * q.shape[1])](
         q,
@@ -96,11 +124,14 @@ def _backward(
         gate,
         *(far or _NO_KEPT),
         windows,
+        sinks,
         out,
         lse,
         grad,
         delta,
         dq,
+        part_dk,
+        part_dv,
         *strides,
         *grad.stride()[:3],
         scale * _LOG2E,
@@ -108,7 +139,7 @@ def _backward(
         **launch_options("bwd_dq", shape.size, q.dtype),
     )
     # dk and dv of gathered keys, from queries outside the window
-    far_dk = far_dv = kept = None
+    kept = None
     if keep is not None and far is not None:
         kept = keep.contiguous().view(torch.uint8)
         far_dk, far_dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (far.k, far.v))
@@ -128,6 +159,22 @@ def _backward(
             EVEN=shape.even,
             **launch_options("bwd_dkdv", shape.size, q.dtype),
         )
+    # dk and dv of sink tokens, from queries outside the window
+    if sinks is not None:
+        attention_bwd_sink_sum_kernel[(SINKS.value * len(k) * k.shape[1],)](
+            part_dk,
+            part_dv,
+            windows,
+            sinks,
+            far_dk,
+            far_dv,
+            shape.length,
+            k.shape[1],
+            GROUP=q.shape[1] // k.shape[1],
+            SIZE=shape.size,
+            BLOCK_M=block_m(_bwd_dq, "bwd_dq", shape.size, q.dtype),
+            BLOCK_D=shape.arguments["BLOCK_D"],
+        )
     # dk, dv and d log u
     _bwd_dkdv[shape.grid("BLOCK_N", len(k) * k.shape[1])](
         q,
@@ -138,6 +185,7 @@ def _backward(
         far_dk,
         far_dv,
         windows,
+        sinks,
         lse,
         grad,
         delta,
@@ -151,7 +199,10 @@ def _backward(
         EVEN=shape.even,
         **launch_options("bwd_dkdv", shape.size, q.dtype),
     )
-    return dq, dk, dv, dgate
+    dsink = lse.new_empty(0)
+    if sink_logits is not None:
+        dsink = -(torch.exp2(sink_logits[:, None] * _LOG2E - lse) * delta).sum((0, 2))
+    return dq, dk, dv, dgate, dsink
 
 
 @_backward.register_fake
@@ -166,23 +217,28 @@ def _(
     out: Tensor,
     lse: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sinks: Tensor | None,
+    sink_logits: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (_tokens_first(x) for x in (q, k, v))
-    return dq, dk, dv, lse.new_empty(log_utility.shape if log_utility is not None else 0)
+    dgate = lse.new_empty(log_utility.shape if log_utility is not None else 0)
+    return dq, dk, dv, dgate, lse.new_empty(sink_logits.shape if sink_logits is not None else 0)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the tensors that the backward pass needs."""
-    *tensors, scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.scale = scale
+    *tensors, ctx.scale, sinks, sink_logits = inputs
+    ctx.save_for_backward(*tensors, sinks, sink_logits, *output)
 
 
 def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     """Compute the gradients of all inputs."""
-    q, k, v, windows, log_utility, keep, out, lse = ctx.saved_tensors
-    dq, dk, dv, dgate = _backward(grad, q, k, v, windows, log_utility, keep, out, lse, ctx.scale)
-    return dq, dk, dv, None, dgate.to(log_utility.dtype) if log_utility is not None else None, None, None
+    q, k, v, windows, log_utility, keep, sinks, sink_logits, out, lse = ctx.saved_tensors
+    dq, dk, dv, dgate, dsink = _backward(
+        grad, q, k, v, windows, log_utility, keep, out, lse, ctx.scale, sinks, sink_logits
+    )
+    gate_grad = dgate.to(log_utility.dtype) if log_utility is not None else None
+    return dq, dk, dv, None, gate_grad, None, None, None, dsink if sink_logits is not None else None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
@@ -208,6 +264,16 @@ class _Shape:
     def grid(self, block: str, rows: int) -> Any:
         """Return the launch grid: tiles of ``block`` tokens times ``rows`` heads."""
         return lambda meta: (triton.cdiv(self.length, meta[block]) * rows,)
+
+
+def _sink_buffers(q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Allocate dk and dv of sink tokens, float32: sums [B * Hkv, SINKS, D], and parts [B * Hq, blocks, SINKS, D]."""
+    if sinks is None:
+        return (None,) * 4
+    batch, query_heads, length, size = q.shape
+    blocks = triton.cdiv(length, smallest_block_m("bwd_dq", size, q.dtype))
+    sums, parts = (batch * k.shape[1], SINKS.value, size), (batch * query_heads, blocks, SINKS.value, size)
+    return tuple(q.new_empty(shape, dtype=torch.float32) for shape in (sums, sums, parts, parts))
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -239,10 +305,13 @@ def attention(
 ) -> Tensor:
     """Compute ``spkv_kernels.attention``; ``windows`` and ``sinks`` are int32 [Hkv] on the device of ``q``.
 
-    Raises:
-        ValueError: there are sink tokens or learned sinks, which these kernels do not support.
+    ``sink_logits`` is float32 [Hq].
     """
-    if sinks is not None or sink_logits is not None:
-        raise ValueError("sinks, sink_logits: backend 'triton' supports no sinks; use backend 'cpu' or 'reference'")
-    out: Tensor = _forward(q, k, v, windows, log_utility, keep, scale)[0]
+    # Gates of sink tokens are open, so the kernels of gated attention need not know them
+    if sinks is not None and (log_utility is not None or keep is not None):
+        is_sink = torch.arange(q.shape[2], device=q.device) < sinks[:, None]  # [Hkv, T]
+        log_utility = log_utility.masked_fill(is_sink, 0.0) if log_utility is not None else None
+        keep = keep | is_sink if keep is not None else None
+        sinks = None
+    out: Tensor = _forward(q, k, v, windows, log_utility, keep, scale, sinks, sink_logits)[0]
     return out
