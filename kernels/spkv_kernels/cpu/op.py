@@ -29,6 +29,8 @@ from spkv_kernels.cpu.compaction import compact_backward, compact_forward, compa
 from spkv_kernels.cpu.masked import causal_backward, masked_forward
 from spkv_kernels.cpu.rows import Rows, gate_bias
 
+_DELTA_ROWS = 512  # tokens per step of the gradient of learned sinks
+
 
 def attention(
     q: Tensor,
@@ -137,8 +139,10 @@ class _Attention(torch.autograd.Function):
         rows = Rows(grad.contiguous(), q, out, lse)
         dlogits = None
         if ctx.needs_input_grad[4]:
-            p_sink = torch.exp(logits[..., None] - lse)
-            dlogits = -(p_sink * (rows.grad * out).sum(-1)).sum(-1)
+            # delta = <dout, out>, in parts that stay in the caches
+            parts = zip(*(torch.split(x, _DELTA_ROWS, 2) for x in (rows.grad, out)), strict=True)
+            delta = torch.cat([(x * y).sum(-1) for x, y in parts], 2)
+            dlogits = -(torch.exp(logits[..., None] - lse) * delta).sum(-1)
         gradients = _keys_backward(rows, k, v, gate, ctx.window, ctx.sinks, ctx.scale, ctx.needs_input_grad[3])
         return *gradients, dlogits, None, None, None
 
