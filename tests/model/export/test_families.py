@@ -37,13 +37,14 @@ CASES: dict[str, dict[str, Any]] = {
     "exaone4": BOTH,
     "olmo3": BOTH,
     "ministral": {**BOTH, "head_dim": 8},
+    "gpt_oss": {},
     "llama-bias": {"attention_bias": True},
     "olmo3-yarn": {**BOTH, "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}},
     "mistral-window": {"sliding_window": 4},
     "llama-tied": {"tie_word_embeddings": True},
 }
 KINDS = {
-    **{one: one for one in ("qwen2", "qwen3", "smollm3", "ministral", "olmo3")},
+    **{one: one for one in ("qwen2", "qwen3", "smollm3", "ministral", "olmo3", "gpt_oss")},
     **dict.fromkeys(("llama", "llama-tied", "mistral", "mistral-window"), "ministral"),
     "olmo2": "olmo3",
 }
@@ -57,6 +58,7 @@ CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 SPLITS, TYPES = ("layers", "heads"), ("native", "other")
 
