@@ -126,6 +126,12 @@ def local_window(model: PreTrainedModel) -> int | None:
     return None if described is None else described.window
 
 
+def local_sinks(model: PreTrainedModel) -> int:
+    """Return the sink tokens of local heads of a model with a layout; 0 for any other model."""
+    layout = checkpoint_layout(model)
+    return 0 if layout is None else layout.sinks
+
+
 def default_window(model: PreTrainedModel, block_size: int) -> int:
     """Choose the window of local heads when none is specified; all signals and scores use this rule.
 

@@ -224,7 +224,7 @@ def _origin(table: HeadScores) -> Mapping[str, Any]:
 
 
 def _cache(table: HeadScores) -> dict[str, Any] | None:
-    """Return the bytes of a token in one KV head, and window and sinks of local heads; None if they are not recorded."""
+    """Return the bytes of a token in a KV head, and window and sinks of local heads; None if they are not recorded."""
     token = token_bytes(table)
     sinks = {"sinks": table.sinks} if table.sinks else {}
     return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW, **sinks}

@@ -30,7 +30,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.continuation import Continuations, continue_greedily
 from spkv_nas.model.generation import generate
 from spkv_nas.model.modes import gate_mode, set_gate_mode
-from spkv_nas.model.windows import apply_layout, every_head_local, local_window
+from spkv_nas.model.windows import apply_layout, every_head_local, local_sinks, local_window
 
 LAYOUT = Layout(("GL", "LL", "LL", "GG"), window=6)
 
@@ -126,6 +126,15 @@ class TestFloor:
             with every_head_local(model, 6):
                 assert logits(model, tokens).allclose(expected, atol=1e-5)
             assert logits(model, tokens).equal(before)
+
+    def test_sink_tokens_of_the_layout_stay(self, tokens: Any) -> None:
+        model = tiny_model(vocab_size=300)
+        apply_layout(model, Layout(("LL", "GL") * 2, window=6, sinks=2))
+        local = tiny_model(vocab_size=300)
+        apply_layout(local, Layout(("LL",) * 4, window=6, sinks=2))
+        with every_head_local(model, 6, local_sinks(model)):
+            assert logits(model, tokens).allclose(logits(local, tokens), atol=1e-5)
+        assert [local_sinks(one) for one in (gated(), hybrid(), tiny_model())] == [0, 0, 0]
 
     def test_a_window_of_the_checkpoint_stays(self, tokens: Any) -> None:
         model = tiny_model("gemma3_text", vocab_size=300)

@@ -54,7 +54,7 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> RulerResult:
     Raises:
         UserError: a length is too short for a task, or something cannot be loaded.
     """
-    from spkv_nas.model.windows import default_window, every_head_local
+    from spkv_nas.model.windows import default_window, every_head_local, local_sinks
 
     quiet_transformers(reporter)
     check(options)
@@ -71,7 +71,7 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> RulerResult:
     make = _maker(seed, tokenizer, material)
     for sheet in sheets:  # raises if it does not fit, before hours of work
         make(*sheet, 0)
-    window = options.window or default_window(model, lengths[0])  # as suits the shortest prompts
+    window, sinks = options.window or default_window(model, lengths[0]), local_sinks(model)  # for the shortest prompts
     origin_record = origin_of(options.model, model, options.tau)
     origin = {
         **origin_record,
@@ -83,6 +83,7 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> RulerResult:
         "haystack": options.haystack or "RULER's noise",
         "questions": options.qa or [],
         "floor_window": window,
+        **({"floor_sinks": sinks} if sinks else {}),
         "environment": {**environment(), "wonderwords": version("wonderwords")},
     }
     # Answer: the checkpoint, itself with all heads local, the baseline
@@ -92,8 +93,9 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> RulerResult:
         exam = _Exam(sheets, make, number, 2 if options.against is None else 3, bar, samples, samples_identity)
         with hard(model, options.tau):
             checkpoint_answers = exam.take(0, loaded, identity(options.model, loaded, str(origin_record["tau"])))
-        with every_head_local(model, window):
-            floor_answers = exam.take(1, loaded, identity(options.model, loaded, f"local {window}"))
+        with every_head_local(model, window, sinks):
+            local = f"local {window} {sinks}".removesuffix(" 0")
+            floor_answers = exam.take(1, loaded, identity(options.model, loaded, local))
         baseline_answers, origin["against"] = _against(options, exam, loaded, lengths, reporter)
     _warn_of_skipped(sheets, checkpoint_answers, reporter)
     # Write the table
