@@ -88,9 +88,10 @@ def attention_mass(
 def _observer(masses: list[Tensor], state: LayerState, window: int, sinks: int) -> Any:
     """Return an attention observer that appends one layer's masses [B, Hkv, T - w] to ``masses``."""
 
-    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float) -> None:
+    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
         parts = []
-        for query, weights in attention_weights(q, k, scale, window=state.checkpoint_window, start=window):
+        shown: Any = {"window": state.checkpoint_window, "start": window, "sink_logits": sink_logits}
+        for query, weights in attention_weights(q, k, scale, **shown):
             key = torch.arange(weights.shape[-1], device=q.device)
             far = (query[:, None] - key >= window) & (key >= sinks)
             parts.append((weights * far).sum(-1).mean(2))

@@ -17,7 +17,8 @@ Differences from the original:
 - The squared error is divided by the mean square of ``hidden_full``, so that lambda is comparable between models.
 - 200 steps by default instead of 2,000; 4 sinks and the layout's window instead of 128 and 256.
 
-Local heads of a layout have no sinks, so they see less than alpha was learned with.
+Layouts of a table give their local heads the sinks that were measured on the model (``sinks``), and alpha is learned
+with as many. On a model without attention sinks it is learned with 4 as in the original, though layouts have none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -57,24 +57,18 @@ class AlphaMixture(Mixture):
     def __init__(self, state: LayerState, window: int, sinks: int, device: torch.device) -> None:
         """Start with alpha at 1; local attention sees the ``window`` most recent and the first ``sinks`` keys."""
         alpha = torch.ones(state.num_kv_heads, device=device, requires_grad=True)
-        super().__init__(alpha, window=window, global_window=state.checkpoint_window)
+        sinks = 0 if state.native_window else sinks  # sliding-window layers never see the first keys
+        super().__init__(alpha, window=window, sinks=sinks, global_window=state.checkpoint_window)
         self.records = False
-        self._sinks = 0 if state.native_window else sinks  # sliding-window layers never see the first keys
         self._recorded: Tensor | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         """Record global attention or mix it with local attention; shapes as in ``Mixture``."""
         if self.records:
-            self._recorded = self.global_attention(q, k, v, scale)
+            self._recorded = self.global_attention(q, k, v, scale, sink_logits)
             return self._recorded
         assert self._recorded is not None
-        return self.mix(self._recorded, self.local_attention(q, k, v, scale))
-
-    def local_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Compute local attention, which sees the first keys as well; shapes as in ``Mixture``."""
-        keep = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
-        keep[:, :, : self._sinks] = True
-        return attention(q, k, v, window=self._window, keep=keep if self._sinks else None, scale=scale)
+        return self.mix(self._recorded, self.local_attention(q, k, v, scale, sink_logits))
 
 
 def duo(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
-from spkv_nas.base.limits import MAX_SEED, MAX_STEPS
+from spkv_nas.base.limits import MAX_SEED, MAX_STEPS, MAX_WINDOW
 from spkv_nas.probing.signal import Option
 from spkv_nas.proposal.budget import PAPER_BUDGET
 
@@ -12,5 +13,24 @@ SEED = Flag("Random seed.", low=0, high=MAX_SEED)
 BUDGET = Flag("Number of global KV heads, or a share such as 25%.", ("--budget", "-b"), "N|N%")
 GRANULARITIES = HEAD, LAYER = "head", "layer"
 
+SINKS = Flag(
+    "Sink tokens: first tokens of a sequence that a local head sees besides its window. auto: as many as attention on "
+    "the first tokens of the model asks for, which is measured.",
+    metavar="auto|N",
+)
+
 SEED_OPTION = Option("seed", int, SEED, 0)
 BUDGET_OPTION = Option("budget", str, BUDGET, shown=PAPER_BUDGET)
+
+
+def parse_sinks(text: str | None) -> int | None:
+    """Return the number of sink tokens that a user chose; None for "auto" or no choice.
+
+    Raises:
+        UserError: ``text`` is neither "auto" nor a whole number within bounds.
+    """
+    if text in (None, "auto"):
+        return None
+    if not str(text).isdecimal() or int(str(text)) > MAX_WINDOW:
+        raise UserError(f"--sinks must be auto or a number of tokens up to {MAX_WINDOW}; found '{text}'")
+    return int(str(text))

@@ -66,7 +66,7 @@ def gains(
         opens: True to make heads global in an all-local model, False to make them local in an all-global one.
         name: name of the table; None: ``signal``.
         metadata: provenance of the model and the text.
-        options: ``granularity``, ``max_heads``, ``batch_size`` and ``progress``, as in ``_measure``.
+        options: ``sinks``, ``granularity``, ``max_heads``, ``batch_size`` and ``progress``, as in ``_measure``.
 
     Raises:
         UserError: the blocks are not longer than the window, the model cannot be hooked, an NLL is not finite, or the
@@ -126,6 +126,7 @@ def _measure(
     window: int,
     *,
     opens: bool,
+    sinks: int = 0,
     granularity: str = HEAD,
     max_heads: int | None = None,
     batch_size: int = 8,
@@ -138,6 +139,7 @@ def _measure(
         blocks: held-out text.
         window: number of recent keys a local head sees, including the query's own key.
         opens: True to make heads global in an all-local model, False to make them local in an all-global one.
+        sinks: number of first tokens a local head sees as well.
         granularity: "head" measures single heads. "layer" measures whole layers and divides each gain evenly among
             the layer's heads.
         max_heads: maximum number of heads to measure individually, in the layers with the largest gains; the others
@@ -149,11 +151,8 @@ def _measure(
         UserError: the blocks are not longer than the window, the model cannot be hooked, an NLL is not finite, or
             ``max_heads`` is less than one layer has or is combined with granularity "layer".
     """
-    check_window(blocks, window)
-    if granularity not in GRANULARITIES:
-        raise UserError(f"--granularity must be head or layer; found '{granularity}'")
-    if max_heads is not None and granularity == LAYER:
-        raise UserError("--max-heads limits the single heads to measure; --granularity layer measures none: give one")
+    check_window(blocks, window, sinks)
+    _check_heads(granularity, max_heads)
     with full_attention(model) as states:
         # Windows [L][Hkv] of the all-global and the all-local model
         native = tuple(state.head_windows(gated=False) for state in states)
@@ -162,7 +161,7 @@ def _measure(
         if detailed == 0:
             raise UserError(f"--max-heads {max_heads} is too small: give at least {num_heads}, the heads of a layer")
         local = tuple(tuple(min(window, wide) for wide in row) for row in native)
-        score = partial(score_windows, model, states, blocks=blocks, batch_size=batch_size)
+        score = partial(score_windows, model, states, blocks=blocks, batch_size=batch_size, sinks=sinks)
         rounds = _Rounds(score, local, native, opens, num_own_blocks(blocks.num_blocks, batch_size), progress)
         sums = np.zeros((num_layers, num_heads, len(blocks.documents)))
         by_layer = granularity == LAYER or detailed < num_layers
@@ -180,6 +179,14 @@ def _measure(
     base = rounds.scores[rounds.before]
     measured_as = granularity if by_layer is (granularity == LAYER) else MIXED
     return _Measurement(sums, base.num_tokens, round(base.mean, 6), round(rounds.passes, 2), measured_as)
+
+
+def _check_heads(granularity: str, max_heads: int | None) -> None:
+    """Raise ``UserError`` if the granularity is unknown, or does not go with a maximum of single heads."""
+    if granularity not in GRANULARITIES:
+        raise UserError(f"--granularity must be head or layer; found '{granularity}'")
+    if max_heads is not None and granularity == LAYER:
+        raise UserError("--max-heads limits the single heads to measure; --granularity layer measures none: give one")
 
 
 @dataclass

@@ -66,6 +66,7 @@ def head_gates(
     blocks: TokenBlocks,
     window: int | None = None,
     *,
+    sinks: int = 0,
     budget: int | str | None = None,
     steps: int = HEAD_GATE_STEPS,
     step_tokens: int = LEARNING_TOKENS,
@@ -80,6 +81,7 @@ def head_gates(
         model: any supported decoder.
         blocks: training text.
         window: recent keys a local head sees, including the query's own; defaults to ``default_window``.
+        sinks: number of first tokens a local head sees as well.
         budget: number of global KV heads, or their share such as "25%"; defaults to the paper's share.
         steps: number of gradient steps.
         step_tokens: tokens per step, rounded down to whole blocks.
@@ -94,7 +96,7 @@ def head_gates(
     if steps < 1:
         raise UserError(f"head gates need at least one step; found {steps}")
     window = default_window(model, blocks.block_size) if window is None else window
-    check_window(blocks, window)
+    check_window(blocks, window, sinks)
     size = blocks_per_step(blocks, step_tokens)
     with (
         full_attention(model) as states,
@@ -106,7 +108,7 @@ def head_gates(
         for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed), 1):
             gates = learning.gates.detach().to(model.device).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
-                state.observer = Mixture(gate.to(model.dtype), window=window)
+                state.observer = Mixture.of(state, gate.to(model.dtype), window, sinks)
             divergence, gradient = _slope(model, states, gates, blocks, np.sort(block_indices), micro_batch)
             check_finite("head gates: the loss", divergence, step, gradient)
             learning.step(step, gradient)
@@ -117,9 +119,8 @@ def head_gates(
     table_metadata = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
     table_metadata |= {"divergence": float(f"{divergence:.4g}")}  # nats per token, in the last step
     scores, tokens_seen = learning.mean.numpy(), steps * size * blocks.block_size
-    return learned_table(
-        "head-gates", GATE_UNIT, scores, blocks, window, tokens_seen, name=name, metadata=table_metadata
-    )
+    facts: dict[str, Any] = {"name": name, "metadata": table_metadata}
+    return learned_table("head-gates", GATE_UNIT, scores, blocks, window, tokens_seen, **facts)
 
 
 def _slope(

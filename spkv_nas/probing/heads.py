@@ -40,7 +40,7 @@ def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
 
 
 def attention_weights(
-    q: Tensor, k: Tensor, scale: float, *, window: int, start: int = 0
+    q: Tensor, k: Tensor, scale: float, *, window: int, start: int = 0, sink_logits: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield causal softmax attention weights in float32, in chunks of queries so that memory is O(T).
 
@@ -50,6 +50,7 @@ def attention_weights(
         scale: factor applied to the dot products.
         window: number of recent keys visible to a query, including its own; T or more means all keys.
         start: position of the first query to return.
+        sink_logits: learned sinks [Hq], which are in the denominator; None: none.
 
     Yields:
         (positions of the chunk's queries, int64 [c]; weights [B, Hkv, G, c, n] on keys 0 to n - 1, G = Hq / Hkv).
@@ -66,7 +67,12 @@ def attention_weights(
         scores = (rows @ keys[..., :stop] * scale).view(*groups.shape[:3], stop - first, stop)
         # Causal window mask, then softmax
         age = query[:, None] - key[None, :]
-        yield query, scores.masked_fill_((age < 0) | (age >= window), -torch.inf).softmax(-1)
+        scores.masked_fill_((age < 0) | (age >= window), -torch.inf)
+        if sink_logits is None:
+            yield query, scores.softmax(-1)
+            continue
+        column = sink_logits.to(scores.dtype).view(1, k.shape[1], -1, 1, 1).expand_as(scores[..., :1])
+        yield query, torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
 @dataclass(frozen=True)

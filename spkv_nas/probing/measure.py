@@ -22,6 +22,7 @@ from spkv_nas.model.windows import default_window
 from spkv_nas.probing.density import text_blocks
 from spkv_nas.probing.registry import SIGNALS, check_options
 from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.probing.sinks import choose_sinks
 
 
 def probe(
@@ -31,6 +32,7 @@ def probe(
     *,
     signal: str = DENSITY.name,
     window: int | None = None,
+    sinks: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     name: str | None = None,
     metadata: dict[str, Any] | None = None,
@@ -46,6 +48,7 @@ def probe(
         signal: name of one of ``SIGNALS``; "head-gates" selects the best heads (reports/study).
         window: number of recent keys a local head sees, including the query's own key. Not accepted by "density";
             defaults to ``default_window``.
+        sinks: number of first tokens that a local head sees as well (sink tokens); None: ``choose_sinks``.
         tokenizer: the model's tokenizer; required if ``blocks`` are strings.
         name: name of the table; defaults to the signal's name, or to "probe" for density.
         metadata: provenance of the model and the text, stored with the table.
@@ -60,9 +63,8 @@ def probe(
         raise UserError(f"signal {signal} uses the window of the model's gates: leave window out")
     name = name or ("probe" if signal == DENSITY.name else signal)
     blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
-    return measure_signal(
-        signal, model, blocks, window=window, name=name, metadata=metadata, progress=progress, tau=tau, **options
-    )
+    chosen: dict[str, Any] = {"window": window, "sinks": sinks, "tau": tau}
+    return measure_signal(signal, model, blocks, name=name, metadata=metadata, progress=progress, **chosen, **options)
 
 
 def measure_signal(
@@ -71,6 +73,7 @@ def measure_signal(
     blocks: TokenBlocks,
     *,
     window: int | None = None,
+    sinks: int | None = None,
     name: str = "probe",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
@@ -84,6 +87,8 @@ def measure_signal(
         blocks: held-out text.
         window: number of recent keys a local head sees, including the query's own key; defaults to
             ``default_window``. A signal of gates takes theirs.
+        sinks: number of first tokens that a local head sees as well (sink tokens), which layouts of the table then
+            have; None: ``choose_sinks``.
         name: name of the table.
         metadata: provenance of the model and the text; the signal adds its own entries.
         progress: called with (blocks or steps done, total).
@@ -104,9 +109,14 @@ def measure_signal(
         window = default_window(model, blocks.block_size)
     if window < 1:
         raise UserError(f"the window is {window}; it must be at least 1, because it includes the query's own key")
-    # Measure
     if blocks.num_blocks == 0:
         raise UserError(f"there is no text to measure {signal} on")
+    # Choose the sink tokens
     set_options = {option: value for option, value in options.items() if value is not None}
+    number, facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
+    if entry.takes_sinks and (number or sinks is not None):
+        set_options["sinks"] = number
+    # Measure
     table = entry.measure(model, blocks, window, name=name, metadata=metadata, progress=progress, **set_options)
-    return replace(table, metadata={**table.metadata, "kind": entry.kind, "unit": entry.unit})
+    sink_facts = {"sinks": number, **facts} if number else {}
+    return replace(table, metadata={**table.metadata, "kind": entry.kind, "unit": entry.unit, **sink_facts})

@@ -51,6 +51,7 @@ def regression(
     blocks: TokenBlocks,
     window: int,
     *,
+    sinks: int = 0,
     budget: int | str | None = None,
     num_layouts: int = REGRESSION_LAYOUTS,
     seed: int = 0,
@@ -66,6 +67,7 @@ def regression(
         model: any supported decoder.
         blocks: held-out text.
         window: number of recent keys a local head sees, including the query's own key.
+        sinks: number of first tokens a local head sees as well.
         budget: number of global heads per layout, or a share such as "25%"; defaults to the paper's share.
         num_layouts: number of random layouts to score; cached ones are used in addition.
         seed: seed of the random layouts.
@@ -82,18 +84,18 @@ def regression(
         UserWarning: the sum of the heads' gains hardly explains the layouts' NLLs.
     """
     # Draw layouts and add cached ones
-    check_window(blocks, window)
+    check_window(blocks, window, sinks)
     with full_attention(model) as states:
         grid = len(states), states[0].num_kv_heads
     num_global = parse_budget(budget, grid[0] * grid[1])
     earlier = on_main(lambda: [] if cache is None else kept_layouts(cache))
-    layouts = _layouts(grid, num_global, window, num_layouts, seed, earlier)
+    all_local = Layout.from_mask(np.zeros(grid, dtype=np.bool_), window=window, sinks=sinks)
+    layouts = _layouts(all_local, num_global, num_layouts, seed, earlier)
 
     # Score the layouts and fit the gains
     work = Work()
-    scores = zero_shot(
-        model, layouts, blocks, batch_size=batch_size, cache=cache, reporter=_shown_by(progress), work=work
-    )
+    shown = _shown_by(progress)
+    scores = zero_shot(model, layouts, blocks, batch_size=batch_size, cache=cache, reporter=shown, work=work)
     totals, counts = np.stack([score.total for score in scores]), scores[0].num_tokens
     fit = _fit(layouts, totals.sum(1) / counts.sum())
 
@@ -106,15 +108,18 @@ def regression(
     return signal_table("regression", gains, window, kind=GAIN, unit=NATS, **facts)
 
 
-def _layouts(grid: Grid, num_global: int, window: int, number: int, seed: int, earlier: list[Layout]) -> list[Layout]:
-    """Draw ``number`` random layouts and add those of ``earlier`` with the same grid, budget and window.
+def _layouts(like: Layout, num_global: int, number: int, seed: int, earlier: list[Layout]) -> list[Layout]:
+    """Draw ``number`` random layouts ``like`` one, and add those of ``earlier`` with the same grid, budget and reach.
 
     Raises:
         UserError: there are too few distinct layouts.
     """
+    grid, window, sinks = like.grid, like.window, like.sinks
     order = np.random.default_rng(seed).random((number, grid[0] * grid[1])).argsort(1)
-    drawn = [Layout.from_mask((row < num_global).reshape(grid), window=window) for row in order]
-    matching = [x for x in earlier if (x.grid, x.num_global, x.window) == (grid, num_global, window)]
+    masks = ((row < num_global).reshape(grid) for row in order)
+    drawn = [Layout.from_mask(mask, window=window, sinks=sinks) for mask in masks]
+    sizes = (grid, num_global, window, sinks)
+    matching = [x for x in earlier if (x.grid, x.num_global, x.window, x.sinks) == sizes]
     layouts = list(dict.fromkeys([*drawn, *matching]))
     if len(layouts) < _MIN_LAYOUTS:
         raise UserError(

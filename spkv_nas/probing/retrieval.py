@@ -47,6 +47,7 @@ def retrieval(
     blocks: TokenBlocks,
     window: int,
     *,
+    sinks: int = 0,
     needle_length: int = 16,
     batch_size: int = 8,
     seed: int = 0,
@@ -60,6 +61,7 @@ def retrieval(
         model: any supported decoder with an LM head.
         blocks: text around the needles.
         window: number of recent keys a local head sees; the token to copy always lies outside.
+        sinks: number of first tokens a local head sees as well; no needle is among them.
         needle_length: m, tokens per needle, of which m - 1 are to be predicted.
         batch_size: blocks per forward pass.
         seed: seed of the needles and their depths.
@@ -74,7 +76,7 @@ def retrieval(
         UserWarning: the model hardly copies.
     """
     # Insert a needle into every block
-    tokens, depth = needles(blocks, window, needle_length, seed)
+    tokens, depth = needles(blocks, window, needle_length, seed, sinks)
     rows = _Rows(tokens)
     length = blocks.block_size
     query_positions = slice(length - needle_length, length - 1)  # the last token has no successor to copy
@@ -145,17 +147,19 @@ def _run(
 
 
 def needles(
-    blocks: TokenBlocks, window: int, needle_length: int, seed: int
+    blocks: TokenBlocks, window: int, needle_length: int, seed: int, sinks: int = 0
 ) -> tuple[Iterator[NDArray[np.int64]], NDArray[np.int64]]:
     """Insert a needle into each block of text at a random depth and again at the end.
 
-    A needle's tokens are drawn from the tokens of the text, without repetition.
+    A needle's tokens are drawn from the tokens of the text, without repetition and without those that begin every
+    block, which also stay first.
 
     Args:
         blocks: N blocks of T tokens.
         window: number of recent keys a local head sees; the token to copy always lies outside.
         needle_length: tokens per needle.
         seed: seed of the needles and their depths.
+        sinks: number of first tokens that a local head sees as well, which needles leave as they are.
 
     Returns:
         (iterator over N rows int64 [T], int64 [N] position of each row's first needle).
@@ -165,14 +169,15 @@ def needles(
     """
     length, rng = blocks.block_size, np.random.default_rng(seed)
     deepest = length - needle_length - max(needle_length, window + 1)
-    vocabulary = _vocabulary(blocks)
-    if needle_length < 2 or deepest < 0 or len(vocabulary) < needle_length:
+    vocabulary = np.setdiff1d(_vocabulary(blocks), blocks.opening)
+    first = max(sinks, len(blocks.opening))
+    if needle_length < 2 or deepest < first or len(vocabulary) < needle_length:
         raise UserError(
             f"blocks of {length} tokens with {len(vocabulary)} distinct tokens cannot hold a needle of {needle_length} "
             f"tokens and its copy more than a window of {window} keys later\n"
             "give a smaller --window, or a larger --block-size"
         )
-    depth = rng.integers(deepest + 1, size=blocks.num_blocks)
+    depth = rng.integers(first, deepest + 1, size=blocks.num_blocks)
 
     def rows() -> Iterator[NDArray[np.int64]]:
         text_length = length - 2 * needle_length
@@ -231,10 +236,9 @@ def _observer(scores: list[Tensor], state: LayerState, source: Tensor, query_pos
         query_positions: positions of the m - 1 queries.
     """
 
-    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float) -> None:
-        parts = [
-            w for _, w in attention_weights(q, k, scale, window=state.checkpoint_window, start=query_positions.start)
-        ]
+    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
+        shown: Any = {"window": state.checkpoint_window, "start": query_positions.start, "sink_logits": sink_logits}
+        parts = [weights for _, weights in attention_weights(q, k, scale, **shown)]
         rows = torch.cat([torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2)
         rows = rows.flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
         # Attention weight on the token after the current one's first occurrence

@@ -83,6 +83,8 @@ class Signal(ABC):
             ``batch_size``, the number of blocks per pass that fit in memory.
         needs_gates: whether it measures SP-KV gates, which ``probe`` trains on models without. ``measure`` then takes
             ``batch_size`` and gets the gates' window.
+        takes_sinks: whether ``measure`` takes ``sinks``, the number of first tokens that a local head sees besides its
+            window (sink tokens). Without it, the tables of a signal still record the number for layouts.
         caches_scores: whether ``measure`` takes ``cache``, a folder of layout scores shared with searches.
         cached_layers: share of the layers whose hidden states stay in memory between passes.
         is_bounded: whether ``work`` is an upper bound.
@@ -95,6 +97,7 @@ class Signal(ABC):
     options: tuple[Option, ...] = ()
     computes_logits: bool = False
     needs_gates: bool = False
+    takes_sinks: bool = False
     caches_scores: bool = False
     cached_layers: float = 0.0
     is_bounded: bool = False

@@ -19,7 +19,7 @@ from spkv_nas.base.limits import (
     MAX_WHOLE,
     MAX_WINDOW,
 )
-from spkv_nas.probing.flags import BUDGET, SEED, STEPS
+from spkv_nas.probing.flags import BUDGET, SEED, SINKS, STEPS
 from spkv_nas.probing.registry import SIGNALS
 
 MEMORY = "Constraints and memory"
@@ -119,6 +119,7 @@ ChosenTau = Annotated[
 ]
 Window = Annotated[int, _WINDOW]
 OptionalWindow = Annotated[int | None, _WINDOW]
+SinksOrAuto = Annotated[str | None, SINKS]
 OptionalSinks = Annotated[
     int | None,
     Flag("First tokens of a sequence that a local head sees besides its window (sink tokens).", low=0, high=MAX_WINDOW),

@@ -28,7 +28,7 @@ class Ablation(Signal):
     """
 
     kind, unit = GAIN, NATS
-    computes_logits, cached_layers = True, 1.0
+    computes_logits, takes_sinks, cached_layers = True, True, 1.0
     options = (Option("granularity", str, _GRANULARITY, HEAD), Option("max_heads", int, _MAX_HEADS, shown="all"))
 
     def __init__(self, name: str, help: str, *, opens: bool) -> None:

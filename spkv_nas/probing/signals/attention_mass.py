@@ -16,6 +16,7 @@ class AttentionMass(Signal):
 
     name, help = "attention-mass", "share of attention outside the window"
     unit = ATTENTION_UNIT
+    takes_sinks = True
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
         """Measure the mass in one pass."""

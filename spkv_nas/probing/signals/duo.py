@@ -20,6 +20,7 @@ class Duo(Signal):
 
     name, help = "duo", "DuoAttention's learned share of full attention"
     unit = ALPHA_UNIT
+    takes_sinks = True
     options = (Option("steps", int, STEPS, DUO_STEPS), SEED_OPTION)
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:

@@ -20,6 +20,7 @@ class HeadGates(Signal):
 
     name, help = "head-gates", "one gate per head, learned under a budget"
     unit = GATE_UNIT
+    takes_sinks = True
     options = (Option("steps", int, STEPS, HEAD_GATE_STEPS), BUDGET_OPTION, SEED_OPTION)
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:

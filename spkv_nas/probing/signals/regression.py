@@ -23,7 +23,7 @@ class Regression(Signal):
 
     name, help = "regression", "NLL saved on average over random layouts of a budget"
     kind, unit = GAIN, NATS
-    computes_logits = caches_scores = is_bounded = True
+    computes_logits = takes_sinks = caches_scores = is_bounded = True
     cached_layers = 0.25  # of a search of 64 layouts: 6 of 21
     options = (BUDGET_OPTION, Option("num_layouts", int, _NUM_LAYOUTS, REGRESSION_LAYOUTS), SEED_OPTION)
 

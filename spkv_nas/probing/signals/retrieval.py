@@ -17,6 +17,7 @@ class Retrieval(Signal):
 
     name, help = "retrieval", "attention on the token to copy, in repeated random strings"
     unit = ATTENTION_UNIT
+    takes_sinks = True
     options = (SEED_OPTION,)
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:

@@ -28,6 +28,7 @@ class ProbeOptions(SubjectOptions, Trains):
     max_tokens: flags.OptionalMaxTokens = default(None, f"all; {defaults.SCORING_TOKENS:,} for {_SCORING}")
     signal: flags.Signal = default(None, f"{DENSITY.name} if the model has gates, else {defaults.RECOMMENDED}")
     window: flags.OptionalWindow = default(None, "the model's, else 1/16 of a block, at most 128")
+    sinks: flags.SinksOrAuto = default(None, "auto")
     # Options of signals that the stage reads too
     tau: float | None = None
     ablation_tokens: int | None = None
@@ -40,6 +41,7 @@ class ProbeOptions(SubjectOptions, Trains):
 def check(options: ProbeOptions) -> None:
     """Check the options that its signal takes, and either recipe or model."""
     from spkv_nas.evaluation.thresholds import check_tau
+    from spkv_nas.probing.flags import parse_sinks
     from spkv_nas.probing.registry import check_options, signal_options
     from spkv_nas.stages.checks import check_recipe
     from spkv_nas.stages.subject import Subject
@@ -48,6 +50,7 @@ def check(options: ProbeOptions) -> None:
     if signal is not None:  # else the default depends on the model's config
         check_options(signal, **{option.name: getattr(options, option.name) for option in signal_options()})
     check_tau(options.tau)
+    parse_sinks(options.sinks)
     if options.recipe is None:
         Subject.of(options, REFERENCE, "probe on").check()
     elif options.model is not None or options.data:
@@ -63,6 +66,7 @@ def probe(options: ProbeOptions, reporter: Reporter) -> Result:
     measures another checkpoint: by density if it has gates, else by head gates, the recommended signal (minutes).
     With --signal density, a checkpoint without gates first gets gates for the budget, trained with its weights frozen;
     densities also show which keys a cache can drop. With a recipe, trains the reference and then probes it.
+    Measures how much attention is on the first tokens of a text, and gives layouts as many sink tokens as that needs.
     """
     from spkv_nas.stages.next_steps import after_probe
     from spkv_nas.stages.probe import output, stage

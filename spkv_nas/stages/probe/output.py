@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from spkv_nas.artifacts.defaults import STRONG_SINK
 from spkv_nas.artifacts.domains import about_small_domains
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.console import caution, out, say
@@ -26,10 +27,23 @@ def show(table: HeadScores) -> None:
     if "passes" in table.metadata:
         reused = f"; scores reused: {number}" if (number := table.metadata.get("reused_scores")) else ""
         say(f"cost: {table.metadata['passes']:,g} forward passes over {table.metadata['tokens']:,} tokens{reused}")
+    if (sinks := _about_sinks(table)) is not None:
+        say(sinks)
     if (domain_warning := about_small_domains(table)) is not None:
         say(domain_warning)
     for line in table.diagnosis():
         caution(line)
+
+
+def _about_sinks(table: HeadScores) -> str | None:
+    """Return a sentence on the sink tokens of a table and the attention on them; None without any."""
+    if not table.sinks:
+        return None
+    layouts = f"layouts get {table.sinks} sink token{'s' if table.sinks > 1 else ''}"
+    if (mass := table.metadata.get("sink_mass")) is None:
+        return layouts
+    strong = f"{table.metadata['sink_heads']} of {table.num_heads} heads above {100 * STRONG_SINK:.0f} %"
+    return f"{100 * mass:.{0 if mass >= 0.1 else 1}f} % of attention is on the first token ({strong}): {layouts}"
 
 
 def document(table: HeadScores, folder: Path) -> dict[str, Any]:
@@ -38,6 +52,7 @@ def document(table: HeadScores, folder: Path) -> dict[str, Any]:
         **identification(table),
         "mean": table.mean,
         "standard_deviation": table.std,
+        "sinks": table.sinks,
         "diagnosis": table.diagnosis(),
         "heads": table.rows,
         "folder": folder,

@@ -23,12 +23,13 @@ from spkv_nas.model.checkpoint import checkpoint_hash, model_origin, read_gates
 from spkv_nas.model.model_shape import check_tokens, config_shape
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.model.windows import default_window
-from spkv_nas.probing.flags import LAYER
+from spkv_nas.probing.flags import LAYER, parse_sinks
 from spkv_nas.probing.gains import opening_gains
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.registry import SIGNALS, check_options, signal_options
 from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.options import REFERENCE
@@ -83,6 +84,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
             measured.model,
             measured.blocks,
             window=options.window,
+            sinks=learned.get("sinks", parse_sinks(options.sinks)),
             name=subject.name,
             metadata={
                 **model_record,
@@ -137,7 +139,9 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
         size = fitting_batch(model, blocks)
         on_main(lambda: require_logits(model, size, length))  # all ranks continue, or none
         with reporter.bar("validating the ranking") as progress:
-            gains, gains_record = opening_gains(model, blocks, table.window, batch_size=size, progress=progress)
+            gains, gains_record = opening_gains(
+                model, blocks, table.window, sinks=table.sinks, batch_size=size, progress=progress
+            )
     except UserError as error:
         reporter.caution(f"the ranking was not validated: {first_line(error)}")
         return table
@@ -157,8 +161,11 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
     model, blocks = measured.model, measured.train
     assert blocks is not None
     num_heads = math.prod(config_shape(model.config).grid)
+    window, sinks = options.window or default_window(model, blocks.block_size), parse_sinks(options.sinks)
+    sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
     config = GateConfig(
-        window=options.window or default_window(model, blocks.block_size),
+        window=window,
+        sinks=sinks,
         tau=GateConfig().tau if options.tau is None else options.tau,
         target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MAX_TARGET),
     )
@@ -173,7 +180,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
     reporter.reused(learned.resumed_at, learned.steps, "gate training steps")
     if learned.resumed_at < learned.steps:
         reporter.announce(f"trained gates on {learned.tokens:,} tokens in {time.perf_counter() - start:.0f} s")
-    return learned.as_mapping()
+    return {**learned.as_mapping(), **({"sinks": sinks, **sink_facts} if sinks else {})}
 
 
 def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:

@@ -41,6 +41,7 @@ class ProposeOptions(ConstraintOptions, InWorkspace):
     probe: flags.OptionalProbe = default(None, ONLY_PROBE)
     tau: flags.ChosenTau = None
     window: flags.OptionalWindow = default(None, "the probe's")
+    sinks: flags.OptionalSinks = default(None, "the probe's")
     num_random: NumRandom = 3
     seed: flags.Seed = 0
     kv_bytes: KvBytes = None

@@ -75,7 +75,7 @@ class BudgetsResult:
 
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
     """Propose layouts for a budget by every strategy and write them to ``layouts/<name>/``."""
-    requirements, table = _requirements(options), chosen_table(options, reporter)
+    requirements, table = _requirements(options), _table(options, reporter)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
     # Solve for the layouts
@@ -88,7 +88,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
             window=options.window,
             seed=options.seed,
             num_random=options.num_random,
-            others=_recommended(options.folders, table),
+            others=[_with_sinks(other, options.sinks) for other in _recommended(options.folders, table)],
             progress=progress,
         )
     # Write layouts and judge the ranking
@@ -114,6 +114,16 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
         folder,
         tuple(steps),
     )
+
+
+def _table(options: ProposeOptions, reporter: Reporter) -> HeadScores:
+    """Return the table that options choose, with their number of sink tokens."""
+    return _with_sinks(chosen_table(options, reporter), options.sinks)
+
+
+def _with_sinks(table: HeadScores, sinks: int | None) -> HeadScores:
+    """Return a table whose layouts get this number of sink tokens; unchanged for None."""
+    return table if sinks is None else replace(table, metadata={**table.metadata, "sinks": sinks})
 
 
 def _recommended(workspace: Workspace, table: HeadScores) -> list[HeadScores]:
@@ -162,11 +172,20 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
         sentences += [f"coverage of the worst domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
     sentences += [
         default_window(answer.table, options.window),
+        _about_sinks(answer.table.sinks),
         tie_advice(answer.table, num_global),
         uneven_budgets(answer.rows, num_global),
     ]
     sentences += [*(answer.certainty.sentences() if answer.certainty else []), caution(answer.table)]
     return [sentence for sentence in sentences if sentence is not None]
+
+
+def _about_sinks(sinks: int) -> str | None:
+    """Return a sentence on the sink tokens of layouts; None without any."""
+    if not sinks:
+        return None
+    tokens = "token" if sinks == 1 else f"{sinks} tokens"
+    return f"sink tokens: local heads also see the first {tokens} of a text; --sinks sets another number"
 
 
 def _requirements(options: ProposeOptions) -> Requirements:
@@ -189,7 +208,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     from spkv_nas.report.budget_charts import budgets_chart
     from spkv_nas.report.figures import save_figure
 
-    table = chosen_table(options, reporter)
+    table = _table(options, reporter)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
     # Solve at every budget

@@ -1,0 +1,243 @@
+"""Measure attention sinks: how much attention goes to the first tokens, and how many of them local heads must see.
+
+Pretrained decoders put a large part of their attention on the first tokens of a sequence, above all on its BOS token
+(StreamingLLM, arXiv 2309.17453; Gu et al., arXiv 2410.10781; Barbero et al., arXiv 2504.02732). The values there are
+near zero, so that this is how a head attends to nothing. A head that loses these tokens to its window must spread that
+attention over others, and the model fails. Layouts therefore let local heads see the first N tokens besides their
+window, and signals measure what a head needs with these tokens visible.
+
+``measure_sinks`` finds N in one pass over a few blocks, with every head open. It also reports the massive activations
+that sinks come with (Sun et al., arXiv 2402.17762): hidden states hundreds of times the median, in a few channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.defaults import STRONG_SINK
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.batches import block_tokens
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.attention import attention_layers
+from spkv_nas.model.config_section import checkpoint_layout, gate_config
+from spkv_nas.model.windows import default_window, full_attention
+from spkv_nas.probing.heads import attention_weights
+
+SINK_TOKENS = 2048  # tokens of text that sinks are measured on
+NUM_SINKS = (1, 2, 4)  # numbers of sink tokens to choose from
+_POSITIONS = 8  # first tokens whose attention is measured
+_WITHIN = 4  # first tokens that can be sinks
+_ENOUGH, _LEAST_EXCESS = 0.9, 0.02
+_MEDIAN_VALUES = 1 << 22  # maximum values that a median is taken of, as it sorts them
+
+
+@dataclass(frozen=True)
+class MassiveActivation:
+    """Largest hidden state of a decoder layer's output.
+
+    Attributes:
+        layer: index of the decoder layer, of those with attention.
+        ratio: its magnitude, as a multiple of the median magnitude in this layer.
+        channel: index of its channel.
+        position: position of its token in the block.
+    """
+
+    layer: int
+    ratio: float
+    channel: int
+    position: int
+
+
+@dataclass(frozen=True)
+class SinkReport:
+    """Attention on the first tokens of a sequence.
+
+    Attributes:
+        mass: float64 [layers, Hq, positions], mean attention weight of a query head on each of the first 8 tokens, over
+            queries that no longer have them in their window. Layers with a native sliding window are left out, since
+            their heads never see the first tokens.
+        num_kv_heads: KV heads per layer.
+        average: mean attention weight that a token would get if a query attended to all of its keys alike.
+        massive: the largest activation of each decoder layer.
+    """
+
+    mass: NDArray[np.float64]
+    num_kv_heads: int
+    average: float
+    massive: tuple[MassiveActivation, ...]
+
+    @property
+    def excess(self) -> NDArray[np.float64]:
+        """Return the mass [layers, Hq, positions] beyond what a token gets on average, at least 0."""
+        return np.maximum(self.mass - self.average, 0.0)
+
+    @property
+    def first_mass(self) -> float:
+        """Return the share of attention on the first token, mean over all heads; 0 if no head can see it."""
+        return float(self.mass[..., 0].mean()) if self.mass.size else 0.0
+
+    @property
+    def kv_mass(self) -> NDArray[np.float64]:
+        """Return the attention on the first four tokens together by KV head [layers, Hkv], mean over its queries."""
+        together = self.mass[..., :_WITHIN].sum(-1)  # [layers, Hq]
+        groups = together.shape[1] // self.num_kv_heads
+        return np.asarray(together.reshape(len(together), self.num_kv_heads, groups).mean(-1))
+
+    @property
+    def num_strong(self) -> int:
+        """Return the number of KV heads with more than ``STRONG_SINK`` of their attention on the first four tokens."""
+        return int((self.kv_mass > STRONG_SINK).sum())
+
+    @property
+    def largest(self) -> MassiveActivation | None:
+        """Return the activation that stands out most from its layer; None if no layer's output could be read."""
+        return max(self.massive, key=lambda activation: activation.ratio, default=None)
+
+    @property
+    def number(self) -> int:
+        """Return the number of sink tokens that local heads need: 0, 1, 2 or 4.
+
+        It is 0 if the first four tokens get less than 2 % of attention beyond the average token's share, in the mean
+        over heads, and no query head gives them more than 30 %. Otherwise it is the smallest number of first tokens
+        that holds 90 % of that excess.
+        """
+        excess = self.excess[..., :_WITHIN]
+        if not excess.size:
+            return 0
+        by_position = excess.mean((0, 1))
+        if by_position.sum() < _LEAST_EXCESS and excess.sum(-1).max() <= STRONG_SINK:
+            return 0
+        held = np.cumsum(by_position) / by_position.sum()
+        return next((n for n in NUM_SINKS if n >= len(held) or held[n - 1] >= _ENOUGH), NUM_SINKS[-1])
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Return the entries for ``probe.yaml``."""
+        largest = self.largest
+        activation = None if largest is None else {**asdict(largest), "ratio": float(f"{largest.ratio:.4g}")}
+        return {
+            "sink_mass": round(self.first_mass, 4),
+            "sink_heads": self.num_strong,
+            "massive_activation": activation,
+        }
+
+
+def choose_sinks(model: PreTrainedModel, blocks: TokenBlocks, window: int | None = None) -> tuple[int, dict[str, Any]]:
+    """Choose the number of sink tokens of local heads when none is specified; the sibling of ``default_window``.
+
+    A model with a layout keeps its layout's number, and one whose gates keep first tokens theirs. On any other model it
+    is measured. Must be called on all ranks, which get the number of the first.
+
+    Args:
+        model: any supported decoder.
+        blocks: text, of which a few blocks are read.
+        window: number of recent keys a local head sees, including the query's own key; None: ``default_window``.
+
+    Returns:
+        (number of sink tokens; entries for ``probe.yaml``, empty if they were not measured).
+
+    Raises:
+        UserError: the model cannot be hooked, or its attention is not finite.
+    """
+    layout, gates = checkpoint_layout(model), gate_config(model)
+    if layout is not None:
+        return layout.sinks, {}
+    if gates is not None and gates.sinks:
+        return gates.sinks, {}
+
+    def measure() -> tuple[int, dict[str, Any]]:
+        report = measure_sinks(model, blocks, window)
+        return report.number, report.as_mapping()
+
+    return on_main(measure)
+
+
+@torch.inference_mode()
+def measure_sinks(
+    model: PreTrainedModel, blocks: TokenBlocks, window: int | None = None, *, tokens: int = SINK_TOKENS
+) -> SinkReport:
+    """Measure the attention on the first tokens of blocks, with every head open; the model is restored afterwards.
+
+    Memory is that of a forward pass plus a chunk of attention weights (``heads.attention_weights``).
+
+    Args:
+        model: any supported decoder.
+        blocks: text whose blocks begin as the model's tokenizer begins a text.
+        window: number of recent keys a local head sees, including the query's own key; None: ``default_window``.
+        tokens: tokens to measure on, at least one block.
+
+    Raises:
+        UserError: the model cannot be hooked, or its attention is not finite.
+    """
+    blocks = blocks.spread(max(1, tokens // blocks.block_size))
+    window = default_window(model, blocks.block_size) if window is None else window
+    start = max(1, min(window + _POSITIONS, blocks.block_size - 1))  # first query that counts
+    num_positions = min(_POSITIONS, start)
+    with full_attention(model) as states, _watch_activations(model) as activations:
+        sums: dict[int, Tensor] = {}  # [Hq, positions] by layer, summed over queries and blocks
+        for layer, state in enumerate(states):
+            if state.native_window is None:
+                state.observer = _observer(sums, layer, start, num_positions)
+        for block in range(blocks.num_blocks):  # one by one, to bound memory
+            model.get_decoder()(input_ids=block_tokens(blocks, block, 1, model.device), use_cache=False)
+        num_kv_heads = states[0].num_kv_heads
+    queries = np.arange(start, blocks.block_size)
+    layers = [sums[layer].cpu().double().numpy() for layer in sorted(sums)]
+    empty = np.zeros((0, num_kv_heads, num_positions))
+    mass = np.stack(layers) / (len(queries) * blocks.num_blocks) if layers else empty
+    if not np.isfinite(mass).all():
+        raise UserError(
+            "the model's attention is not finite\nits weights are damaged or diverged, or its activations overflow in "
+            "its dtype: load it in float32 (--dtype float32)"
+        )
+    return SinkReport(mass, num_kv_heads, float((1.0 / (queries + 1)).mean()), tuple(activations.values()))
+
+
+def _observer(sums: dict[int, Tensor], layer: int, start: int, num_positions: int) -> Callable[..., None]:
+    """Return an attention observer that adds one layer's weights on the first keys to ``sums``."""
+
+    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
+        total = torch.zeros(q.shape[1], num_positions, device=q.device)
+        for _, weights in attention_weights(q, k, scale, window=k.shape[2], start=start, sink_logits=sink_logits):
+            total += weights[..., :num_positions].sum((0, -2)).flatten(0, 1)  # [Hq, positions]
+        sums[layer] = sums[layer] + total if layer in sums else total
+
+    return observe
+
+
+@contextmanager
+def _watch_activations(model: nn.Module) -> Iterator[dict[int, MassiveActivation]]:
+    """Record the largest activation of every decoder layer with attention, by its index, in the ``with`` block."""
+    found: dict[int, MassiveActivation] = {}
+
+    def watch(layer: int) -> Callable[..., None]:
+        def see(_module: nn.Module, _args: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if not isinstance(output, Tensor) or output.ndim != 3:
+                return
+            magnitude = output.abs()  # [B, T, C]
+            position, channel = divmod(int(magnitude.argmax()) % magnitude[0].numel(), magnitude.shape[-1])
+            every = 1 + magnitude.numel() // _MEDIAN_VALUES
+            median = magnitude.flatten(0, 1)[::every].float().median()
+            ratio = float(magnitude.max() / median.clamp_min(torch.finfo(torch.float32).tiny))
+            if layer not in found or ratio > found[layer].ratio:
+                found[layer] = MassiveActivation(layer, ratio, channel, position)
+
+        return see
+
+    names = [name.rpartition(".")[0] for name in attention_layers(model)]
+    hooks = [model.get_submodule(name).register_forward_hook(watch(layer)) for layer, name in enumerate(names)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
