@@ -33,6 +33,7 @@ from spkv_nas.model.attention import (
 from spkv_nas.model.config_section import remove_section, restore_section, write_section
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
 from spkv_nas.model.generation_cache import SPKVCache
+from spkv_nas.model.learned_sinks import layer_learned_sinks
 from spkv_nas.model.modes import evaluation_mode
 
 
@@ -102,8 +103,11 @@ def detached(model: PreTrainedModel) -> Iterator[None]:
     if not attention_layers(model):
         yield
         return
-    # Remember hooks, gates and settings
-    layers = [(layer, layer_state(layer), layer_predictor(layer)) for layer in attention_layers(model).values()]
+    # Remember hooks, gates, learned sinks and settings
+    layers = [
+        (layer, layer_state(layer), layer_predictor(layer), layer_learned_sinks(layer))
+        for layer in attention_layers(model).values()
+    ]
     attn_implementation, _, caches = model._spkv_before
     section, generation_config = getattr(model.config, "spkv", None), getattr(model, "generation_config", None)
     use_cache = generation_config.use_cache if generation_config else None
@@ -113,10 +117,12 @@ def detached(model: PreTrainedModel) -> Iterator[None]:
     finally:
         # Restore them
         model.set_attn_implementation("spkv")
-        for layer, state, predictor in layers:
+        for layer, state, predictor, learned_sinks in layers:
             install(layer, state)
             if predictor is not None:
                 layer.utility_predictor = predictor
+            if learned_sinks is not None:
+                layer.learned_sinks = learned_sinks
         prepare(model, attn_implementation, caches)
         if section is not None:
             restore_section(model, section)

@@ -3,7 +3,8 @@
 A forward pre-hook on each attention layer computes the layer's gate from the layer's (normalised) input and passes it
 to the attention function as a keyword argument, which keeps ``torch.compile`` and activation checkpointing working.
 
-Learned sinks, a logit per query head (``s_aux`` of gpt-oss and others), go to the operator as ``sink_logits``.
+Learned sinks, a logit per query head (``s_aux`` of gpt-oss and others, or ``learned_sinks.py``), go to the operator as
+``sink_logits``.
 
 Inputs for which the result would be silently wrong raise ``UserError``: soft-capping, sink logits per token, attention
 dropout, packed position ids, requests for attention weights, a key-value cache other than ``SPKVCache``, and padding
@@ -27,6 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from spkv_nas.artifacts.gate_config import LOCAL
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, priced
+from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
 
 GLOBAL_WINDOW = 1 << 30  # longer than any sequence
 
@@ -72,6 +74,7 @@ class LayerState:
         windows: window of each KV head, from a layout, or for a layer without gated heads; None: gates decide.
         gate_window: window w of the gates, in keys; None: no gates.
         sinks: number of first tokens that each KV head sees besides its window, from a layout or of gates; empty: 0.
+        learned_sinks: whether the layer's learned sinks act, which belong to the layout that they were added to.
         observer: called with each pass's queries, keys and values.
     """
 
@@ -81,6 +84,7 @@ class LayerState:
     windows: tuple[int, ...] | None = None
     gate_window: int | None = None
     sinks: tuple[int, ...] = ()
+    learned_sinks: bool = False
     observer: Observer | None = None
     _window_cache: tuple[tuple[int, ...], Tensor] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -93,9 +97,10 @@ class LayerState:
         """Set the window of each KV head, and let local heads also see the first ``sinks`` tokens.
 
         Heads of a layer with a native sliding window get no sink tokens, because they were trained without them.
+        Learned sinks cease to act.
         """
         sinks = sinks if self.native_window is None else 0
-        self.windows = windows
+        self.windows, self.learned_sinks = windows, False
         self.sinks = tuple(sinks if window < GLOBAL_WINDOW else 0 for window in windows)
 
     def head_windows(self, *, gated: bool) -> tuple[int, ...]:
@@ -177,8 +182,8 @@ def uninstall(layer: nn.Module) -> None:
     """Remove the hook, its state and the predictor from a layer."""
     layer._spkv_handle.remove()  # type: ignore[union-attr, operator]
     del layer.spkv, layer._spkv_handle
-    if hasattr(layer, "utility_predictor"):
-        del layer.utility_predictor
+    for name in {"utility_predictor", "learned_sinks"} & layer._modules.keys():
+        delattr(layer, name)
 
 
 @contextmanager
@@ -252,6 +257,8 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             logits = priced(logits, settings.price)
         if state.windows is None:
             extra["spkv_gate"] = gate_from_logits(logits, settings.mode, settings.tau, settings.anneal, settings.p_min)
+    if state.learned_sinks and (learned_sinks := layer_learned_sinks(layer)) is not None:
+        extra["spkv_sink_logits"] = learned_sinks()
     return args, {**kwargs, **extra}
 
 
@@ -286,7 +293,8 @@ def _attention_function(
     cache = kwargs.get("spkv_cache")
     _refuse_unsupported(query, key, value, attention_mask, dropout, kwargs)
     state = kwargs.get("spkv_state") or LayerState(key.shape[1], _native_window(kwargs))
-    gate, sink_logits = kwargs.get("spkv_gate"), kwargs.get("s_aux")
+    gate = kwargs.get("spkv_gate")
+    sink_logits = chosen_sink_logits(kwargs.get("s_aux"), kwargs.get("spkv_sink_logits"))
     # Attend over the cache
     if cache is not None:
         if gate is not None and gate.log_utility is not None:

@@ -31,7 +31,7 @@ from spkv_nas.base.memory import require
 from spkv_nas.model.config_section import saved_gates, saved_layers
 from spkv_nas.model.custom_model_type import native_class
 from spkv_nas.model.device_map import dispatch
-from spkv_nas.model.gates import predictor_parameters
+from spkv_nas.model.learned_sinks import added_parameters
 from spkv_nas.model.model_shape import check_counts, check_size, config_size
 from spkv_nas.model.restore import check_attention, restoring_class
 from spkv_nas.model.source import at_revision, commit_of, config_folder, model_folder, pinned, resolve
@@ -290,10 +290,10 @@ def load_on(
 
 
 def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert the weights to ``dtype``, except predictors; buffers, such as RoPE frequencies, keep theirs too."""
-    gate_parameters = predictor_parameters(model)
+    """Convert the weights to ``dtype``, except predictors and learned sinks; buffers, such as RoPE frequencies, keep theirs too."""
+    added = added_parameters(model)
     for parameter in model.parameters():
-        if parameter not in gate_parameters and parameter.is_floating_point():
+        if parameter not in added and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 

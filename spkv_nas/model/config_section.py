@@ -17,6 +17,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.model.attention import GLOBAL_WINDOW, attention_layers, layer_state, layer_states
 from spkv_nas.model.custom_model_type import set_custom_model_type
+from spkv_nas.model.learned_sinks import layer_learned_sinks
 from spkv_nas.model.model_shape import MAX_LAYERS
 
 _Window = Annotated[int, Field(ge=1, le=GLOBAL_WINDOW)]
@@ -30,11 +31,12 @@ class SavedLayer(Section):
 
 
 class _SavedLayout(Section):
-    """Layout of a hybrid: letters of its heads by layer, and the window and sink tokens of local heads."""
+    """Layout of a hybrid: letters of its heads by layer, and window, sink tokens and learned sinks of local heads."""
 
     heads: list[str] = Field(min_length=1, max_length=MAX_LAYERS)
     window: _Window
     sinks: int = Field(0, ge=0, le=GLOBAL_WINDOW)
+    learned_sinks: bool = False
 
 
 class _Saved(Section):
@@ -71,7 +73,9 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
         gates_or_layout: dict[str, Any] = {"gates": content.model_dump()}
     else:
         sinks = {"sinks": content.sinks} if content.sinks else {}
-        gates_or_layout = {"layout": {"heads": list(content.heads), "window": content.window, **sinks}}
+        has_learned = any(layer_learned_sinks(layer) is not None for layer in attention_layers(model).values())
+        learned = {"learned_sinks": True} if has_learned else {}
+        gates_or_layout = {"layout": {"heads": list(content.heads), "window": content.window, **sinks, **learned}}
     restore_section(model, {"version": 1, "layers": layers, **gates_or_layout})
 
 
@@ -119,6 +123,12 @@ def checkpoint_layout(model: PreTrainedModel) -> Layout | None:
     section = _checked(model.config)
     saved = None if section is None else section.layout
     return None if saved is None else Layout(tuple(saved.heads), saved.window, sinks=saved.sinks)
+
+
+def has_learned_sinks(config: PreTrainedConfig) -> bool:
+    """Return whether the local heads of a hybrid have learned sinks (``learned_sinks.py``)."""
+    section = _checked(config)
+    return section is not None and section.layout is not None and section.layout.learned_sinks
 
 
 def _section(config: PreTrainedConfig | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from spkv_nas.artifacts.shape import HeadShape, ModelSize
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
 from spkv_nas.base.schema import suggestion
-from spkv_nas.model.gates import predictor_parameters
+from spkv_nas.model.learned_sinks import added_parameters
 
 MAX_LAYERS = 1000  # several times that of any decoder; a million would take forever to build
 _MAX_EXPERTS = 100_000
@@ -49,17 +49,17 @@ def config_size(config: PreTrainedConfig) -> ModelSize:
 
 
 def model_size(model: PreTrainedModel) -> ModelSize:
-    """Compute the size of a decoder without its utility predictors."""
+    """Compute the size of a decoder without its utility predictors and added learned sinks."""
     text = model.config.get_text_config()
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
-    gates = predictor_parameters(model)
+    added = added_parameters(model)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * int(text.num_hidden_layers)
     positions = getattr(text, "max_position_embeddings", None)
     return ModelSize(
         config_shape(model.config),
-        sum(parameter.numel() for parameter in model.parameters() if parameter not in gates),
-        sum(parameter.numel() for parameter in _body(model).parameters() if parameter not in outside | gates),
+        sum(parameter.numel() for parameter in model.parameters() if parameter not in added),
+        sum(parameter.numel() for parameter in _body(model).parameters() if parameter not in outside | added),
         hidden_size=int(text.hidden_size),
         intermediate_size=_ffn_width(text),
         vocabulary=vocabulary_size(model),

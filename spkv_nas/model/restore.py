@@ -9,9 +9,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import allow_cache, check_hooks, dry_run, gate_rows, install_gates, prepare
 from spkv_nas.model.attention import GateSettings, LayerState, install, layer_states
-from spkv_nas.model.config_section import checkpoint_layout, saved_gates, saved_layers
+from spkv_nas.model.config_section import checkpoint_layout, has_learned_sinks, saved_gates, saved_layers
 from spkv_nas.model.weights import check_loaded, quiet_report
-from spkv_nas.model.windows import layout_windows
+from spkv_nas.model.windows import attach_learned_sinks, layout_windows
 
 
 def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -23,7 +23,7 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     class Restored(base):
         """Subclass of ``base`` with hooks; it keeps the name of ``base``."""
 
-        _keep_in_fp32_modules_strict = frozenset({"utility_predictor"})
+        _keep_in_fp32_modules_strict = frozenset({"utility_predictor", "learned_sinks"})
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             """Build the model, then attach what the section describes."""
@@ -63,7 +63,7 @@ def check_attention(config: PreTrainedConfig, attn_implementation: str | None, w
 
 
 def _put_section(model: PreTrainedModel) -> None:
-    """Attach hooks, and empty predictors or windows, to a model, as the section of its config describes."""
+    """Attach hooks, and empty predictors, or windows and learned sinks of 0, to a model, as the section of its config describes."""
     config = model.config
     gates, saved, layout = saved_gates(config), saved_layers(config) or {}, checkpoint_layout(model)
     # Find the layers in the model's order; config.json sorts its keys, layer 10 before layer 2
@@ -84,3 +84,5 @@ def _put_section(model: PreTrainedModel) -> None:
     if layout is not None:
         for state, windows in zip(layer_states(model), layout_windows(model, layout), strict=True):
             state.set_windows(windows, layout.sinks)
+        if has_learned_sinks(config):
+            attach_learned_sinks(model)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GLOBAL, suitable_window
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attach import allow_cache, check_heads, detach, detached, hook_layers
-from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
+from spkv_nas.model.attach import allow_cache, check_heads, detach, detached, dry_run, hook_layers
+from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_state, layer_states
 from spkv_nas.model.config_section import checkpoint_layout, gate_config, write_section
+from spkv_nas.model.learned_sinks import LearnedSinks, layer_learned_sinks
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 
 
@@ -22,7 +23,8 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     """Apply ``layout`` to ``model`` in place: local heads see sink tokens and a window, global heads all keys.
 
     Gates are removed, because a hybrid has none. Layers with a native sliding window get no sink tokens: they were
-    trained without them.
+    trained without them. Learned sinks stay if the model has this layout already; others belong to another layout, and
+    are removed.
 
     Args:
         model: dense, hybrid or gated.
@@ -43,10 +45,60 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     except UserError:
         detach(model)
         raise
-    for state, row in zip(layer_states(model), windows, strict=True):
+    before = checkpoint_layout(model)
+    keeps_learned = before is not None and before.content_hash == layout.content_hash
+    for layer, row in zip(attention_layers(model).values(), windows, strict=True):
+        state, learned = layer_state(layer), layer_learned_sinks(layer)
         state.set_windows(row, layout.sinks)
+        state.learned_sinks = keeps_learned and learned is not None
+        if learned is not None and not keeps_learned:
+            del layer.learned_sinks
     write_section(model, layout)
     allow_cache(model)
+
+
+def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = None) -> None:
+    """Add learned sinks to the local heads of a hybrid, in place: trainable float32 parameters (``learned_sinks.py``).
+
+    They belong to its layout: ``full_attention`` and other layouts are without them. Layers with a native sliding
+    window get none, because they were trained without.
+
+    Args:
+        model: a model with a layout.
+        logits: initial logits [Hq] of each attention layer, of which those of local heads are taken; None: 0.
+
+    Raises:
+        UserError: the model has no layout, or learned sinks of its own.
+    """
+    layout = checkpoint_layout(model)
+    if layout is None:
+        raise UserError("learned sinks are for local heads: this model has no layout")
+    attach_learned_sinks(model)
+    try:
+        dry_run(model)
+    except UserError:
+        for layer in attention_layers(model).values():
+            layer_state(layer).learned_sinks = False
+            if layer_learned_sinks(layer) is not None:
+                del layer.learned_sinks
+        raise
+    for index, layer in enumerate(attention_layers(model).values()):
+        learned = layer_learned_sinks(layer)
+        if learned is not None and logits is not None:
+            learned.assign(logits[index])
+    write_section(model, layout)
+
+
+def attach_learned_sinks(model: PreTrainedModel) -> None:
+    """Attach learned sinks of 0 to the layers with local heads of a model whose windows are set."""
+    num_heads = model.config.get_text_config().num_attention_heads
+    for layer in attention_layers(model).values():
+        state = layer_state(layer)
+        is_local = [window < GLOBAL_WINDOW for window in state.head_windows(gated=False)]
+        if state.native_window is None and any(is_local):
+            device = next(layer.parameters()).device  # layers may be on different devices
+            layer.learned_sinks = LearnedSinks(is_local, num_heads // state.num_kv_heads, device)
+            state.learned_sinks = True
 
 
 @contextmanager
@@ -86,8 +138,9 @@ def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
 def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
     """Let every head see all keys inside the ``with`` block, and restore gates or layout after it.
 
-    Layers with a native sliding window keep it. The model is in evaluation mode. Yields the
-    layers' states in order, whose windows (``LayerState.set_windows``) and observers the block may set.
+    Layers with a native sliding window keep it, and learned sinks of a layout do not act. The model is in evaluation
+    mode. Yields the layers' states in order, whose windows (``LayerState.set_windows``) and observers the block may
+    set.
 
     Raises:
         UserError: the model cannot be hooked (see ``attention.py``).
@@ -95,15 +148,15 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
     was_hooked = bool(attention_layers(model))
     hook_layers(model)
     states = layer_states(model)
-    before = [(state.windows, state.sinks) for state in states]
+    before = [(state.windows, state.sinks, state.learned_sinks) for state in states]
     with evaluation_mode(model), gate_mode(model, "open") if gate_config(model) else nullcontext():
         try:
             for state in states:
                 state.set_windows((state.checkpoint_window,) * state.num_kv_heads)  # windows override gates
             yield states
         finally:
-            for state, (windows, sinks) in zip(states, before, strict=True):
-                state.windows, state.sinks, state.observer = windows, sinks, None
+            for state, (windows, sinks, learned_sinks) in zip(states, before, strict=True):
+                state.windows, state.sinks, state.learned_sinks, state.observer = windows, sinks, learned_sinks, None
             if not was_hooked:
                 detach(model)
 

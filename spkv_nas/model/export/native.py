@@ -81,15 +81,12 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from spkv_nas.model.config_section import has_learned_sinks
+
     # Check that the layout can be expressed
-    if layout.sinks and layout.num_global < layout.num_heads:
-        raise TargetError(
-            f"its local heads see {layout.sinks} sink tokens, which layer_types cannot express (remove them with "
-            "layout convert --sinks 0 if the model does without)"
-        )
-    if not layout.is_layerwise:
-        mixed = [i for i, row in enumerate(layout.heads) if len(set(row)) > 1]
-        raise TargetError(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot express")
+    check_whole_layers(layout)
+    if has_learned_sinks(config):
+        raise TargetError("its local heads have learned sinks, for which it has no parameters")
     kind = config.model_type
     if kind not in (*_NATIVE, *_SUCCESSOR):
         raise TargetError(f"no transformers architecture with layer_types is known for model type '{kind}'")
@@ -125,6 +122,18 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
             f"{_numbers(changed)}"
         )
     return native
+
+
+def check_whole_layers(layout: Layout) -> None:
+    """Raise ``TargetError`` if ``layer_types`` cannot express a layout: mixed layers, or sink tokens."""
+    if layout.sinks and layout.num_global < layout.num_heads:
+        raise TargetError(
+            f"its local heads see {layout.sinks} sink tokens, which layer_types cannot express (remove them with "
+            "layout convert --sinks 0 if the model does without)"
+        )
+    if not layout.is_layerwise:
+        mixed = [i for i, row in enumerate(layout.heads) if len(set(row)) > 1]
+        raise TargetError(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot express")
 
 
 def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
