@@ -63,7 +63,10 @@ def check_attention(config: PreTrainedConfig, attn_implementation: str | None, w
 
 
 def _put_section(model: PreTrainedModel) -> None:
-    """Attach hooks, and empty predictors, or windows and learned sinks of 0, to a model, as the section of its config describes."""
+    """Attach to a model what the section of its config describes: hooks, and empty predictors, or windows and sinks.
+
+    Learned sinks are 0 until weights are loaded.
+    """
     config = model.config
     gates, saved, layout = saved_gates(config), saved_layers(config) or {}, checkpoint_layout(model)
     # Find the layers in the model's order; config.json sorts its keys, layer 10 before layer 2
