@@ -84,3 +84,17 @@ def test_evidence_is_by_steps_of_retraining() -> None:
         ("not retrained", 4),
     ]
     assert [result.name for result in evidence[0].results] == ["density-0-1", "densest", "random-0-1"]
+
+
+def test_a_file_of_the_map_has_the_sink_tokens_of_its_probe() -> None:
+    """The page hashes window, rows and sinks, and joins the parts around the rows to the file of ``propose``."""
+    table = make_domain_table(("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16", "sinks": 4})
+    inputs = ReportInputs(table, make_layouts("densest", "last"))
+    data = explorer_data(inputs, conclude(inputs))
+    assert data is not None
+    (signal,) = data["signals"]
+    assert signal["cache"] == {"token": 64.0, "window": 8, "sinks": 4}
+    layout, parts = propose(table, 2, num_random=0)["densest"], signal["file"]
+    assert (parts["window"], parts["sinks"]) == (layout.window, layout.sinks) == (8, 4)
+    assert layout.text.startswith(parts["before"] + layout.rows + parts["between"])
+    assert "\nsinks: 4 " in parts["before"]
