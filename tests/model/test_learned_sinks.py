@@ -19,6 +19,7 @@ from spkv_nas.model.attention import layer_states
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import full_attention
+from spkv_nas.probing.mixture import Mixture
 
 NATIVE = Layout(("LL", "GG", "LL", "GG"), 8)  # layers 0 and 2 have a sliding window of 8 keys
 HYBRID = Layout(("LL", "GL", "LL", "LG"), 8, sinks=2)
@@ -91,6 +92,20 @@ def test_densities_and_scores(model: PreTrainedModel, blocks: TokenBlocks) -> No
     table = spkv_nas.probe(model, blocks)
     assert table.grid == (4, 2)
     assert np.isfinite(table.values).all()
+
+
+def test_head_gates_compute_them(model: PreTrainedModel, blocks: TokenBlocks) -> None:
+    """With all gates open, the mixture of the signal is the model, sinks included; sliding layers are not measured."""
+    tokens = torch.as_tensor(blocks.tokens[:2])
+    expected = logits(model, tokens)
+    with full_attention(model) as states:
+        for state in states:
+            state.observer = Mixture(torch.ones(2), window=6, global_window=state.checkpoint_window)
+        assert torch.allclose(logits(model, tokens), expected, atol=1e-5)
+    table = spkv_nas.head_gates(model, blocks, window=6, budget=2, steps=3)
+    assert table.grid == (4, 2)
+    assert np.isfinite(table.values).all()
+    assert set(np.argwhere(table.values == table.values.max())[:, 0]) <= {1, 3}
 
 
 @pytest.mark.parametrize("kind", ["gates", "layout"])
