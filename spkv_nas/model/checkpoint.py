@@ -290,7 +290,7 @@ def load_on(
 
 
 def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert the weights to ``dtype``; predictors, learned sinks and buffers, such as RoPE frequencies, keep theirs."""
+    """Convert the weights to ``dtype``; predictors, learned sinks and buffers such as RoPE frequencies keep theirs."""
     added = added_parameters(model)
     for parameter in model.parameters():
         if parameter not in added and parameter.is_floating_point():
