@@ -28,7 +28,7 @@ from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.report.plot import save_chart
-from spkv_nas.training.recipe import BranchConfig
+from spkv_nas.training.branch_config import BranchConfig
 
 MARKER = "<!-- `run.py tables` writes everything below -->"
 _TITLES = {ZERO_SHOT: "without training", RETRAINED: "retrained"}

@@ -21,8 +21,9 @@ from spkv_nas.base.version import environment
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import load_on, read_shape
 from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branches import BranchContext
-from spkv_nas.training.recipe import BranchConfig, GatesConfig, Recipe
+from spkv_nas.training.recipe import GatesConfig, Recipe
 
 _TRAINS = (
     "model",

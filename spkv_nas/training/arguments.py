@@ -8,7 +8,8 @@ from transformers import TrainingArguments
 
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import blocks_per_process, num_processes
-from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
+from spkv_nas.training.branch_config import BranchConfig
+from spkv_nas.training.recipe import DenseConfig, Recipe
 from spkv_nas.training.sharding import fsdp_config
 
 _BETAS = (0.9, 0.95)  # SP-KV paper, appendix "Scaling analysis details"

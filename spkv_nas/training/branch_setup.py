@@ -15,12 +15,13 @@ from spkv_nas.model.gates import predictors
 from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.rope import extended_config
 from spkv_nas.model.windows import apply_layout
+from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import new_model
 from spkv_nas.training.extension import Extension
 from spkv_nas.training.lora import add_adapters
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
-from spkv_nas.training.recipe import BranchConfig, Recipe
+from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import OPTIMIZER_STATE
 from spkv_nas.training.variants import Kind, Variant
 

@@ -20,9 +20,10 @@ from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
 from spkv_nas.data.tokenizer import opening_tokens
 from spkv_nas.model.loss import NO_TARGET
+from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.extension import Extension
-from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
+from spkv_nas.training.recipe import DenseConfig, Recipe
 
 Item = dict[str, Tensor]  # "input_ids" and "labels", both int64 [T]
 

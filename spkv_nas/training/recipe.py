@@ -28,7 +28,7 @@ from spkv_nas.cost.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerNam
 from spkv_nas.data.config import DataConfig
 from spkv_nas.data.ruler.sample import VERSION
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
-from spkv_nas.training.extension import ExtendConfig
+from spkv_nas.training.branch_config import BranchConfig
 
 OFFLOAD = "fsdp-offload"
 _LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
@@ -82,23 +82,6 @@ class DenseConfig(Section):
     warmup_steps: int = Field(100, ge=0, le=MAX_STEPS, description="steps of linear warm-up")
     weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0.0, description="norm to which gradients are clipped")
-
-
-class BranchConfig(Section):
-    """Continue training in the same way for every variant: the decay phase."""
-
-    steps: int = Field(1000, ge=1, le=MAX_STEPS, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, le=MAX_BATCH, description="blocks per step, summed over all processes")
-    learning_rate: float = Field(2e-3, gt=0.0, description="peak learning rate, followed by cosine decay")
-    warmup_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps of linear warm-up")
-    final_learning_rate: float = Field(
-        0.01, ge=0.0, le=1.0, description="final learning rate as a fraction of the peak"
-    )
-    weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
-    max_grad_norm: float = Field(1.0, gt=0.0, description="norm to which gradients are clipped")
-    extend: ExtendConfig | None = Field(
-        None, description="switch to longer blocks, with RoPE changed to fit, during the branch"
-    )
 
 
 class LoraConfig(Section):

@@ -26,10 +26,11 @@ from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.model_shape import config_size
 from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
+from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branch_setup import apply_variant, dense_model
 from spkv_nas.training.branches import branch_folder, is_finished
 from spkv_nas.training.dense import dense_run, is_dense_trained, new_config, new_model
-from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
+from spkv_nas.training.recipe import DenseConfig, Recipe
 from spkv_nas.training.run_files import newest_step
 from spkv_nas.training.step_cost import MAX_SECONDS, StepCost, estimate, how_trained, measure
 from spkv_nas.training.text_size import TextSize, count_text

@@ -32,8 +32,9 @@ from spkv_nas.cost.stage_costs import Training
 from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.model_shape import vocabulary_size
+from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branch_setup import frozen_dtype
-from spkv_nas.training.recipe import OFFLOAD, BranchConfig, DenseConfig, Recipe
+from spkv_nas.training.recipe import OFFLOAD, DenseConfig, Recipe
 
 MAX_SECONDS = 5.0  # maximum duration of a trial pass
 EFFICIENCY = 0.5  # speed of training relative to a matrix product

@@ -25,11 +25,12 @@ from spkv_nas.data.ruler.tasks import NO_MATERIAL, available, generate
 from spkv_nas.model.loss import NO_TARGET
 from spkv_nas.stages.probe.command import ProbeOptions
 from spkv_nas.stages.probe.stage import probe
+from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branches import Branch, train_branch
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dataset import training_data
 from spkv_nas.training.dense import train_dense
-from spkv_nas.training.recipe import BranchConfig, Recipe
+from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
 MIX = {"share": 0.5, "tasks": ["niah_single_1"]}

@@ -25,8 +25,9 @@ from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.forecast import Forecast, about_memory, gate_training, item_bytes, measuring_stages
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.plan.command import PlanOptions
+from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.first_recipe import Draft
-from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
+from spkv_nas.training.recipe import DenseConfig, Recipe
 from spkv_nas.training.run_plan import Planner
 from spkv_nas.training.step_cost import how_trained
 from spkv_nas.training.text_size import TextSize, count_text
