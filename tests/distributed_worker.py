@@ -42,9 +42,25 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe
     "one-layer": {"gates": {"layers": [1], "predictor": "bidirectional", "kernel_size": 5, "sinks": 2}},
     "sampled": {"gates": {"mode": "sampled"}},
     "adapters": {"lora": {"rank": 2}, "gradient_checkpointing": True},
+    "distilled": {
+        "variant": Variant.hybrid(Layout(("G", "L"), window=8)),
+        "branch": {"distill": {"weight": 0.6, "temperature": 1.5, "hidden": 3}},
+    },
+    "distilled-adapters": {"lora": {"rank": 2}, "branch": {"distill": {"hidden": 3}}},
 }
 RUNS = {
-    "ddp": ("dense", "hybrid", "sp-kv", "target", "frozen-model", "frozen-gates", "adapters", "sampled"),
+    "ddp": (
+        "dense",
+        "hybrid",
+        "sp-kv",
+        "target",
+        "frozen-model",
+        "frozen-gates",
+        "adapters",
+        "distilled",
+        "distilled-adapters",
+        "sampled",
+    ),
     "fsdp": ("dense", "sp-kv", "frozen-model", "frozen-gates", "one-layer", "adapters"),
 }
 

@@ -35,6 +35,7 @@ from spkv_nas.base.memory import chunk_tokens
 
 ROOM = 0.9  # share of the available memory for passes; the rest is for allocator and driver
 FLOAT32 = 4  # bytes
+BFLOAT16 = 2
 MOMENTS = 8  # bytes of Adam's two moments per parameter
 
 
@@ -110,14 +111,32 @@ class PassMemory:
         """Return the bytes of scored passes that start from hidden states cached for a ``share`` of the layers."""
         return self.scored(num_tokens) + round(self._hidden(num_tokens) * share)
 
-    def learning(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
-        """Return the bytes of a forward and a backward pass; arguments as in ``kept``."""
+    def learning(
+        self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False, taught: bool = False
+    ) -> int:
+        """Return the bytes of a forward and a backward pass.
+
+        Args:
+            num_tokens: tokens of the pass.
+            learns: what is trained besides gates.
+            recomputes: whether activations are recomputed, one layer at a time.
+            taught: whether the loss compares with a teacher's predictions, which doubles the logits; the teacher's
+                last hidden states are kept too.
+        """
         kept = self.kept(num_tokens, learns=learns, recomputes=recomputes)
         logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item, learns=True)
+        if taught:
+            kept, logits = kept + num_tokens * self.item * self.size.hidden_size, 2 * logits
         if not recomputes:
             return kept + max(self._backward(num_tokens), logits)
         layer = num_tokens * (self._layer(learns) + self._predictor)  # recomputed after the logits are freed
         return kept + max(self._backward(num_tokens, frees=True), logits - layer)
+
+    def transferring(self, num_tokens: int, learns: Learns) -> int:
+        """Return the bytes of a teacher's pass, which records attention inputs and outputs, and of learning a layer."""
+        recorded = 2 * num_tokens * self.item * self.size.hidden_size * self.size.heads.num_layers
+        layer = num_tokens * (self._layer(learns) + self._predictor) + self._backward(num_tokens)
+        return recorded + max(self.forward(num_tokens), layer)
 
     def kept(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
         """Return the bytes that a forward pass keeps for the backward pass, without logits.

@@ -18,6 +18,7 @@ from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.adapters import num_adapter_parameters
 from spkv_nas.cost.formulas import flops_per_token, kv_cache_bytes
 from spkv_nas.cost.memory import (
+    BFLOAT16,
     FLOAT32,
     MOMENTS,
     ROOM,
@@ -27,8 +28,8 @@ from spkv_nas.cost.memory import (
     largest_fit,
     num_predictor_parameters,
 )
+from spkv_nas.cost.training import Training
 
-BFLOAT16 = 2  # bytes
 _SHORTEST_BLOCK = 128  # tokens; shorter blocks are not recommended
 _MAX_DEVICES = 1024
 _RANK = 16  # of recommended adapters
@@ -113,47 +114,6 @@ class StageCost:
     def fits(self) -> bool | None:
         """Return whether the memory suffices; None: unknown."""
         return None if self.remedy is None else not self.remedy
-
-
-@dataclass(frozen=True)
-class Training:
-    """Training configuration to estimate: float32 weights, AdamW, optionally matrix products in bfloat16.
-
-    Attributes:
-        steps: number of steps.
-        batch_size: blocks per step, over all devices.
-        micro_batch_size: blocks per pass on one device; None: its whole share.
-        sharded: whether weights, gradients and moments are sharded across devices (FSDP2) or replicated (DDP).
-        offloads: whether shards stay in CPU memory until they are needed.
-        bfloat16: whether matrix products are in bfloat16.
-        recomputes: whether activations are recomputed (activation checkpointing).
-        learns: what is trained besides gates.
-        adapters: number of adapter parameters.
-        moment_bytes: bytes of the optimizer's moments per parameter.
-        frozen_item: bytes of a frozen weight.
-    """
-
-    steps: int
-    batch_size: int
-    micro_batch_size: int | None = None
-    sharded: bool = False
-    offloads: bool = False
-    bfloat16: bool = True
-    recomputes: bool = False
-    learns: Learns = Learns.ALL
-    adapters: int = 0
-    moment_bytes: float = MOMENTS
-    frozen_item: int = FLOAT32
-
-    @property
-    def weight_item(self) -> int:
-        """Return the bytes of one of the model's weights."""
-        return FLOAT32 if self.learns is Learns.ALL else self.frozen_item
-
-    def passes(self, size: ModelSize, gates: GateConfig | None = None, *, on_cpu: bool = False) -> PassMemory:
-        """Return the memory of its passes on one device."""
-        item = BFLOAT16 if self.bfloat16 else FLOAT32
-        return PassMemory(size, item, gates, autocast=item < self.weight_item, on_cpu=on_cpu)
 
 
 @dataclass(frozen=True)
@@ -251,7 +211,8 @@ class Stages:
         """Return the cost of training a branch, with gates or as a hybrid."""
         tokens = training.steps * training.batch_size * self.block_size
         learns, recomputes, adapters = training.learns, training.recomputes, training.adapters
-        flops = tokens * self._learning_flops(learns, gated=gated, recomputes=recomputes, adapters=adapters)
+        teacher = self._forward_flops(scored=True, gated=False) if training.distills else 0.0
+        flops = tokens * (teacher + self._learning_flops(learns, gated=gated, recomputes=recomputes, adapters=adapters))
         devices, micro = self.site.devices, self._micro(training)
         memory = self._training_bytes(training, devices, micro, gated)
         passes = self._batching(micro, training.recomputes)
@@ -348,8 +309,9 @@ class Stages:
         learning = predictors + training.adapters + (size.num_parameters if training.learns is Learns.ALL else 0)
         # Activations, weights, gradients and moments
         tokens = blocks * self.block_size
-        passing = passes.learning(tokens, learns=training.learns, recomputes=training.recomputes)
+        passing = training.passing(passes, tokens)
         weights = training.weight_item * size.num_parameters + FLOAT32 * (predictors + training.adapters)
+        weights += training.teacher_bytes(size)
         gradients, moments = FLOAT32 * learning, training.moment_bytes * learning
         # FSDP2: a shard of everything, plus gathered layers
         layer = size.without_embeddings / size.heads.num_layers

@@ -44,9 +44,9 @@ class DensityTracker:
     Layers with a native sliding window do not count: if all gates are open the density is 1.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Create a tracker for ``model``, which counts after ``start``."""
-        self._model = model
+    def __init__(self, model: nn.Module, *, only_learning: bool = False) -> None:
+        """Create a tracker for ``model``, which counts after ``start``; ``only_learning``: passes with gradients."""
+        self._model, self._only_learning = model, only_learning
         self._watch = ExitStack()
         self._started = False
         self._tau = 0.0
@@ -69,6 +69,8 @@ class DensityTracker:
 
     def _count(self, layer: int, logits: Tensor) -> None:
         """Count kept tokens and NaN utilities in the logits [B, Hkv, T] of a layer."""
+        if self._only_learning and not torch.is_grad_enabled():  # a teacher's pass through the same layers
+            return
         logits = logits.detach()
         kept_and_wrong = torch.stack([keeps(logits, self._tau), logits.isnan()])
         num_tokens = logits.shape[0] * logits.shape[2]

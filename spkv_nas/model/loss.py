@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import chunk_tokens
 from spkv_nas.model.model_shape import vocabulary_size
 
@@ -74,7 +75,7 @@ def mean_divergence(
     Warns:
         UserWarning: as ``token_nll``.
     """
-    decoder_pass, decoder = _large_pass(model, tokens), model.get_decoder()
+    decoder_pass, decoder = _large_pass(model, tokens, _DivergencePass), model.get_decoder()
     if decoder_pass is None:
         logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
         with torch.no_grad(), reference():
@@ -92,26 +93,39 @@ def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
 
 
 @contextmanager
-def loss_in_chunks(model: PreTrainedModel) -> Iterator[None]:
+def loss_in_chunks(
+    model: PreTrainedModel, begin_pass: Callable[[PreTrainedModel], DecoderPass] | None = None
+) -> Iterator[None]:
     """Compute the loss of passes with ``labels`` in chunks inside the ``with`` block, where several are needed.
 
     The model calls the loss within its forward pass, as DDP and FSDP2 require, and adds its auxiliary losses as usual,
     such as those of mixtures of experts.
 
+    Args:
+        model: any causal language model.
+        begin_pass: starts the decoder pass of another loss than the NLL, which is always computed in chunks.
+
+    Raises:
+        UserError: ``begin_pass`` is given, but the model does not compute logits from last hidden states alone.
+
     Warns:
         UserWarning: as ``token_nll``.
     """
     # Capture the decoder pass, and the logits of the last position only
-    model_loss, before = model.loss_function, vars(model).get("_loss_function")
-    pending: list[tuple[_DecoderPass, dict[str, Any]]] = []
+    model_loss = model.loss_function
+    if begin_pass is not None and not _keeps_some(model, model_loss, warns=False):
+        raise _not_in_chunks(model)
+    pending: list[tuple[DecoderPass, dict[str, Any]]] = []
     chunks_agree = True
 
     def begin(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         pending.clear()
         labels = kwargs.get("labels")
-        if labels is None or not chunks_agree or not _is_large(model, labels) or not _keeps_some(model, model_loss):
+        if labels is None:
             return None
-        pending.append((_DecoderPass(model), {**kwargs, "labels": None}))
+        if begin_pass is None and not (chunks_agree and _is_large(model, labels) and _keeps_some(model, model_loss)):
+            return None
+        pending.append(((begin_pass or DecoderPass)(model), {**kwargs, "labels": None}))
         return args, {**kwargs, "logits_to_keep": 1}
 
     # Compute the loss from it
@@ -123,6 +137,8 @@ def loss_in_chunks(model: PreTrainedModel) -> Iterator[None]:
                 count = (labels[:, 1:] != NO_TARGET).sum() if num_items_in_batch is None else num_items_in_batch
                 total = decoder_pass.total(labels[:, 1:], model.forward)
                 return total / torch.as_tensor(count, device=total.device)
+            if begin_pass is not None:
+                raise _not_in_chunks(model)
             chunks_agree = False
             logits = model.forward(**arguments).logits
         result: Tensor = model_loss(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
@@ -130,23 +146,22 @@ def loss_in_chunks(model: PreTrainedModel) -> Iterator[None]:
 
     # Install both
     hook = model.register_forward_pre_hook(begin, with_kwargs=True)
-    model.loss_function = loss
     try:
-        yield
+        with _replaced(model, "_loss_function", loss):
+            yield
     finally:
         hook.remove()
-        del model._loss_function
-        if before is not None:
-            model.loss_function = before
 
 
-class _DecoderPass:
-    """Record the last hidden states of a model's next decoder pass, and compute logits from them.
+class DecoderPass:
+    """Record the last hidden states of a model's next decoder pass, and compute logits and the NLL from them.
 
-    Its methods take ``forward``: the model, or the model's ``forward`` inside a pass, where hooks must not run again.
+    Subclasses compute other losses. The methods take ``forward``: the model, or the model's ``forward`` inside a pass,
+    where hooks must not run again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Record the next pass of the decoder of ``model``."""
         self._model = model
         self._decoder = model.get_decoder()
         self._output: Any = None
@@ -173,8 +188,7 @@ class _DecoderPass:
         """Compute the loss at every position but the last of each block: float32 [B, T - 1].
 
         Args:
-            targets: int64 [B, T - 1], the next tokens, whose NLL is computed; or last hidden states [B, T - 1, C] of a
-                reference, from whose predictions the divergence is computed.
+            targets: int64 [B, T - 1], the next tokens; [B, T - 1, C] of some subclasses.
             forward: the model, or its ``forward`` inside a pass.
         """
         return torch.cat([self._loss(*part, forward) for part in self._chunks(targets)]).view(targets.shape[:2])
@@ -206,37 +220,65 @@ class _DecoderPass:
         all_hidden_gradients = F.pad(
             torch.cat(hidden_gradients).view(*targets.shape[:2], -1), (0, 0, 0, 1)
         )  # zeros for the last positions
-        result: Tensor = _Loss.apply(total, [all_hidden_gradients, *gradients], hidden, *inputs)  # type: ignore[no-untyped-call]
-        return result
+        return with_gradients(total, [all_hidden_gradients, *gradients], [hidden, *inputs])
 
-    def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield chunks of last hidden states [n, C] and their targets, [n] or [n, C]."""
+    def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Any]]:
+        """Yield chunks of last hidden states [n, C] and what ``_loss`` compares them with: targets [n] or [n, C]."""
         size = chunk_tokens(vocabulary_size(self._model))
         hidden: Tensor = self._output.last_hidden_state[:, :-1].flatten(0, 1)
         return zip(torch.split(hidden, size), torch.split(targets.flatten(0, 1), size), strict=True)
 
-    def _loss(self, hidden: Tensor, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
+    def _loss(self, hidden: Tensor, targets: Any, forward: Callable[..., Any]) -> Tensor:
         """Compute the losses of a chunk, float32 [n]."""
         logits = self._logits(hidden[None], forward)[0]
-        if targets.is_floating_point():
-            with torch.no_grad():
-                reference_logits = self._logits(targets[None], forward)[0]
-            return _divergence(logits, reference_logits)
         return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=NO_TARGET)
 
     def _logits(self, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:
         """Compute logits [B, T, V] from last hidden states [B, T, C]."""
-        before = vars(self._decoder).get("forward")
-        output = type(self._output)(last_hidden_state=hidden)
-        tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)  # only their shape counts
-        self._decoder.forward = lambda *_args, **_kwargs: output
-        try:
-            logits: Tensor = forward(input_ids=tokens, use_cache=False).logits
-            return logits
-        finally:
-            del self._decoder.forward
-            if before is not None:
-                self._decoder.forward = before
+        return logits_of(self._decoder, type(self._output), hidden, forward)
+
+
+class _DivergencePass(DecoderPass):
+    """Decoder pass whose targets are last hidden states of a reference, from whose predictions it diverges."""
+
+    def _loss(self, hidden: Tensor, targets: Any, forward: Callable[..., Any]) -> Tensor:
+        """Compute the divergences of a chunk, float32 [n]; ``targets`` [n, C]."""
+        logits = self._logits(hidden[None], forward)[0]
+        with torch.no_grad():
+            reference_logits = self._logits(targets[None], forward)[0]
+        return _divergence(logits, reference_logits)
+
+
+def logits_of(decoder: nn.Module, output: type, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:
+    """Compute logits [B, T, V] with ``forward``, in which ``decoder`` returns the hidden states [B, T, C]."""
+    tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)  # only their shape counts
+    with replaced_forward(decoder, lambda *_args, **_kwargs: output(last_hidden_state=hidden)):
+        logits: Tensor = forward(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Replace the ``forward`` of a module inside the ``with`` block."""
+    return _replaced(module, "forward", forward)
+
+
+@contextmanager
+def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a module inside the ``with`` block."""
+    before = vars(module).get(name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        delattr(module, name)
+        if before is not None:
+            setattr(module, name, before)
+
+
+def with_gradients(value: Tensor, gradients: list[Tensor], inputs: list[Tensor]) -> Tensor:
+    """Return ``value`` as a function of ``inputs`` whose gradients are already computed."""
+    result: Tensor = _Loss.apply(value, gradients, *inputs)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Loss(torch.autograd.Function):
@@ -254,11 +296,13 @@ class _Loss(torch.autograd.Function):
         return None, None, *(gradient * grad[0].to(gradient.device) for gradient in ctx.saved_tensors)
 
 
-def _large_pass(model: PreTrainedModel, tokens: Tensor) -> _DecoderPass | None:
+def _large_pass(
+    model: PreTrainedModel, tokens: Tensor, begin_pass: Callable[[PreTrainedModel], DecoderPass] = DecoderPass
+) -> DecoderPass | None:
     """Run the model over ``tokens`` [B, T] and return the decoder pass; None if chunks are not needed or possible."""
     if not _is_large(model, tokens) or not _keeps_some(model):
         return None
-    decoder_pass = _DecoderPass(model)
+    decoder_pass = begin_pass(model)
     last = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits
     return decoder_pass if decoder_pass.makes(last, model) else None
 
@@ -268,10 +312,10 @@ def _is_large(model: PreTrainedModel, tokens: Tensor) -> bool:
     return tokens.numel() > chunk_tokens(vocabulary_size(model))
 
 
-def _keeps_some(model: PreTrainedModel, loss: Any = ForCausalLMLoss) -> bool:
+def _keeps_some(model: PreTrainedModel, loss: Any = ForCausalLMLoss, *, warns: bool = True) -> bool:
     """Return whether a model can compute logits of some positions only, and has the usual loss; warn if not."""
     is_possible = loss is ForCausalLMLoss and "logits_to_keep" in inspect.signature(type(model).forward).parameters
-    if not is_possible:
+    if warns and not is_possible:
         _warn(model)
     return is_possible
 
@@ -282,4 +326,12 @@ def _warn(model: PreTrainedModel) -> None:
         f"{type(model).__name__} computes logits in an unsupported way: those of all tokens of a pass are "
         "computed at once, which needs much memory",
         stacklevel=4,
+    )
+
+
+def _not_in_chunks(model: PreTrainedModel) -> UserError:
+    """Return the error for a loss that needs logits in chunks, on a model that cannot compute them."""
+    return UserError(
+        f"{type(model).__name__} computes logits in an unsupported way, so a teacher's and a student's cannot be "
+        "compared in chunks\nleave branch.distill out"
     )

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from spkv_nas.base.limits import MAX_BATCH, MAX_STEPS
 from spkv_nas.base.schema import Section
 from spkv_nas.training.extension import ExtendConfig
+
+
+class DistillConfig(Section):
+    """Learn from the dense checkpoint's predictions: (1 - weight) NLL + weight temperature^2 KL(dense || branch)."""
+
+    weight: float = Field(0.5, gt=0.0, le=1.0, description="weight of the divergence; the NLL has the rest")
+    temperature: float = Field(1.0, gt=0.0, le=100.0, description="temperature of both predictions")
+    hidden: float = Field(
+        0.0,
+        ge=0.0,
+        le=MAX_STEPS,
+        description="first steps that train attention layers alone, each on the dense model's output for the same "
+        "input: a fraction of the branch's steps if below 1, else their number",
+    )
+
+    @field_validator("hidden")
+    @classmethod
+    def _whole_steps(cls, hidden: float) -> float:
+        if hidden >= 1.0 and hidden != int(hidden):
+            raise ValueError("expected a fraction below 1, or a whole number of steps")
+        return hidden
+
+    def transfer_steps(self, steps: int) -> int:
+        """Return how many of ``steps`` steps train attention layers on the dense model's outputs."""
+        return round(self.hidden * steps) if self.hidden < 1.0 else int(self.hidden)
 
 
 class BranchConfig(Section):
@@ -24,3 +51,19 @@ class BranchConfig(Section):
     extend: ExtendConfig | None = Field(
         None, description="switch to longer blocks, with RoPE changed to fit, during the branch"
     )
+    distill: DistillConfig | None = Field(None, description="also learn from the dense checkpoint's predictions")
+
+    @model_validator(mode="after")
+    def _distills_throughout(self) -> BranchConfig:
+        if self.distill is None:
+            return self
+        if self.distill.transfer_steps(self.steps) >= self.steps:
+            raise ValueError(f"distill.hidden {self.distill.hidden:g} leaves none of the {self.steps} steps")
+        if self.extend is not None:
+            raise ValueError("'distill' and 'extend' exclude each other: the dense checkpoint knows no longer blocks")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_absent_teacher(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave ``distill`` out of records and hashes if it is absent, so that they stay as before the key existed."""
+        return {key: value for key, value in handler(self).items() if key != "distill" or value is not None}

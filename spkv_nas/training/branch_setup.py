@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, saved_dtype
+from spkv_nas.model.distillation import Distillation, copied_teacher, shared_teacher
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.rope import extended_config
@@ -19,7 +21,7 @@ from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import new_model
 from spkv_nas.training.extension import Extension
-from spkv_nas.training.lora import add_adapters
+from spkv_nas.training.lora import adapter_switch, add_adapters
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import OPTIMIZER_STATE
@@ -37,6 +39,8 @@ class BranchSetup:
         gates: gate phases by step; None without gates.
         optimizer_state: file with the dense run's optimizer state to start from; None if there is none.
         extension: longer blocks from some step on; None without them.
+        distillation: loss of the branch with a teacher; None without one.
+        transfer_steps: first steps that train attention layers on the teacher's outputs.
     """
 
     model: PreTrainedModel
@@ -45,6 +49,8 @@ class BranchSetup:
     gates: GateSchedule | None = None
     optimizer_state: Path | None = None
     extension: Extension | None = None
+    distillation: Distillation | None = None
+    transfer_steps: int = 0
 
 
 def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, seed: int) -> BranchSetup:
@@ -68,6 +74,13 @@ def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, 
         extension=_extension(recipe, model),
     )
     apply_variant(model, recipe, variant, seed)
+    if phase.distill is not None:
+        setup = replace(
+            setup,
+            distillation=distillation(recipe, variant, model, lambda: load(dense, dtype=torch.float32)[0]),
+            # full attention has nothing to learn from outputs equal to its own
+            transfer_steps=0 if variant.kind is Kind.FULL_ATTENTION else phase.distill.transfer_steps(phase.steps),
+        )
     if variant.kind is not Kind.SP_KV:
         return setup
     soft = 1.0 if _is_frozen(recipe, variant) else gates.soft_fraction  # hard gates would leave nothing to train
@@ -94,8 +107,7 @@ def apply_variant(model: PreTrainedModel, recipe: Recipe, variant: Variant, seed
 
 def dense_model(recipe: Recipe, dense: Path | str, variant: Variant) -> PreTrainedModel:
     """Load the dense checkpoint in the dtype that a variant needs; the recipe's precision must be resolved."""
-    learns = recipe.lora is None and not _is_frozen(recipe, variant)
-    bfloat16 = not learns and recipe.precision == "bfloat16"
+    bfloat16 = not learns_all(recipe, variant) and recipe.precision == "bfloat16"
     model, _ = load(dense, dtype=frozen_dtype(dense, bfloat16=bfloat16))
     return model
 
@@ -107,6 +119,34 @@ def frozen_dtype(dense: Path | str, *, bfloat16: bool) -> torch.dtype:
     Trained weights are always float32.
     """
     return torch.bfloat16 if bfloat16 and saved_dtype(dense) == torch.bfloat16 else torch.float32
+
+
+def distillation(
+    recipe: Recipe, variant: Variant, student: PreTrainedModel, dense: Callable[[], PreTrainedModel]
+) -> Distillation | None:
+    """Return the loss of a branch with the dense model as its teacher; None without ``branch.distill``.
+
+    Args:
+        recipe: the recipe, with its precision resolved.
+        variant: attention of the branch.
+        student: the model of the branch, with the variant applied; its own teacher where its weights are frozen.
+        dense: returns another copy of the dense model, in float32.
+    """
+    options = recipe.branch.distill
+    if options is None:
+        return None
+    if learns_all(recipe, variant):
+        teacher = copied_teacher(dense(), student, bfloat16=recipe.precision == "bfloat16")
+    elif recipe.lora is not None and not _is_frozen(recipe, variant):
+        teacher = shared_teacher(student, adapter_switch(student))
+    else:
+        teacher = shared_teacher(student)
+    return Distillation(teacher, options.weight, options.temperature)
+
+
+def learns_all(recipe: Recipe, variant: Variant) -> bool:
+    """Return True if all weights of a variant are trained, so that a teacher needs a copy of them."""
+    return recipe.lora is None and not _is_frozen(recipe, variant)
 
 
 def _is_frozen(recipe: Recipe, variant: Variant) -> bool:

@@ -286,6 +286,8 @@ def _trainer(
         optimizer_state=setup.optimizer_state,
         recomputes=recipe.gradient_checkpointing,
         compiles=recipe.compile,
+        distillation=setup.distillation,
+        transfer_steps=setup.transfer_steps,
         title=variant.name,
         reporter=reporter,
     )

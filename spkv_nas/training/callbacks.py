@@ -114,7 +114,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Restore the price of a resumed run, and give each rank its own random seed."""
-        self._tracker = DensityTracker(kwargs["model"])
+        self._tracker = DensityTracker(kwargs["model"], only_learning=True)
         if args.process_index:  # the data order is already drawn; a checkpoint restores each rank's random state
             torch.manual_seed(args.seed + args.process_index)
         saved = state.stateful_callbacks.get(type(self).__name__)
@@ -225,4 +225,5 @@ class TokenProgressCallback(TrainerCallback):
         if logs and "loss" in logs:
             gated = "density" in logs
             other = f"density {logs['density']:.2f}" if gated else f"{logs['tokens_per_second']:,.0f} tok/s"
-            self._note = f"loss {float(logs['loss']):.3f}, {other}"
+            parts = f" (NLL {logs['nll']:.3f}, KL {logs['kl']:.3g})" if "kl" in logs else ""
+            self._note = f"loss {float(logs['loss']):.3f}{parts}, {other}"

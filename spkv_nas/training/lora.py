@@ -6,6 +6,9 @@ work unchanged. After merging, the model has no adapters and can be used by ever
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -52,3 +55,22 @@ def merge_adapters(model: nn.Module) -> None:
         model.set_submodule(name, module.get_base_layer())
     if adapted:
         del model.peft_config
+
+
+def adapter_switch(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function whose contexts disable the adapters of a model, which then computes as without them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+    @contextmanager
+    def without_adapters() -> Iterator[None]:
+        for module in adapted:  # peft's public call also changes which parameters are trained, which DDP must not see
+            module._disable_adapters = True
+        try:
+            yield
+        finally:
+            for module in adapted:
+                module._disable_adapters = False
+
+    return without_adapters

@@ -256,6 +256,7 @@ class Recipe(Section):
             if size is not None and phase is not None and phase.batch_size > size and phase.batch_size % size:
                 raise ValueError(f"micro_batch_size {size} does not divide {name}.batch_size {phase.batch_size}")
         self._check_extension()
+        self._check_distillation()
         return self
 
     def _check_extension(self) -> None:
@@ -273,6 +274,23 @@ class Recipe(Section):
                     f"{name} {number}: {number * size} tokens make no blocks of {extend.block_size}, "
                     f"branch.extend.block_size; give a multiple of {extend.block_size // size}"
                 )
+
+    def _check_distillation(self) -> None:
+        distill, gates = self.branch.distill, self.gates
+        if distill is None:
+            return
+        if gates.training == "from-scratch":
+            raise ValueError("branch.distill needs a dense checkpoint: leave gates.training: from-scratch out")
+        if self.sharding != "none":
+            raise ValueError(f"branch.distill does not work with sharding: {self.sharding}; leave one of them out")
+        if distill.hidden and self.compile:
+            raise ValueError("branch.distill.hidden does not work with compile: true; leave one of them out")
+        if distill.hidden and (gates.price or gates.target_density is not None):
+            key = "price" if gates.target_density is None else "target_density"
+            raise ValueError(
+                f"branch.distill.hidden begins without the loss that gates.{key} is weighed against; "
+                "leave one of them out"
+            )
 
     def least_blocks(self, phase: DenseConfig | BranchConfig) -> int:
         """Return the minimum micro-batch in blocks of ``data.block_size``: one block of ``branch.extend``, if any."""

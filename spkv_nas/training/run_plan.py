@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from spkv_kernels.timing import device_name
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.device import choose_device
@@ -27,7 +27,7 @@ from spkv_nas.model.model_shape import config_size
 from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_config import BranchConfig
-from spkv_nas.training.branch_setup import apply_variant, dense_model
+from spkv_nas.training.branch_setup import apply_variant, dense_model, distillation
 from spkv_nas.training.branches import branch_folder, is_finished
 from spkv_nas.training.dense import dense_run, is_dense_trained, new_config, new_model
 from spkv_nas.training.recipe import DenseConfig, Recipe
@@ -268,12 +268,19 @@ class Planner:
             return guess
         # Measure
         self._announce(f"trying a step: {variant.name if variant.layout is None else 'a layout'}")
-        model = dense_model(recipe, self.dense_path, variant) if self._has_dense else new_model(recipe, self.tokenizer)
+        model = self._model(variant)
         apply_variant(model, recipe, variant, recipe.seed)
+        loss = distillation(recipe, variant, model, lambda: self._model(variant))
         try:
-            return measure(model, (num_blocks, block_size), settings, device=device)
+            return measure(model, (num_blocks, block_size), settings, device=device, distillation=loss)
         except (torch.OutOfMemoryError, MemoryError):  # the plan reports the memory needed
             return guess
+
+    def _model(self, variant: Variant) -> PreTrainedModel:
+        """Return the dense model for a trial step of a variant, with new weights if it does not exist yet."""
+        if self._has_dense:
+            return dense_model(self.recipe, self.dense_path, variant)
+        return new_model(self.recipe, self.tokenizer)
 
     def _remarks(self, needed: int) -> Iterator[str]:
         """Yield sentences about the text, the time and the memory of the training left."""
@@ -293,6 +300,9 @@ class Planner:
         yield f"time: {method} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
         if (extend := recipe.branch.extend) is not None:
             yield f"attention takes longer than that in blocks of {extend.block_size:,} tokens (branch.extend)"
+        if (distill := recipe.branch.distill) is not None:
+            less = ", less in the steps of branch.distill.hidden" if distill.hidden else ""
+            yield f"that includes a pass of the dense model, the teacher (branch.distill){less}"
         # Memory
         free = format_bytes(self.available)
         if not needed:  # nothing is left to train
@@ -317,4 +327,5 @@ def _step_of(recipe: Recipe) -> list[object]:
     gates = recipe.gates.model_dump(include={"predictor", "hidden_size", "kernel_size", "window", "heads", "training"})
     sections = ("model", "tokenizer", "data", "precision", "micro_batch_size", "gradient_checkpointing")
     hashed = recipe.content_hash(*sections, "lora", "optimizer")
-    return [hashed, recipe.branch.batch_size, gates, recipe.gates.layers, recipe.gates.mode]
+    branch = recipe.branch
+    return [hashed, branch.batch_size, branch.distill, gates, recipe.gates.layers, recipe.gates.mode]

@@ -28,10 +28,11 @@ from spkv_nas.cost.adapters import num_adapter_parameters
 from spkv_nas.cost.formulas import attention_flops
 from spkv_nas.cost.memory import FLOAT32, Learns
 from spkv_nas.cost.optimizers import OPTIMIZERS
-from spkv_nas.cost.stage_costs import Training
+from spkv_nas.cost.training import Training
 from spkv_nas.model.activation_checkpointing import recomputed
+from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.loss import loss_in_chunks
-from spkv_nas.model.model_shape import vocabulary_size
+from spkv_nas.model.model_shape import config_size, vocabulary_size
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branch_setup import frozen_dtype
 from spkv_nas.training.recipe import OFFLOAD, DenseConfig, Recipe
@@ -87,6 +88,8 @@ def how_trained(
         moment_bytes=OPTIMIZERS[recipe.optimizer].moment_bytes,
         frozen_item=_frozen_item(recipe, bfloat16=bfloat16),
     )
+    if isinstance(phase, BranchConfig) and phase.distill is not None:
+        training = replace(training, distills=True, transfers=phase.distill.hidden > 0)
     if isinstance(phase, BranchConfig) and gated and recipe.gates.training == "frozen-model":
         return replace(training, learns=Learns.GATES)
     if isinstance(phase, BranchConfig) and recipe.lora is not None:
@@ -101,7 +104,14 @@ def _frozen_item(recipe: Recipe, *, bfloat16: bool) -> int:
     return FLOAT32 if path is None else frozen_dtype(path, bfloat16=bfloat16).itemsize
 
 
-def measure(model: PreTrainedModel, shape: tuple[int, int], training: Training, *, device: str) -> StepCost:
+def measure(
+    model: PreTrainedModel,
+    shape: tuple[int, int],
+    training: Training,
+    *,
+    device: str,
+    distillation: Distillation | None = None,
+) -> StepCost:
     """Measure passes and updates of a model on random tokens; the weights change.
 
     Args:
@@ -109,12 +119,15 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], training: Training, 
         shape: (blocks per pass, tokens per block).
         training: settings of the training.
         device: device to train on.
+        distillation: loss with a teacher; None: the NLL.
 
     Raises:
         torch.OutOfMemoryError: the GPU's memory is too small.
     """
-    # Model, random tokens and optimizer
+    # Model, teacher, random tokens and optimizer
     model.to(device).train()
+    begin_pass = None if distillation is None else distillation.begin_pass
+    teacher = model if distillation is None else distillation.teacher.model.to(device)
     tokens = torch.randint(vocabulary_size(model), shape, generator=torch.Generator().manual_seed(0)).to(device)
     autocast: Callable[[], AbstractContextManager[object]] = (
         (lambda: torch.autocast(torch.device(device).type, torch.bfloat16)) if training.bfloat16 else nullcontext
@@ -123,7 +136,7 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], training: Training, 
     optimizer = torch.optim.AdamW(trainable, lr=1e-6, fused=True)
 
     def train() -> None:
-        with autocast(), loss_in_chunks(model), recomputed(model) if training.recomputes else nullcontext():
+        with autocast(), loss_in_chunks(model, begin_pass), recomputed(model) if training.recomputes else nullcontext():
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
 
@@ -139,20 +152,28 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], training: Training, 
     optimizer.step()  # allocates the moments
     update = _median(optimizer.step, device, 0.0)
     # Count memory
-    num_blocks, vocabulary = shape[0], vocabulary_size(model)
-    copies = _LOGIT_COPIES * vocabulary * min(tokens.numel(), chunk_tokens(vocabulary))
-    weights, num_trainable = (
-        sum(parameter.nbytes for parameter in model.parameters()),
-        sum(parameter.numel() for parameter in trainable),
-    )
+    num_trainable = sum(parameter.numel() for parameter in trainable)
+    weights = sum(parameter.nbytes for each in {model, teacher} for parameter in each.parameters())
     return StepCost(
-        pass_seconds=pass_seconds / num_blocks,
-        forward_seconds=_median(forward, device, pass_seconds) / num_blocks,
+        pass_seconds=pass_seconds / shape[0],
+        forward_seconds=_median(forward, device, pass_seconds) / shape[0],
         update_seconds=update,
         fixed_bytes=weights + round((FLOAT32 + training.moment_bytes) * num_trainable),
-        block_bytes=(saved.num_bytes + copies) // num_blocks,
+        block_bytes=_passing(saved.num_bytes, config_size(model.config), tokens.numel(), training) // shape[0],
         is_measured=True,
     )
+
+
+def _passing(saved: int, size: ModelSize, num_tokens: int, training: Training) -> int:
+    """Return the bytes of a pass: what autograd saves, and copies of logits of at most one chunk.
+
+    A teacher adds its logits and last hidden states, and what is recorded where attention layers learn from it.
+    """
+    copies = _LOGIT_COPIES * size.vocabulary * min(num_tokens, chunk_tokens(size.vocabulary))
+    if training.distills:
+        copies = 2 * copies + FLOAT32 * num_tokens * size.hidden_size
+    recorded = training.passes(size).transferring(num_tokens, training.learns) if training.transfers else 0
+    return max(saved + copies, recorded)
 
 
 def estimate(size: ModelSize, block_size: int, training: Training, *, device: str) -> StepCost:
@@ -161,15 +182,16 @@ def estimate(size: ModelSize, block_size: int, training: Training, *, device: st
     number = size.num_parameters if training.learns is Learns.ALL else training.adapters
     forward = block_size * (2 * size.num_multiplied + attention_flops(size.heads, block_size)) / speed
     return StepCost(
-        pass_seconds=((3 if training.learns is Learns.ALL else 2) + training.recomputes) * forward,
+        pass_seconds=((3 if training.learns is Learns.ALL else 2) + training.recomputes + training.distills) * forward,
         forward_seconds=forward,
         update_seconds=0.0,
         fixed_bytes=(
             training.weight_item * size.num_parameters
+            + training.teacher_bytes(size)
             + FLOAT32 * training.adapters
             + round((FLOAT32 + training.moment_bytes) * number)
         ),
-        block_bytes=training.passes(size).learning(block_size, learns=training.learns, recomputes=training.recomputes),
+        block_bytes=training.passing(training.passes(size), block_size),
         is_measured=False,
     )
 

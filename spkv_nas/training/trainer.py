@@ -29,10 +29,12 @@ from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.compiled import compiled
+from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.weights import is_finite
 from spkv_nas.training.callbacks import GatePhaseCallback, InterruptCallback, LogCallback, TokenProgressCallback
+from spkv_nas.training.distillation_callback import DistillationCallback
 from spkv_nas.training.optimizer import make_optimizer
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import GatesConfig
@@ -65,6 +67,8 @@ class SPKVTrainer(Trainer):
         optimizer_state: file of ``save_optimizer_state`` to start from; parameters it lacks start with zero moments.
         recomputes: True to recompute layers' activations in the backward pass (activation checkpointing).
         compiles: True to compile decoder layers.
+        distillation: loss with a teacher; None: the NLL.
+        transfer_steps: first steps that train attention layers on the teacher's outputs.
         title: title of the progress bar.
         reporter: shows the progress bar.
         callbacks: additional callbacks.
@@ -79,6 +83,8 @@ class SPKVTrainer(Trainer):
         optimizer_state: Path | None = None,
         recomputes: bool = False,
         compiles: bool = False,
+        distillation: Distillation | None = None,
+        transfer_steps: int = 0,
         title: str = "training",
         reporter: Reporter = SILENT,
         callbacks: Sequence[TrainerCallback] = (),
@@ -101,6 +107,9 @@ class SPKVTrainer(Trainer):
             self.add_callback(EndWandbRun())
         self._length = len(self.train_dataset[0]["input_ids"]) if len(self.train_dataset) else 0
         self._last_log: tuple[int, float] | None = None  # step and time of the last log
+        self._distillation = None if distillation is None else DistillationCallback(distillation, transfer_steps)
+        if self._distillation is not None:
+            self.add_callback(self._distillation)
         self._phases = None if gates is None else GatePhaseCallback(gates, self._gate_options)
         if self._phases is not None:
             self.add_callback(self._phases)
@@ -131,7 +140,8 @@ class SPKVTrainer(Trainer):
         with self._reporter.bar(self._title) as self._progress.bar, deferred() as pending:
             interrupt = InterruptCallback(pending)
             self.add_callback(interrupt)
-            with loss_in_chunks(self.model), ExitStack() as contexts:
+            begin_pass = None if self._distillation is None else self._distillation.loss.begin_pass
+            with loss_in_chunks(self.model, begin_pass), ExitStack() as contexts:
                 for context in self._contexts:
                     contexts.enter_context(context(self.model))
                 self.train(resume_from_checkpoint=str(newest) if newest else None)
@@ -186,13 +196,14 @@ class SPKVTrainer(Trainer):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log ``logs``; add tokens per second and the gates' density if they contain the loss."""
+        """Log ``logs``; if they contain the loss, add its parts, tokens per second and the gates' density."""
         heads = None
         if "loss" in logs:
             step, now = self.state.global_step, time.perf_counter()
             last_step, start = self._last_log or (step, now)
             logs["tokens_per_second"] = self._tokens_per_step() * (step - last_step) / max(now - start, 1e-9)
             self._last_log = (step, now)
+            logs |= {} if self._distillation is None else self._distillation.take_means()
             heads = self._phases.density if self._phases is not None else None
         if heads is not None and self._phases is not None:
             logs["density"] = float(np.nanmean(heads))
@@ -217,6 +228,9 @@ class SPKVTrainer(Trainer):
             if not torch.isfinite(mean):
                 self._stop("loss", float(mean))
             replicated = self.args.world_size > 1 and not self.args.fsdp
+            if replicated and self._distillation is not None and self._distillation.loss.transfers:
+                # DDP waits for a gradient of every parameter, so keep those outside attention in the graph
+                return loss + 0.0 * sum(p.sum() for p in self.model.parameters() if p.requires_grad)
             if replicated and self._phases is not None and self._phases.frozen(self.state.global_step):
                 # DDP waits for a gradient of every parameter, so keep frozen predictors in the graph
                 return loss + 0.0 * sum((p.sum() for p in predictor_parameters(self.model)), start=0.0)
@@ -226,6 +240,8 @@ class SPKVTrainer(Trainer):
         """Save a checkpoint after checking that all numbers are finite, and complete it with a manifest."""
         self.check_finite()
         self._log_state.take()
+        if self._distillation is not None:
+            self._distillation.take()
         folder = self._folder / f"checkpoint-{self.state.global_step}"
         with writing(folder):
             super()._save_checkpoint(model, trial)

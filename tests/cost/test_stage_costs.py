@@ -20,7 +20,8 @@ from spkv_nas.base.units import format_flops
 from spkv_nas.cli import main
 from spkv_nas.cost.adapters import num_adapter_parameters
 from spkv_nas.cost.memory import Learns, PassMemory, fitting_pass, logit_bytes, num_predictor_parameters
-from spkv_nas.cost.stage_costs import Site, Stages, Training
+from spkv_nas.cost.stage_costs import Site, Stages
+from spkv_nas.cost.training import Training
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import layer_states
 from spkv_nas.model.checkpoint import save

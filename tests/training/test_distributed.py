@@ -57,10 +57,13 @@ def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
         train(name, recipe, corpus, one)
         if name == "sampled":
             continue
-        for key in ("loss", "density", "price", "heldout_soft_nll", "heldout_hard_nll", "heldout_density"):
+        parts = ("nll", "kl", "transfer_error")
+        for key in ("loss", "density", "price", "heldout_soft_nll", "heldout_hard_nll", "heldout_density", *parts):
             expected = logged(one / f"{name}-0.json", key)
             for rank in (0, 1):
-                assert logged(two / f"{name}-{rank}.json", key) == pytest.approx(expected, rel=1e-5), (name, key)
+                least = 1e-6 if "distilled" in name else 1e-12  # divergences and errors of 1e-5 and less
+                actual = logged(two / f"{name}-{rank}.json", key)
+                assert actual == pytest.approx(expected, rel=1e-5, abs=least), (name, key)
         assert len(logged(two / f"{name}-0.json", "loss")) == (6 if name == "dense" else 8)
         assert_close(two / name / "final" / "model.safetensors", one / name / "final" / "model.safetensors", 5e-4)
         if name == "dense":

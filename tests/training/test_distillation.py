@@ -1,0 +1,193 @@
+"""Test branches that learn from the dense checkpoint: recipes, runs, logs, resuming and plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from helpers import weights
+from interruptions import assert_same, cut
+from marks import slow
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.schema import merged
+from spkv_nas.cost.stage_costs import Site, Stages
+from spkv_nas.model.checkpoint import load, read_size, save
+from spkv_nas.training.branch_setup import set_up
+from spkv_nas.training.branches import Branch, branch_key, train_branch
+from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.recipe import ModelConfig, Recipe
+from spkv_nas.training.run_plan import Planner
+from spkv_nas.training.step_cost import how_trained
+from spkv_nas.training.variants import Variant
+
+HYBRID = Variant.hybrid(Layout(("GL", "LL"), window=8))
+LORA = {"lora": {"rank": 2}}
+FROZEN = {"gates": {"training": "frozen-model"}}
+
+
+def with_teacher(recipe: Recipe, changes: dict[str, Any] | None = None, **distill: Any) -> Recipe:
+    return Recipe(**merged(recipe.model_dump(), merged(changes or {}, {"branch": {"distill": distill}})))
+
+
+class TestRecipe:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"branch": {"distill": {"weight": 0.0}}}, "weight"),
+            ({"branch": {"distill": {"weight": 1.5}}}, "weight"),
+            ({"branch": {"distill": {"temperature": 0.0}}}, "temperature"),
+            ({"branch": {"distill": {"wieght": 1.0}}}, "wieght"),
+            ({"branch": {"distill": {"hidden": 2.5}}}, "a fraction below 1, or a whole number of steps"),
+            ({"branch": {"distill": {"hidden": 8}}}, "distill.hidden 8 leaves none of the 8 steps"),
+            ({"branch": {"distill": {}, "extend": {"block_size": 64}}}, "'distill' and 'extend' exclude each other"),
+            ({"branch": {"distill": {}}, "sharding": "fsdp"}, "branch.distill does not work with sharding: fsdp"),
+            ({"branch": {"distill": {"hidden": 1}}, "compile": True}, "does not work with compile"),
+            ({"branch": {"distill": {"hidden": 1}}, "gates": {"target_density": 0.3}}, "gates.target_density"),
+            ({"branch": {"distill": {"hidden": 1}}, "gates": {"price": 0.3}}, "gates.price"),
+            (
+                {"branch": {"distill": {}, "weight_decay": 0.1}, "gates": {"training": "from-scratch"}},
+                "needs a dense checkpoint",
+            ),
+        ],
+        ids=str,
+    )
+    def test_refused(self, changes: dict[str, Any], message: str, recipe: Recipe) -> None:
+        data = merged(recipe.model_dump(), changes)
+        if "training" in data["gates"] and data["gates"]["training"] == "from-scratch":
+            data["dense"] |= {key: data["branch"][key] for key in ("batch_size", "learning_rate", "weight_decay")}
+        with pytest.raises(UserError, match=message):
+            Recipe.parse(data, Path(), "recipe")
+
+    def test_without_a_teacher_records_and_names_stay(self, recipe: Recipe) -> None:
+        assert "distill" not in recipe.model_dump()["branch"]
+        keys = [
+            branch_key(one, "origin", HYBRID, 0)
+            for one in (recipe, with_teacher(recipe), with_teacher(recipe, weight=0.6), with_teacher(recipe, hidden=2))
+        ]
+        assert len(set(keys)) == 4
+        again = Recipe.parse(with_teacher(recipe, hidden=0.25).model_dump(mode="json"), Path(), "recipe")
+        assert again.branch.distill is not None
+        assert again.branch.distill.transfer_steps(10) == 2
+
+
+@pytest.mark.parametrize("changes", [{}, slow(LORA)], ids=["full", "lora"])
+def test_full_attention_as_its_own_student_does_not_move(
+    changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+) -> None:
+    """Gradients are exactly zero, so AdamW from zero moments leaves every weight, to the bit."""
+    model, tokenizer = load(dense, dtype=torch.float32)
+    save(model, tokenizer, tmp_path / "dense")  # without the optimizer's state
+    recipe = with_teacher(recipe, merged(changes, {"branch": {"weight_decay": 0.0}}), weight=1.0, hidden=2)
+    branch = train_branch(recipe, corpus, tmp_path / "dense", tmp_path / "run", Variant.full_attention(), device="cpu")
+    before, after = weights(tmp_path / "dense"), weights(branch.checkpoint)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    log = pd.read_csv(branch.checkpoint / "train-log.csv")
+    assert "transfer_error" not in log.columns or log["transfer_error"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "variant"),
+    [({}, HYBRID), slow((LORA, HYBRID)), slow(({}, Variant.sp_kv())), slow((FROZEN, Variant.sp_kv()))],
+    ids=["full", "lora", "gates", "frozen-model"],
+)
+@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 7])
+def test_a_killed_run_resumes_bit_for_bit(
+    step: int,
+    changes: dict[str, Any],
+    variant: Variant,
+    recipe: Recipe,
+    corpus: Corpus,
+    dense: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In either stage, with its logs; the parts of the loss are averages over steps before and after the kill."""
+    recipe = with_teacher(recipe, changes, weight=0.5, temperature=2.0, hidden=4)
+
+    def train(name: str) -> Branch:
+        return train_branch(recipe, corpus, dense, tmp_path / name, variant, device="cpu")
+
+    monkeypatch.setattr("transformers.TrainingArguments.logging_steps", 4, raising=False)
+    whole = train("whole")
+    cut(train, "torn", monkeypatch, step)
+    assert_same(whole, train("torn"))
+
+
+@pytest.mark.parametrize("changes", [{}, slow(LORA)], ids=["full", "lora"])
+def test_the_loss_approaches_the_teacher(
+    changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+) -> None:
+    recipe = with_teacher(recipe, merged(changes, {"branch": {"steps": 60, "learning_rate": 3e-3}}), weight=1.0)
+    branch = train_branch(recipe, corpus, dense, tmp_path / "run", HYBRID, device="cpu")
+    log = pd.read_csv(branch.checkpoint / "train-log.csv")
+    assert list(log.columns[-2:]) == ["nll", "kl"]
+    assert log["loss"].to_numpy() == pytest.approx(log["kl"].to_numpy(), abs=1e-4)
+    assert log["kl"].iloc[-1] < 0.8 * log["kl"].iloc[0]
+
+
+def test_layers_outside_attention_wait_for_the_second_stage(
+    recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+) -> None:
+    """The dense run's moments would move them, even without a gradient."""
+    recipe = with_teacher(recipe, {"branch": {"steps": 4}, "checkpoint_every": 3}, weight=0.5, hidden=3)
+    seen: list[dict[str, torch.Tensor]] = []
+    setup = set_up(recipe, corpus, dense, HYBRID, seed=0)
+    assert (setup.transfer_steps, setup.optimizer_state is not None) == (3, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "spkv_nas.training.callbacks.TokenProgressCallback.on_step_end",
+            lambda _self, _args, state, _control, **options: (
+                seen.append({name: p.detach().clone() for name, p in options["model"].named_parameters()})
+                if state.global_step in (3, 4)
+                else None
+            ),
+        )
+        train_branch(recipe, corpus, dense, tmp_path / "run", HYBRID, device="cpu")
+    before = {name: p.detach() for name, p in setup.model.named_parameters()}
+    changed = [{name for name in before if not torch.equal(before[name], after[name])} for after in seen]
+    assert changed[0] == {name for name in before if "self_attn" in name}
+    assert changed[1] == set(before)
+
+
+class TestPlan:
+    @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+    def test_a_step_costs_the_teachers_pass_and_memory(
+        self, changes: dict[str, Any], recipe: Recipe, dense: Path, tmp_path: Path
+    ) -> None:
+        """A frozen model is its own teacher; otherwise a copy of the weights is in memory."""
+        recipe = Recipe(**merged(recipe.model_dump(), changes))
+        costs = []
+        for one in (recipe, with_teacher(recipe, weight=0.5)):
+            one = one.model_copy(update={"model": ModelConfig(path=str(dense)), "dense": None})
+            planner = Planner(one, tmp_path, tmp_path / "runs", device="cpu")
+            costs.append(planner.cost(HYBRID))
+        size = read_size(dense)
+        copied = 0 if changes else 4 * size.num_parameters
+        assert costs[1].fixed_bytes - costs[0].fixed_bytes == copied
+        assert costs[1].block_bytes > costs[0].block_bytes
+        assert costs[0].is_measured
+        assert costs[1].is_measured
+
+    @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+    def test_estimates(self, changes: dict[str, Any], recipe: Recipe, dense: Path) -> None:
+        size = read_size(dense)
+        recipe = Recipe(**merged(recipe.model_dump(), changes))
+        stages = Stages(size, recipe.gates, Site("", 1e12, 1e12), 32, 4)
+        plain, taught = (
+            how_trained(one, one.branch, size, bfloat16=False) for one in (recipe, with_teacher(recipe, weight=0.5))
+        )
+        before, after = (stages.train("", training, gated=False) for training in (plain, taught))
+        forward = stages.measure("", before.tokens).flops
+        assert after.flops - before.flops == pytest.approx(forward)
+        assert after.memory.weights - before.memory.weights == (0 if changes else 4 * size.num_parameters)
+        assert after.memory.passing > before.memory.passing
+        in_bfloat16 = replace(taught, bfloat16=True)
+        less = before.memory.weights - stages.train("", in_bfloat16, gated=False).memory.weights
+        assert less <= 0
