@@ -272,8 +272,8 @@ class TestTrained:
         """Train a planted model; minutes."""
         return planted.write(tmp_path_factory.mktemp("planted"), request.param)
 
-    def test_default_path_costs_little(self, folder: Path, tmp_path: Path) -> None:
-        """Heads chosen and run without sinks cost 1.6 % (weak) and 3.2 % (strong) of NLL."""
+    def test_default_path_costs_little(self, folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+        """Heads chosen and run without sinks cost 1.6 % (weak) and 3.3 % (strong) of NLL."""
         workspace = ["-w", str(tmp_path)]
         text = ["--model", str(folder / "model"), "--data", str(folder / "train"), "--window", "32"]
         assert main(["probe", *text, "--budget", "18", "--max-tokens", "61440", "--name", "chosen", *workspace]) == 0
@@ -282,9 +282,10 @@ class TestTrained:
         layout = Layout.read(tmp_path / "layouts" / "chosen" / "densest.yaml")
         model, tokenizer = spkv_nas.load(folder / "model")
         texts = [file.read_text() for file in sorted((folder / "heldout").iterdir())]
-        heldout = build_blocks(texts, tokenizer, planted.BLOCK).spread(32)
+        heldout = build_blocks(texts, tokenizer, planted.BLOCK).spread(80)
         with_sinks, without, dense = (
             score.mean for score in zero_shot(model, [layout, replace(layout, sinks=0), None], heldout)
         )
-        assert with_sinks / dense - 1 < 0.012
-        assert without - dense > 2 * (with_sinks - dense)
+        is_strong = "strong" in request.node.name
+        assert with_sinks / dense - 1 < (0.005 if is_strong else 0.011)
+        assert without - dense > 1.5 * (with_sinks - dense)
