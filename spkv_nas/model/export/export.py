@@ -42,8 +42,11 @@ class Exported:
     rejected: Mapping[str, str]
 
     def __str__(self) -> str:
-        """Return a sentence on the folder, and a line on each target that was not taken."""
-        reasons = [f"not exported as {name}: {reason}" for name, reason in self.rejected.items()]
+        """Return a sentence on the folder, and a line on each reason for which targets were not taken."""
+        names: dict[str, list[str]] = {}
+        for name, reason in self.rejected.items():
+            names.setdefault(reason, []).append(name)
+        reasons = [f"not exported as {' and '.join(targets)}: {reason}" for reason, targets in names.items()]
         return "\n".join([f"{self.folder}: {self.form}", *reasons])
 
 
@@ -58,9 +61,10 @@ def export(
 ) -> Exported:
     """Write a checkpoint with ``layout`` to the folder ``out``.
 
-    By default a layer-wise layout becomes a native architecture where one computes the same, which a subprocess with
-    plain ``transformers`` verifies (``native.py``). Any other hybrid gets the model type ``spkv``, which
-    ``spkv_nas.load`` loads and plain ``transformers`` refuses (``spkv.py``). The checkpoint's gates are dropped.
+    By default a layer-wise layout becomes a native architecture where one computes the same (``native.py``, or
+    ``granite_swa.py`` with learned sinks), which a subprocess with plain ``transformers`` verifies. Any other hybrid
+    gets the model type ``spkv``, which ``spkv_nas.load`` loads and plain ``transformers`` refuses (``spkv.py``). The
+    checkpoint's gates are dropped.
 
     Args:
         layout: layout to apply; None takes the checkpoint's, which exports a retrained hybrid as it is.

@@ -60,14 +60,7 @@ class NativeTarget(ExportTarget):
 
     def verify(self, hybrid: Hybrid, folder: Path) -> str:
         """Compare logits and tokens with those of plain ``transformers`` in a subprocess."""
-        from spkv_nas.model.export import verify_export
-
-        reference = verify_export.expected(hybrid.model, hybrid.tokenizer, hybrid.layout.window)
-        difference = verify_export.check(folder, reference)
-        return (
-            f"over {len(reference.tokens)} tokens in a process of its own its logits are the hybrid's to "
-            f"{difference:.0e} of the largest"
-        )
+        return verified(hybrid, folder)
 
 
 NATIVE = NativeTarget()
@@ -98,7 +91,7 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     }
     options |= {
         "model_type": target.model_type,
-        "layer_types": [_FULL if "G" in row else _SLIDING for row in layout.heads],
+        "layer_types": layer_kinds(layout),
         "sliding_window": layout.window,
         "use_cache": True,  # hooks switch it off
         "architectures": [AutoModelForCausalLM._model_mapping[type(target)].__name__],
@@ -134,6 +127,23 @@ def check_whole_layers(layout: Layout) -> None:
     if not layout.is_layerwise:
         mixed = [i for i, row in enumerate(layout.heads) if len(set(row)) > 1]
         raise TargetError(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot express")
+
+
+def layer_kinds(layout: Layout) -> list[str]:
+    """Return ``layer_types`` for a layout of whole layers."""
+    return [_FULL if "G" in row else _SLIDING for row in layout.heads]
+
+
+def verified(hybrid: Hybrid, folder: Path) -> str:
+    """Compare a folder in plain ``transformers`` with the hybrid, as ``ExportTarget.verify``."""
+    from spkv_nas.model.export import verify_export
+
+    reference = verify_export.expected(hybrid.model, hybrid.tokenizer, hybrid.layout.window)
+    difference = verify_export.check(folder, reference)
+    return (
+        f"over {len(reference.tokens)} tokens in a process of its own its logits are the hybrid's to "
+        f"{difference:.0e} of the largest"
+    )
 
 
 def write_native_config(config: PreTrainedConfig, folder: Path) -> None:

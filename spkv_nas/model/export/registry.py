@@ -11,6 +11,7 @@ from typing import Any
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.registry import Registry
+from spkv_nas.model.export.granite_swa import GRANITE_SWA
 from spkv_nas.model.export.native import NATIVE
 from spkv_nas.model.export.spkv import SPKV
 from spkv_nas.model.export.target import ExportTarget, TargetFlag
@@ -21,7 +22,7 @@ TARGETS: Registry[ExportTarget] = Registry(
     "spkv_nas.export_targets",
     "export target",
     ExportTarget,  # type: ignore[type-abstract]
-    (NATIVE, SPKV),
+    (NATIVE, GRANITE_SWA, SPKV),
 )
 
 

@@ -273,7 +273,7 @@ class TestOwnType:
     def test_can_be_exported_dense(self, folder: Path, tokens: Tensor, tmp_path: Path) -> None:
         result = export(None, folder, tmp_path / "dense-type", allow_dense=True)
         assert "plain transformers silently runs it dense" in result.form
-        assert "not exported as native: layers 0, 2 mix" in str(result)
+        assert "not exported as native and granite_swa: layers 0, 2 mix" in str(result)
         assert json.loads((tmp_path / "dense-type" / "config.json").read_text())["model_type"] == "llama"
         assert torch.equal(logits(load(tmp_path / "dense-type")[0], tokens), logits(load(folder)[0], tokens))
 

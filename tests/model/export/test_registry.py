@@ -94,9 +94,9 @@ def test_a_form_that_only_this_package_loads_can_be_chosen(dense: Path, tmp_path
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [
-        ("gguf", {}, "unknown export target 'gguf'; expected one of auto, native, spkv"),
+        ("gguf", {}, "unknown export target 'gguf'; expected one of auto, native, granite_swa, spkv"),
         ("native", {"allow_dense": True}, "an export to native has no option 'allow_dense'"),
-        (AUTO, {"bits": 4}, "an export to native or spkv has no option 'bits'"),
+        (AUTO, {"bits": 4}, "an export to native or granite_swa or spkv has no option 'bits'"),
     ],
 )
 def test_choices_that_cannot_be(to: str, options: dict[str, object], message: str) -> None:

@@ -1,0 +1,157 @@
+"""Export target ``granite_swa``: an architecture with ``layer_types`` and learned sinks, for Llama-shaped weights.
+
+GraniteSWA of transformers 5.23, which vLLM, SGLang and llama.cpp have as well, is a Llama with four multipliers, a
+window and a RoPE base per layer (``layer_rope_theta``; 0: no RoPE), and a learned sink per query head in every layer.
+Weights of Llama, Mistral, Ministral and SmolLM3 keep their names; those of Granite bring their multipliers, and those
+of Qwen2, which has biases of queries, keys and values alone, get a bias of 0 for the output.
+
+Heads without a learned sink get the logit ``NO_SINK``; transformers would make it 0, which changes the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spkv_nas.model.export.native import check_whole_layers, layer_kinds, verified, write_native_config
+from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from spkv_nas.artifacts.layout import Layout
+
+NO_SINK = -1e4  # its exponential is 0 next to any score, and bfloat16 and float16 hold it
+_TYPE = "granite_swa"
+_FAMILIES = ("llama", "mistral", "ministral", "smollm3", "granite", "qwen2")
+_MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+
+
+@dataclass(frozen=True)
+class GraniteSwaTarget(ExportTarget):
+    """Write a layer-wise layout, with learned sinks if the hybrid has them, as GraniteSWA, checked in a subprocess."""
+
+    name = "granite_swa"
+    help = "the architecture GraniteSWA, for Llama-shaped weights, layouts of whole layers and learned sinks"
+
+    def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
+        """Return why GraniteSWA cannot express the layout, or None."""
+        try:
+            granite_swa_config(config, layout)
+        except TargetError as error:
+            return str(error)
+        return None
+
+    def write(self, hybrid: Hybrid, folder: Path) -> Written:
+        """Write weights with a sink per query head, and the config; sinks are rounded to the dtype of the weights."""
+        from spkv_nas.model.attach import detached
+        from spkv_nas.model.checkpoint import save_files
+
+        model = hybrid.model
+        config = granite_swa_config(model.config, hybrid.layout)
+        sinks = _sinks(model)
+        with detached(model):  # removes learned sinks from the model's weights
+            if model.generation_config is not None:
+                model.generation_config.use_cache = True  # False was for the hooks
+            weights = {name: tensor.detach() for name, tensor in model.state_dict().items()} | sinks
+            weights |= _output_biases(model)
+            save_files(model, hybrid.tokenizer, folder, weights)
+        config.dtype = model.dtype
+        write_native_config(config, folder)
+        form = "a granite_swa checkpoint, which plain transformers loads without this package"
+        return Written(form, "its weights were written anew, with a sink per query head", {})
+
+    def verify(self, hybrid: Hybrid, folder: Path) -> str:
+        """Compare logits and tokens with those of plain ``transformers`` in a subprocess."""
+        with _rounded_sinks(hybrid.model):
+            return verified(hybrid, folder)
+
+
+GRANITE_SWA = GraniteSwaTarget()
+
+
+def granite_swa_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+    """Build the config of a GraniteSWA with the layers of ``layout`` and the weights of ``config``'s model.
+
+    Raises:
+        TargetError: it cannot express the layout or the model, or transformers does not have it.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    # Check that the layout and the weights fit
+    check_whole_layers(layout)
+    kind = config.model_type
+    if kind not in _FAMILIES:
+        raise TargetError(f"weights of model type '{kind}' do not fit a granite_swa, which is shaped like a Llama")
+    if _TYPE not in CONFIG_MAPPING:
+        raise TargetError("the installed transformers has no granite_swa; version 5.23 has it")
+    # Build the config
+    values = config.to_dict()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    multipliers = {"attention_multiplier": head_dim**-0.5} | {
+        key: values[key] for key in _MULTIPLIERS if key in values and kind == "granite"
+    }
+    rotary = dict(config.rope_parameters)
+    uses_rope = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers  # 1: the layer has RoPE
+    target_keys = AutoConfig.for_model(_TYPE).to_dict().keys() - {"model_type", *_MULTIPLIERS}
+    options: dict[str, Any] = {key: value for key, value in values.items() if key in target_keys}
+    options |= {
+        "layer_types": layer_kinds(layout),
+        "sliding_window": layout.window,
+        "head_dim": head_dim,
+        "rope_parameters": rotary,
+        "layer_rope_theta": [rotary["rope_theta"] if has_rope else 0 for has_rope in uses_rope],
+        "attention_bias": kind == "qwen2" or bool(values.get("attention_bias", False)),
+        "use_cache": True,  # hooks switch it off
+        "architectures": ["GraniteSWAForCausalLM"],
+        **multipliers,
+    }
+    return AutoConfig.for_model(_TYPE, **options)
+
+
+def _sinks(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the sinks [Hq] of all layers by name, in the dtype of the weights."""
+    import torch
+
+    from spkv_nas.model.attention import attention_layers
+    from spkv_nas.model.learned_sinks import layer_learned_sinks
+
+    num_heads = model.config.num_attention_heads
+    sinks = {}
+    for name, layer in attention_layers(model).items():
+        learned = layer_learned_sinks(layer)
+        logits = torch.full((num_heads,), NO_SINK) if learned is None else learned().detach().cpu().clamp(min=NO_SINK)
+        sinks[f"{name}.sinks"] = logits.to(model.dtype)
+    return sinks
+
+
+def _output_biases(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return a bias of 0 for the output of every attention layer of a Qwen2; nothing for others."""
+    import torch
+
+    if model.config.model_type != "qwen2":
+        return {}
+    names = [f"{name}.bias" for name, _ in model.named_modules() if name.endswith("self_attn.o_proj")]
+    return {name: torch.zeros(model.config.hidden_size, dtype=model.dtype) for name in names}
+
+
+@contextmanager
+def _rounded_sinks(model: PreTrainedModel) -> Iterator[None]:
+    """Round the model's learned sinks to the dtype of its weights, as the file has them, inside the ``with`` block."""
+    from spkv_nas.model.attention import attention_layers
+    from spkv_nas.model.learned_sinks import layer_learned_sinks
+
+    modules = [learned for layer in attention_layers(model).values() if (learned := layer_learned_sinks(layer))]
+    before = [learned.logits.data for learned in modules]
+    for learned in modules:
+        learned.logits.data = learned.logits.data.to(model.dtype).float()
+    try:
+        yield
+    finally:
+        for learned, logits in zip(modules, before, strict=True):
+            learned.logits.data = logits
