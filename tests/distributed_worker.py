@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe
         "variant": Variant.hybrid(Layout(("G", "L"), window=8)),
         "branch": {"distill": {"weight": 0.6, "temperature": 1.5, "hidden": 3}},
     },
+    "learned-sinks": {"variant": Variant.hybrid(Layout(("G", "L"), window=8)), "branch": {"sinks": "learned"}},
     "distilled-adapters": {"lora": {"rank": 2}, "branch": {"distill": {"hidden": 3}}},
 }
 RUNS = {
@@ -59,9 +60,10 @@ RUNS = {
         "adapters",
         "distilled",
         "distilled-adapters",
+        "learned-sinks",
         "sampled",
     ),
-    "fsdp": ("dense", "sp-kv", "frozen-model", "frozen-gates", "one-layer", "adapters"),
+    "fsdp": ("dense", "sp-kv", "frozen-model", "frozen-gates", "one-layer", "adapters", "learned-sinks"),
 }
 
 

@@ -22,7 +22,7 @@ class Training:
         bfloat16: whether matrix products are in bfloat16.
         recomputes: whether activations are recomputed (activation checkpointing).
         learns: what is trained besides gates.
-        adapters: number of adapter parameters.
+        adapters: number of parameters added to the model, of adapters and learned sinks.
         moment_bytes: bytes of the optimizer's moments per parameter.
         frozen_item: bytes of a frozen weight.
         distills: whether a teacher's pass precedes every forward pass.

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import predictor_parameters
 
-_QUERIES = 256  # queries whose scores are in memory at a time
+_MAX_QUERIES = 256  # queries whose scores are in memory at a time
+_SCORES = 1 << 20  # scores of a head in memory at a time, if 16 queries have no more
 
 
 class LearnedSinks(nn.Module):
@@ -63,10 +64,14 @@ def layer_learned_sinks(layer: nn.Module) -> LearnedSinks | None:
     return sinks
 
 
+def learned_sinks(model: nn.Module) -> list[LearnedSinks]:
+    """Return the learned sinks that this package added to a model, in layer order."""
+    return [module for module in model.modules() if isinstance(module, LearnedSinks)]
+
+
 def added_parameters(model: nn.Module) -> set[Any]:
     """Return the parameters that this package added to a model: those of predictors and of learned sinks."""
-    sinks = {p for module in model.modules() if isinstance(module, LearnedSinks) for p in module.parameters()}
-    return predictor_parameters(model) | sinks
+    return predictor_parameters(model) | {p for module in learned_sinks(model) for p in module.parameters()}
 
 
 def chosen_sink_logits(native: Tensor | None, learned: Tensor | None) -> Tensor | None:
@@ -76,10 +81,15 @@ def chosen_sink_logits(native: Tensor | None, learned: Tensor | None) -> Tensor 
         UserError: it has both.
     """
     if native is not None and learned is not None:
-        raise UserError(
-            "this model has learned sinks of its own ('s_aux'), which training adapts: leave out branch.sinks: learned"
-        )
+        raise native_sinks_error()
     return native if learned is None else learned
+
+
+def native_sinks_error() -> UserError:
+    """Make the error for learned sinks that would be added to those of the model."""
+    return UserError(
+        "this model has learned sinks of its own ('s_aux'), which training adapts: leave out branch.sinks: learned"
+    )
 
 
 @torch.no_grad()
@@ -103,10 +113,11 @@ def hidden_logsumexp(q: Tensor, k: Tensor, scale: float, window: int, sinks: int
     batch, heads, length, size = q.shape
     grouped = q.float().view(batch, k.shape[1], -1, length, size)
     keys = k.float()[:, :, None].transpose(-1, -2)
+    queries = max(16, min(_MAX_QUERIES, _SCORES // length))
     first = window + sinks  # the first query with a hidden key
     total = q.new_zeros(heads, dtype=torch.float64)
-    for start in range(first, length, _QUERIES):
-        stop = min(start + _QUERIES, length)
+    for start in range(first, length, queries):
+        stop = min(start + queries, length)
         # Scores of the keys from the end of the sink tokens to the last one outside a window: [B, Hkv, group, Q, K]
         scores = grouped[:, :, :, start:stop] @ keys[..., sinks : stop - window] * scale
         distance = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(

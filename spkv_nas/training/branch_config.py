@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
@@ -52,6 +52,12 @@ class BranchConfig(Section):
         None, description="switch to longer blocks, with RoPE changed to fit, during the branch"
     )
     distill: DistillConfig | None = Field(None, description="also learn from the dense checkpoint's predictions")
+    sinks: Literal["learned"] | None = Field(
+        None,
+        description="learned: train a logit in the softmax's denominator of every local query head of a layout, from "
+        "the measured log-sum-exp of what the head does not see; default: the layout's sink tokens alone",
+        exclude_if=lambda sinks: sinks is None,  # hashes and records of recipes stay as before the key existed
+    )
 
     @model_validator(mode="after")
     def _distills_throughout(self) -> BranchConfig:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
@@ -16,7 +17,7 @@ from spkv_nas.model.distillation import Distillation, copied_teacher, shared_tea
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.rope import extended_config
-from spkv_nas.model.windows import apply_layout
+from spkv_nas.model.windows import add_learned_sinks, apply_layout
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import new_model
@@ -53,8 +54,15 @@ class BranchSetup:
     transfer_steps: int = 0
 
 
-def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, seed: int) -> BranchSetup:
-    """Set up the branch of a variant; ``seed`` initializes new predictors.
+def set_up(
+    recipe: Recipe,
+    corpus: Corpus,
+    dense: Path | str,
+    variant: Variant,
+    seed: int,
+    sink_logits: Sequence[Tensor] | None = None,
+) -> BranchSetup:
+    """Set up the branch of a variant; ``seed`` initializes new predictors, ``sink_logits`` learned sinks.
 
     Raises:
         UserError: the layout or the gates do not fit the model, or it has no RoPE to extend.
@@ -73,7 +81,7 @@ def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, 
         optimizer_state=state if state.is_file() and recipe.lora is None else None,
         extension=_extension(recipe, model),
     )
-    apply_variant(model, recipe, variant, seed)
+    apply_variant(model, recipe, variant, seed, sink_logits)
     if phase.distill is not None:
         setup = replace(
             setup,
@@ -87,10 +95,17 @@ def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, 
     return replace(setup, gates=GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode))
 
 
-def apply_variant(model: PreTrainedModel, recipe: Recipe, variant: Variant, seed: int) -> None:
-    """Apply a variant to a dense model: a layout's windows, or gates with new predictors.
+def apply_variant(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    variant: Variant,
+    seed: int,
+    sink_logits: Sequence[Tensor] | None = None,
+) -> None:
+    """Apply a variant to a dense model: a layout's windows and learned sinks, or gates with new predictors.
 
-    Weights that are not trained are frozen, and LoRA adapters are added if the recipe has them.
+    Weights that are not trained are frozen, and LoRA adapters are added if the recipe has them. Learned sinks start
+    from ``sink_logits``, [Hq] by layer; None: from 0, for trial steps.
 
     Raises:
         UserError: the layout, the gates or the adapters do not fit the model.
@@ -101,6 +116,8 @@ def apply_variant(model: PreTrainedModel, recipe: Recipe, variant: Variant, seed
         model.requires_grad_(False)
     elif recipe.lora is not None:
         add_adapters(model, recipe.lora, seed)
+    if learns_sinks(recipe, variant):  # after the adapters, which freeze all weights
+        add_learned_sinks(model, sink_logits)
     if variant.kind is Kind.SP_KV:  # after the adapters, so that predictors get none
         _attach(model, recipe, seed)
 
@@ -147,6 +164,11 @@ def distillation(
 def learns_all(recipe: Recipe, variant: Variant) -> bool:
     """Return True if all weights of a variant are trained, so that a teacher needs a copy of them."""
     return recipe.lora is None and not _is_frozen(recipe, variant)
+
+
+def learns_sinks(recipe: Recipe, variant: Variant) -> bool:
+    """Return True if a variant gets learned sinks: only local heads of layouts do."""
+    return recipe.branch.sinks == "learned" and variant.layout is not None
 
 
 def _is_frozen(recipe: Recipe, variant: Variant) -> bool:

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.checkpoints import RUN_RECORD
@@ -37,11 +38,12 @@ from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.checkpoint import checkpoint_hash, load_on
 from spkv_nas.model.source import commit_of
 from spkv_nas.training.arguments import training_arguments
-from spkv_nas.training.branch_setup import BranchSetup, set_up
+from spkv_nas.training.branch_setup import BranchSetup, learns_sinks, set_up
 from spkv_nas.training.callbacks import ExtensionCallback, HeldoutCallback
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dataset import training_data
 from spkv_nas.training.dense import dense_checkpoint
+from spkv_nas.training.initial_sinks import measure_sinks
 from spkv_nas.training.lora import merge_adapters
 from spkv_nas.training.passes import train_in_fitting_passes
 from spkv_nas.training.recipe import Recipe
@@ -127,9 +129,7 @@ class BranchContext:
 
     def load_dense(self) -> PreTrainedModel:
         """Load the dense checkpoint for evaluation, in float32 if the recipe trains in it, else in its stored dtype."""
-        dtype = "float32" if self.recipe.precision == "float32" else None
-        model, _ = load_on(self.dense, choose_device(self.device), dtype)
-        return model
+        return load_dense(self.recipe, self.dense, self.device)
 
     def is_trained(self, variant: Variant, seed: int | None = None) -> bool:
         """Return True if a branch has finished; ``seed`` defaults to the recipe's."""
@@ -170,6 +170,8 @@ def branch_key(recipe: Recipe, origin: str, variant: Variant, seed: int) -> str:
 
     ``origin`` identifies the weights of the dense checkpoint.
     """
+    if variant.layout is None:  # only layouts have learned sinks
+        recipe = recipe.model_copy(update={"branch": recipe.branch.model_copy(update={"sinks": None})})
     sections = ["branch", "data", "evaluation", "precision", "lora", "optimizer"]
     if variant.kind is Kind.SP_KV:
         sections.append("gates")
@@ -231,9 +233,10 @@ def _train(
     """Train and evaluate a branch, and write the subfolder ``final`` of ``folder``."""
     # Train
     longer = longer_heldout(recipe, corpus)
+    sink_logits = on_main(lambda: initial_sinks(recipe, corpus, dense, variant, device))
 
     def begin(recipe: Recipe) -> SPKVTrainer:
-        setup = set_up(recipe, corpus, dense, variant, seed)
+        setup = set_up(recipe, corpus, dense, variant, seed, sink_logits)
         return _trainer(recipe, corpus, setup, folder, variant, seed, device, reporter)
 
     trainer = train_in_fitting_passes(recipe, begin, recipe.least_blocks(recipe.branch))
@@ -297,6 +300,22 @@ def _trainer(
         part = corpus.heldout.spread(max(1, recipe.evaluation.max_tokens // corpus.heldout.block_size))
         trainer.add_callback(HeldoutCallback(trainer, part, recipe.evaluation.every))
     return trainer
+
+
+def load_dense(recipe: Recipe, dense: Path | str, device: str | None) -> PreTrainedModel:
+    """Load a dense checkpoint to measure it: in float32 if the recipe trains in it, else in its stored dtype."""
+    model, _ = load_on(dense, choose_device(device), "float32" if recipe.precision == "float32" else None)
+    return model
+
+
+def initial_sinks(
+    recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, device: str | None
+) -> list[Tensor] | None:
+    """Measure the learned sinks [Hq] by layer from which a branch starts; return None for a branch without them."""
+    if not learns_sinks(recipe, variant):
+        return None
+    assert variant.layout is not None
+    return measure_sinks(load_dense(recipe, dense, device), variant.layout, corpus.train)
 
 
 def longer_heldout(recipe: Recipe, corpus: Corpus) -> TokenBlocks | None:

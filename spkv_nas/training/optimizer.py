@@ -23,7 +23,9 @@ def check_optimizer(name: OptimizerName) -> None:
 
 
 def make_optimizer(model: nn.Module, args: TrainingArguments, options: GatesConfig) -> torch.optim.Optimizer:
-    """Create the AdamW variant ``args.optim``, without decay of vectors and with separate options for predictors.
+    """Create the AdamW variant ``args.optim`` with separate options for predictors.
+
+    Vectors, such as those of norms and learned sinks, are not decayed.
 
     Raises:
         UserError: the optimizer does not support this device, or cannot be imported.

@@ -30,6 +30,7 @@ from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branch_setup import apply_variant, dense_model, distillation
 from spkv_nas.training.branches import branch_folder, is_finished
 from spkv_nas.training.dense import dense_run, is_dense_trained, new_config, new_model
+from spkv_nas.training.initial_sinks import TOKENS
 from spkv_nas.training.recipe import DenseConfig, Recipe
 from spkv_nas.training.run_files import newest_step
 from spkv_nas.training.step_cost import MAX_SECONDS, StepCost, estimate, how_trained, measure
@@ -303,6 +304,10 @@ class Planner:
         if (distill := recipe.branch.distill) is not None:
             less = ", less in the steps of branch.distill.hidden" if distill.hidden else ""
             yield f"that includes a pass of the dense model, the teacher (branch.distill){less}"
+        if recipe.branch.sinks == "learned":
+            yield (
+                f"before training, a layout's learned sinks are measured on {TOKENS:,} training tokens (branch.sinks)"
+            )
         # Memory
         free = format_bytes(self.available)
         if not needed:  # nothing is left to train
@@ -328,4 +333,4 @@ def _step_of(recipe: Recipe) -> list[object]:
     sections = ("model", "tokenizer", "data", "precision", "micro_batch_size", "gradient_checkpointing")
     hashed = recipe.content_hash(*sections, "lora", "optimizer")
     branch = recipe.branch
-    return [hashed, branch.batch_size, branch.distill, gates, recipe.gates.layers, recipe.gates.mode]
+    return [hashed, branch.batch_size, branch.distill, branch.sinks, gates, recipe.gates.layers, recipe.gates.mode]

@@ -1,8 +1,8 @@
 """FSDP2 support: shard parameters, gradients and optimizer state across ranks.
 
-Decoder layers are FSDP units, as in transformers, and so is each predictor, because all parameters of a unit share one
-dtype: predictors stay float32 while ``precision: bfloat16`` gathers everything else in bfloat16. Gradients are reduced
-in float32.
+Decoder layers are FSDP units, as in transformers, and so are predictors and learned sinks, because all parameters of a
+unit share one dtype: these stay float32 while ``precision: bfloat16`` gathers everything else in bfloat16. Gradients
+are reduced in float32.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from spkv_nas.base.distributed import is_sharded, pass_device
 from spkv_nas.data.batches import block_tokens, num_spare_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.gates import predictors
+from spkv_nas.model.learned_sinks import learned_sinks
 from spkv_nas.model.loss import token_nll
 from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.training.recipe import OFFLOAD
@@ -32,13 +33,16 @@ def fsdp_config(sharding: str) -> dict[str, Any]:
     return {**config, "cpu_offload": True} if sharding == OFFLOAD else config
 
 
-def shard_predictors(model: nn.Module, plugin: Any, *, bfloat16: bool) -> None:
-    """Make each predictor an FSDP unit, and set the precision of the units that accelerate's ``plugin`` will make."""
+def shard_added_modules(model: nn.Module, plugin: Any, *, bfloat16: bool) -> None:
+    """Make predictors and learned sinks FSDP units, and set the precision of those that ``plugin`` will make.
+
+    ``plugin`` is accelerate's.
+    """
     if bfloat16:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for predictor in predictors(model).values():
-        if not isinstance(predictor, FSDPModule):
-            fully_shard(predictor, offload_policy=plugin.cpu_offload)
+    for module in (*predictors(model).values(), *learned_sinks(model)):
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, offload_policy=plugin.cpu_offload)
 
 
 def sharded_checkpoint(folder: Path) -> bool:

@@ -90,11 +90,15 @@ def how_trained(
     )
     if isinstance(phase, BranchConfig) and phase.distill is not None:
         training = replace(training, distills=True, transfers=phase.distill.hidden > 0)
+    num_sinks = 0
+    if isinstance(phase, BranchConfig) and phase.sinks == "learned" and not gated:
+        num_sinks = size.heads.num_layers * size.heads.num_heads  # the most: one per query head
+        training = replace(training, adapters=num_sinks)
     if isinstance(phase, BranchConfig) and gated and recipe.gates.training == "frozen-model":
         return replace(training, learns=Learns.GATES)
     if isinstance(phase, BranchConfig) and recipe.lora is not None:
         adapters = num_adapter_parameters(size, recipe.lora.rank, recipe.lora.targets)
-        return replace(training, learns=Learns.ADAPTERS, adapters=adapters)
+        return replace(training, learns=Learns.ADAPTERS, adapters=adapters + num_sinks)
     return training
 
 

@@ -47,7 +47,7 @@ from spkv_nas.training.run_files import (
     save_learned,
     writing,
 )
-from spkv_nas.training.sharding import shard_predictors, sharded_checkpoint
+from spkv_nas.training.sharding import shard_added_modules, sharded_checkpoint
 from spkv_nas.training.trackers import WANDB, EndWandbRun
 
 _MAX_GROWTH = 1e4  # limit of weights, relative to the largest initial weight (at least 1)
@@ -170,7 +170,7 @@ class SPKVTrainer(Trainer):
         if self.args.fsdp:
             if not self.is_fsdp_enabled:
                 raise UserError(f"sharding: fsdp needs GPUs; on {self.args.device.type} every process would hold all")
-            shard_predictors(model, self.accelerator.state.fsdp_plugin, bfloat16=self.args.bf16)
+            shard_added_modules(model, self.accelerator.state.fsdp_plugin, bfloat16=self.args.bf16)
         self.optimizer = make_optimizer(model, self.args, self._gate_options)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._group_names = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]

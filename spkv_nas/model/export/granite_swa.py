@@ -143,10 +143,9 @@ def _output_biases(model: PreTrainedModel) -> dict[str, Tensor]:
 @contextmanager
 def _rounded_sinks(model: PreTrainedModel) -> Iterator[None]:
     """Round the model's learned sinks to the dtype of its weights, as the file has them, inside the ``with`` block."""
-    from spkv_nas.model.attention import attention_layers
-    from spkv_nas.model.learned_sinks import layer_learned_sinks
+    from spkv_nas.model.learned_sinks import learned_sinks
 
-    modules = [learned for layer in attention_layers(model).values() if (learned := layer_learned_sinks(layer))]
+    modules = learned_sinks(model)
     before = [learned.logits.data for learned in modules]
     for learned in modules:
         learned.logits.data = learned.logits.data.to(model.dtype).float()

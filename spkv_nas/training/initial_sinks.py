@@ -1,0 +1,68 @@
+"""Measure the learned sinks from which a hybrid's training starts (``branch.sinks: learned``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.batches import block_tokens
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.learned_sinks import hidden_logsumexp, native_sinks_error
+from spkv_nas.model.model_shape import config_shape
+from spkv_nas.model.windows import full_attention
+
+TOKENS = 8192  # training tokens to measure on
+
+
+@torch.inference_mode()
+def measure_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenBlocks) -> list[Tensor]:
+    """Measure what the local heads of a layout lose: the mean log-sum-exp of the scores of the keys hidden from them.
+
+    Blocks of about ``TOKENS`` tokens, spread over the documents, are run with full attention, one at a time. With this
+    logit a local head gives its visible keys the weights that they have under full attention (``learned_sinks.py``).
+
+    Args:
+        model: dense model.
+        layout: layout of the hybrid.
+        blocks: training text.
+
+    Returns:
+        float32 [Hq] on the CPU for each attention layer; 0 for layers with a native sliding window, which get no
+        learned sinks.
+
+    Raises:
+        UserError: blocks are so short that no key is hidden, or the model has learned sinks of its own.
+    """
+    # Check that keys are hidden
+    if blocks.block_size <= layout.window + layout.sinks:
+        raise UserError(
+            f"branch.sinks: learned: a window of {layout.window} keys and {layout.sinks} sink tokens hide nothing in "
+            f"blocks of {blocks.block_size} tokens\nuse a larger data.block_size, or leave branch.sinks out"
+        )
+    # Add up the means of blocks by layer
+    part = blocks.spread(max(1, TOKENS // blocks.block_size))
+    num_heads = config_shape(model.config).num_heads
+    with full_attention(model) as states:
+        sums = [torch.zeros(num_heads, dtype=torch.float64) for _ in states]
+        for state, total in zip(states, sums, strict=True):
+            if state.native_window is None:
+                state.observer = _adder(total, layout)
+        for index in range(part.num_blocks):
+            model(input_ids=block_tokens(part, index, 1, model.device), use_cache=False, logits_to_keep=1)
+    return [(total / part.num_blocks).float() for total in sums]
+
+
+def _adder(total: Tensor, layout: Layout) -> Callable[..., None]:
+    """Return an observer that adds the log-sum-exp of a block's hidden keys to ``total`` [Hq]."""
+
+    def add(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
+        if sink_logits is not None:
+            raise native_sinks_error()
+        total.add_(hidden_logsumexp(q, k, scale, layout.window, layout.sinks).cpu())
+
+    return add

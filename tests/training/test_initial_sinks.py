@@ -1,0 +1,168 @@
+"""Test learned sinks of branches: recipes, their first values, training, resuming and plans."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_model, weights
+from interruptions import assert_same, cut
+from marks import slow
+from torch import Tensor
+from transformers import TrainingArguments
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.schema import merged
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.model.attention import attention_layers
+from spkv_nas.model.checkpoint import load, read_size
+from spkv_nas.model.learned_sinks import layer_learned_sinks, learned_sinks
+from spkv_nas.model.windows import full_attention
+from spkv_nas.training import initial_sinks
+from spkv_nas.training.branch_setup import set_up
+from spkv_nas.training.branches import Branch, branch_key, train_branch
+from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.initial_sinks import measure_sinks
+from spkv_nas.training.optimizer import make_optimizer
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.step_cost import how_trained
+from spkv_nas.training.variants import Variant
+
+HYBRID = Variant.hybrid(Layout(("GL", "LL"), window=8, sinks=1))
+LORA = {"lora": {"rank": 2}}
+
+
+def with_sinks(recipe: Recipe, changes: dict[str, Any] | None = None) -> Recipe:
+    return Recipe(**merged(recipe.model_dump(), merged(changes or {}, {"branch": {"sinks": "learned"}})))
+
+
+class TestRecipe:
+    @pytest.mark.parametrize("value", [4, "4", "none", True])
+    def test_refused(self, value: object, recipe: Recipe) -> None:
+        data = merged(recipe.model_dump(), {"branch": {"sinks": value}})
+        with pytest.raises(UserError, match=r"branch\.sinks"):
+            Recipe.parse(data, Path(), "recipe")
+
+    def test_only_layouts_get_other_runs(self, recipe: Recipe) -> None:
+        """Recipes without the key keep their records, and the control and SP-KV their runs in any case."""
+        assert "sinks" not in recipe.model_dump()["branch"]
+        learned = Recipe.parse(with_sinks(recipe).model_dump(mode="json"), Path(), "recipe")
+        assert learned.branch.sinks == "learned"
+        for variant in (Variant.full_attention(), Variant.sp_kv()):
+            assert branch_key(recipe, "origin", variant, 0) == branch_key(learned, "origin", variant, 0)
+        assert branch_key(recipe, "origin", HYBRID, 0) != branch_key(learned, "origin", HYBRID, 0)
+
+
+class TestFirstValues:
+    LAYOUT = Layout(("GL", "LL", "GG", "LG"), 6, sinks=2)
+
+    def test_of_every_layer_and_block(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Means over blocks and queries of loops in float64, over 4 of the 9 blocks."""
+        monkeypatch.setattr(initial_sinks, "TOKENS", 4 * blocks.block_size)
+        model = tiny_model()
+        actual = measure_sinks(model, self.LAYOUT, blocks)
+        tensors: list[list[tuple[Tensor, Tensor, float]]] = [[] for _ in range(4)]
+        with torch.no_grad(), full_attention(model) as states:
+            for calls, state in zip(tensors, states, strict=True):
+                state.observer = lambda q, k, v, scale, calls=calls: calls.append((q.double(), k.double(), scale))
+            model(input_ids=torch.from_numpy(blocks.spread(4).tokens).long())
+        for layer, [(q, k, scale)] in enumerate(tensors):
+            for head in range(4):
+                scores = q[:, head] @ k[:, head // 2].mT * scale
+                values = [scores[:, t, 2 : t - 5].logsumexp(-1) for t in range(8, blocks.block_size)]
+                assert float(actual[layer][head]) == pytest.approx(float(torch.stack(values).mean()), rel=1e-5)
+
+    def test_blocks_that_hide_nothing(self, blocks: TokenBlocks) -> None:
+        layout = replace(self.LAYOUT, window=blocks.block_size - 2)
+        with pytest.raises(UserError, match="30 keys and 2 sink tokens hide nothing in blocks of 32 tokens"):
+            measure_sinks(tiny_model(), layout, blocks)
+        measure_sinks(tiny_model(), replace(layout, sinks=1), blocks)
+
+    def test_models_with_their_own(self, blocks: TokenBlocks) -> None:
+        with pytest.raises(UserError, match="learned sinks of its own"):
+            measure_sinks(tiny_model("gpt_oss"), Layout(("LL", "GL", "LL", "LG"), 8), blocks)
+
+
+@pytest.mark.parametrize("changes", [{}, slow(LORA)], ids=["full", "lora"])
+def test_a_branch_trains_and_saves_them(
+    changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+) -> None:
+    """From the measured values of the dense model; full attention in the same recipe has none."""
+    assert HYBRID.layout is not None
+    recipe = with_sinks(recipe, changes)
+    first = measure_sinks(load(dense)[0], HYBRID.layout, corpus.train)
+    begun = set_up(recipe, corpus, dense, HYBRID, 0, first).model
+    for layer, logits in zip(attention_layers(begun).values(), first, strict=True):
+        learned = layer_learned_sinks(layer)
+        assert learned is not None
+        is_local = torch.tensor(learned.is_local).repeat_interleave(learned.group)
+        assert torch.equal(learned.logits, logits[is_local])
+        assert learned.logits.requires_grad
+    branch = train_branch(recipe, corpus, dense, tmp_path / "branch", HYBRID, device="cpu")
+    trained, _ = load(branch.checkpoint)
+    for before, after in zip(learned_sinks(begun), learned_sinks(trained), strict=True):
+        assert (before.logits - after.logits).abs().min() > 1e-4
+        assert (before.logits - after.logits).abs().max() < 0.1  # 8 steps at 1e-2
+    assert evaluate(trained, corpus.heldout).nll.mean == pytest.approx(branch.nll.mean, rel=1e-6)
+    record = json.loads((branch.checkpoint / "run.json").read_text())
+    num_trained = sum(p.numel() for p in begun.parameters() if p.requires_grad)
+    assert record["trained_parameters"] == num_trained
+    assert record["recipe"]["branch"]["sinks"] == "learned"
+    control = set_up(recipe, corpus, dense, Variant.full_attention(), 0).model
+    assert learned_sinks(control) == []
+    assert num_trained - sum(p.numel() for p in control.parameters() if p.requires_grad) == sum(
+        module.logits.numel() for module in learned_sinks(begun)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, LORA, {"gradient_checkpointing": True}], ids=str)
+def test_a_killed_run_resumes_bit_for_bit(
+    changes: dict[str, Any],
+    recipe: Recipe,
+    corpus: Corpus,
+    dense: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = with_sinks(recipe, changes)
+
+    def train(name: str) -> Branch:
+        return train_branch(recipe, corpus, dense, tmp_path / name, HYBRID, device="cpu")
+
+    whole = train("whole")
+    assert any("learned_sinks" in name for name in weights(whole.checkpoint))
+    cut(train, "torn", monkeypatch)
+    assert_same(whole, train("torn"))
+
+
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+def test_they_are_not_decayed(
+    changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+) -> None:
+    recipe = with_sinks(recipe, changes)
+    model = set_up(recipe, corpus, dense, HYBRID, 0).model
+    args = TrainingArguments(output_dir=str(tmp_path), weight_decay=0.1, learning_rate=1e-3, use_cpu=True)
+    groups = make_optimizer(model, args, recipe.gates).param_groups
+    for module in learned_sinks(model):
+        (group,) = (group for group in groups if any(p is module.logits for p in group["params"]))
+        assert (group["weight_decay"], group["lr"]) == (0.0, 1e-3)
+
+
+def test_plans_count_them(recipe: Recipe, dense: Path) -> None:
+    """At most one per query head of every layer."""
+    size = read_size(dense)
+    for changes in ({}, LORA):
+        plain = Recipe(**merged(recipe.model_dump(), changes))
+        before, after = (
+            how_trained(one, one.branch, size, bfloat16=False) for one in (plain, with_sinks(recipe, changes))
+        )
+        assert after.adapters - before.adapters == size.heads.num_layers * size.heads.num_heads
+    gated = with_sinks(recipe)
+    assert how_trained(gated, gated.branch, size, bfloat16=False, gated=True).adapters == 0
