@@ -22,7 +22,7 @@ from spkv_kernels.paged_cache import PagedKVCache
 BACKENDS = ("reference", "cpu", "triton")  # of ``attention``
 DECODE_BACKENDS = ("reference", "torch", "triton")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_LEAST = {"window": (1, "1 or more (the query's own key included)"), "sinks": (0, "0 or more")}
+_MIN = {"window": (1, "1 or more (the query's own key included)"), "sinks": (0, "0 or more")}
 
 
 def attention(
@@ -313,7 +313,7 @@ def _per_head(name: str, value: int | Tensor, heads: int, length: int, _: torch.
             values = (operator.index(value),) * heads
         except TypeError:
             raise ValueError(f"{name}: expected an int or an int tensor [{heads}]; found {value!r}") from None
-    least, expected = _LEAST[name]
+    least, expected = _MIN[name]
     if min(values) < least:
         raise ValueError(f"{name}: expected {expected}; found {min(values)}")
     return tuple(min(n, length) for n in values)
@@ -323,7 +323,7 @@ def _per_head_tensor(name: str, value: int | Tensor, heads: int, length: int, de
     """Return ``_per_head`` as int32 [Hkv] on ``device``, without reading a tensor that is already there."""
     if isinstance(value, Tensor) and value.device == device and device.type == "cuda":
         _check_int_tensor(name, value, heads)
-        return value.clamp(_LEAST[name][0], length).to(torch.int32)
+        return value.clamp(_MIN[name][0], length).to(torch.int32)
     values = _per_head(name, value, heads, length, device)
     if len(set(values)) == 1:
         return torch.full((heads,), values[0], dtype=torch.int32, device=device)
