@@ -31,7 +31,7 @@ from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
 
 _FORMAT, _DIGEST = "spkv-nas/cache/1", "sha256"  # metadata of the file
 _RING = 128  # ring size of a model without local heads
-_SIZES = ("window", "page_size", "tokens", "batch_size", "num_kv_heads", "head_dim")
+_SIZES = ("window", "page_size", "tokens", "batch_size", "num_kv_heads", "head_dim", "sinks")
 
 
 class SPKVCacheLayer(CacheLayerMixin):
@@ -47,6 +47,7 @@ class SPKVCacheLayer(CacheLayerMixin):
         keep = [head_window > self.window for head_window in state.head_windows(gated=False)]
         self._keep = torch.tensor(keep)[:, None]  # decisions without gates, [Hkv, 1]
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
+        self.local_sinks = state.operator_sinks  # sink tokens of a layout's local heads
         self.paged: PagedKVCache | None = None
         self.tokens = 0  # length of the longest sequence, including padding
 
@@ -263,6 +264,7 @@ class SPKVCache(Cache):
                 raise UserError("the cache is empty: there is nothing to save")
             tensors |= {f"{index}.{name}": x.contiguous() for name, x in layer.paged.state_dict().items()}
             values = (layer.window, layer.page_size, layer.tokens, *layer.paged.ring_k.shape[:2], layer.paged.head_dim)
+            values += (layer.local_sinks,) if layer.local_sinks else ()
             sizes[str(index)] = " ".join(str(value) for value in values)
         # Write a temporary file and rename it
         path = Path(path)
@@ -298,9 +300,13 @@ class SPKVCache(Cache):
             for index, layer in enumerate(cache.layers):
                 prefix = f"{index}."
                 state = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-                values = dict(zip(_SIZES, map(int, sizes[str(index)].split()), strict=True))
-                if values["window"] != layer.window:
-                    raise UserError(f"cache {path}: layer {index} has a different window than the model")
+                numbers = [int(number) for number in sizes[str(index)].split()]
+                numbers += [0] if len(numbers) < len(_SIZES) else []  # without sink tokens
+                values = dict(zip(_SIZES, numbers, strict=True))
+                for name, number in (("window", layer.window), ("sinks", layer.local_sinks)):
+                    if values[name] != number:
+                        subject = "number of sink tokens" if name == "sinks" else name
+                        raise UserError(f"cache {path}: layer {index} has a different {subject} than the model")
                 layer._restore(values, state)
             if len({(layer.tokens, str(layer.paged and layer.paged.seq_lens)) for layer in cache.layers}) > 1:
                 raise UserError(f"cache {path} is damaged: its layers hold different numbers of tokens")

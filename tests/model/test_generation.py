@@ -145,6 +145,19 @@ def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
         SPKVCache.load(model, tmp_path / "cut")
 
 
+def test_a_saved_cache_needs_the_sink_tokens_of_its_layout(tmp_path: Path) -> None:
+    """A file without them was written for a layout that has none."""
+    for kind in ("mixed", "mixed+4"):
+        model, (ids, mask) = model_with(kind), prompts()
+        cache = SPKVCache(model)
+        generate(model, ids, mask, past_key_values=cache)
+        cache.save(tmp_path / kind)
+    for kind, other in (("mixed", "mixed+4"), ("mixed+4", "mixed")):
+        SPKVCache.load(model_with(kind), tmp_path / kind)
+        with pytest.raises(UserError, match="layer 0 has a different number of sink tokens than the model"):
+            SPKVCache.load(model_with(other), tmp_path / kind)
+
+
 @pytest.mark.parametrize("kind", ["gates", "mixed+4"])
 def test_beam_search(kind: str) -> None:
     model = model_with(kind)
