@@ -120,8 +120,9 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
 def check_whole_layers(layout: Layout) -> None:
     """Raise ``TargetError`` if ``layer_types`` cannot express a layout: mixed layers, or sink tokens."""
     if layout.sinks and layout.num_global < layout.num_heads:
+        tokens = f"{layout.sinks} sink token{'s' if layout.sinks > 1 else ''}"
         raise TargetError(
-            f"its local heads see {layout.sinks} sink tokens, which layer_types cannot express (remove them with "
+            f"its local heads see {tokens}, which layer_types cannot express (remove them with "
             "layout convert --sinks 0 if the model does without)"
         )
     if not layout.is_layerwise:
