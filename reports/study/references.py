@@ -23,7 +23,8 @@ from spkv_nas.model.checkpoint import load_on, read_shape
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branches import BranchContext
-from spkv_nas.training.recipe import GatesConfig, Recipe
+from spkv_nas.training.gates_config import GatesConfig
+from spkv_nas.training.recipe import Recipe
 
 _TRAINS = (
     "model",

@@ -111,6 +111,11 @@ class HeadScores(OnGrid):
         return int(self.metadata.get("sinks", 0))
 
     @property
+    def local_sinks(self) -> int | None:
+        """Return ``sinks``; None for densities, whose gates decide about the first tokens."""
+        return None if self.is_density else self.sinks
+
+    @property
     def kind(self) -> str:
         """Return the kind of the scores, one of ``kinds.KINDS``."""
         return kind_of(self.metadata)

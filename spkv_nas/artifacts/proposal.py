@@ -43,14 +43,23 @@ class Proposal:
         """Return the local window of each layout, in keys, by name."""
         return {name: layout.window for name, layout in self.layouts.items()}
 
+    @property
+    def sinks(self) -> dict[str, int]:
+        """Return the sink tokens of each layout's local heads, by name; empty if no layout has any."""
+        sinks = {name: layout.sinks for name, layout in self.layouts.items()}
+        return sinks if any(sinks.values()) else {}
+
     def warn_of_windows(self, others: Mapping[str, int] | None = None) -> None:
-        """Warn if layouts are compared, with each other or with ``others``, that have different windows.
+        """Warn if layouts are compared, with each other or with ``others``, that have different windows or sink tokens.
 
         Args:
-            others: windows of other members of the comparison, by name.
+            others: windows of other members of the comparison, by name; their gates decide about the first tokens.
         """
-        named = {f"{name} ({self.files[name]})" if name in self.files else name: x for name, x in self.windows.items()}
-        warn_of_windows({**named, **(others or {})}, remedy="propose all at one --window, or compare them apart")
+        names = {name: f"{name} ({self.files[name]})" if name in self.files else name for name in self.layouts}
+        windows = {names[name]: window for name, window in self.windows.items()}
+        sinks = {names[name]: number for name, number in self.sinks.items()}
+        remedy = "propose all at one {}, or compare them apart"
+        warn_of_windows({**windows, **(others or {})}, sinks, remedy=remedy)
 
     def table(self, table: HeadScores) -> HeadScores:
         """Return the head scores at the threshold of the proposal, to compute the coverage of its layouts.

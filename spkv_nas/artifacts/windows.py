@@ -1,4 +1,4 @@
-"""Check that compared layouts share one local window: a larger window loses less, whichever heads are global."""
+"""Check that compared layouts share what local heads see: with more keys they lose less, whichever heads are global."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ import warnings
 from collections.abc import Mapping
 
 
-def warn_of_windows(windows: Mapping[str, int | None], *, remedy: str) -> None:
-    """Warn if the members of a comparison have different local windows.
+def warn_of_windows(windows: Mapping[str, int | None], sinks: Mapping[str, int | None], *, remedy: str) -> None:
+    """Warn if the members of a comparison have different local windows or different numbers of sink tokens.
 
     Args:
         windows: by name of each member, with its file if it has one; None if the window is unknown.
-        remedy: what to do about it, as a clause.
+        sinks: sink tokens of local heads, by the same names; None, or no entry, where gates decide about them.
+        remedy: what to do about it, as a clause; ``{}`` stands for the option that sets them.
 
     Warns:
-        UserWarning: the windows differ; names each window and its members.
+        UserWarning: the windows or the sink tokens differ; names each number and its members.
     """
+    _warn_if_different("local windows", "{} keys", windows, "a longer window lowers", remedy.format("--window"))
+    _warn_if_different("numbers of sink tokens", "sinks {}", sinks, "sink tokens lower", remedy.format("--sinks"))
+
+
+def _warn_if_different(subject: str, label: str, numbers: Mapping[str, int | None], cause: str, remedy: str) -> None:
+    """Warn if the known numbers of the members of a comparison differ; ``cause`` begins a sentence about the loss."""
     members: dict[int, list[str]] = {}
-    for name, window in windows.items():
-        if window is not None:
-            members.setdefault(window, []).append(name)
+    for name, number in numbers.items():
+        if number is not None:
+            members.setdefault(number, []).append(name)
     if len(members) > 1:
-        listed = "; ".join(f"{window} keys: {', '.join(members[window])}" for window in sorted(members))
+        listed = "; ".join(f"{label.format(number)}: {', '.join(members[number])}" for number in sorted(members))
         warnings.warn(
-            f"layouts with {len(members)} different local windows are compared ({listed})\n"
-            "a longer window lowers the loss whichever heads are global, so the choice of heads cannot be "
+            f"layouts with {len(members)} different {subject} are compared ({listed})\n"
+            f"{cause} the loss whichever heads are global, so the choice of heads cannot be "
             f"compared: {remedy}",
-            stacklevel=3,
+            stacklevel=4,
         )

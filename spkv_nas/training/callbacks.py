@@ -22,8 +22,8 @@ from spkv_nas.model.modes import gate_mode, set_gate_mode, set_price
 from spkv_nas.model.price import KeyBenefitEstimator, Price
 from spkv_nas.model.rope import extend_positions
 from spkv_nas.training.extension import Extension
+from spkv_nas.training.gates_config import GatesConfig
 from spkv_nas.training.phases import GateSchedule
-from spkv_nas.training.recipe import GatesConfig
 from spkv_nas.training.sharding import spare_passes
 
 

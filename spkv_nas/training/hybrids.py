@@ -282,6 +282,7 @@ def _write(
 ) -> None:
     """Write ``comparison.csv``, ``comparison.yaml`` (correlations, windows, recipe, versions), ``checkpoints.csv``."""
     correlations = compared.correlations
+    sinks = {name: layout.sinks for name, layout in layouts.items()}
     content = {
         "probe": table.name,
         "heldout": {
@@ -290,6 +291,7 @@ def _write(
             "effective_documents": round(compared.heldout.effective_documents, 1),
         },
         "windows": {SP_KV: recipe.gates.window, **{name: layout.window for name, layout in layouts.items()}},
+        **({"sinks": sinks} if any(sinks.values()) else {}),
         "rank_correlation": correlations["coverage"],
         "zero_shot_rank_correlation": correlations["zero-shot NLL"],
         "recipe": recipe.model_dump(mode="json"),

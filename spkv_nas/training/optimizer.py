@@ -12,7 +12,7 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.extras import check_installed
 from spkv_nas.cost.optimizers import OPTIMIZERS, OptimizerName
 from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.training.recipe import GatesConfig
+from spkv_nas.training.gates_config import GatesConfig
 
 
 def check_optimizer(name: OptimizerName) -> None:

@@ -14,9 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from spkv_nas.artifacts.gate_config import GATED, GLOBAL, GateConfig
 from spkv_nas.artifacts.histogram import threshold_logit
-from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.device import training_precision
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml
@@ -29,6 +27,7 @@ from spkv_nas.data.config import DataConfig
 from spkv_nas.data.ruler.sample import VERSION
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
 from spkv_nas.training.branch_config import BranchConfig
+from spkv_nas.training.gates_config import GatesConfig, gates_of_layout
 
 OFFLOAD = "fsdp-offload"
 _LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
@@ -93,65 +92,6 @@ class LoraConfig(Section):
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear", description="names of linear layers, such as q_proj; all-linear: all of the decoder's layers"
     )
-
-
-class GatesConfig(GateConfig):
-    """Set up the gates of the SP-KV reference, and their training (paper: multiplier 5, soft for 75 %, then hard)."""
-
-    layers: list[int] | None = Field(
-        None, min_length=1, description="layers with gates; heads of all other layers are global"
-    )
-    training: Literal["continued", "from-scratch", "frozen-model"] = Field(
-        "continued",
-        description="continued: from the dense checkpoint; from-scratch: dense phase and branch in one run; "
-        "frozen-model: train only the predictors, with soft gates throughout",
-    )
-    mode: Literal["soft", "sampled"] = Field(
-        "soft", description="soft, or sampled: Bernoulli gates with straight-through gradients"
-    )
-    p_min: float = Field(
-        0.0, ge=0.0, le=0.5, description="clamp the probabilities of sampled gates to [p_min, 1 - p_min]"
-    )
-    learning_rate_multiplier: float = Field(
-        5.0, gt=0.0, description="learning rate of the predictors, as a multiple of the branch's (paper: 5)"
-    )
-    weight_decay: float = Field(0.1, ge=0.0, description="weight decay of the predictors")
-    soft_fraction: float = Field(
-        0.75, ge=0.0, le=1.0, description="fraction of the branch's steps with soft gates, before they become hard"
-    )
-    anneal_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps of a linear transition from soft to hard gates")
-    start_from: str | None = Field(None, description="checkpoint to initialise the predictors from")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_weight(cls, data: Any) -> Any:
-        """Convert the old key ``density_weight``, the paper's name for the negative price."""
-        if not isinstance(data, dict) or not isinstance(data.get("density_weight"), int | float) or "price" in data:
-            return data
-        others = {key: value for key, value in data.items() if key != "density_weight"}
-        return {**others, "price": -data["density_weight"]}
-
-    @model_validator(mode="after")
-    def _one_grid(self) -> GatesConfig:
-        if self.heads is not None and self.layers is not None:
-            raise ValueError("set only one of 'heads', 'layers' and 'layout': each selects the heads with gates")
-        if self.p_min and self.mode != "sampled":
-            raise ValueError("p_min requires mode: sampled")
-        return self
-
-    def of_model(self, grid: tuple[int, int]) -> GateConfig:
-        """Return the gate configuration for a model of ``grid`` (layers, KV heads).
-
-        Raises:
-            UserError: ``layers`` names a layer that the model does not have.
-        """
-        heads = self.heads
-        if self.layers is not None:
-            heads = [(GATED if layer in self.layers else GLOBAL) * grid[1] for layer in range(grid[0])]
-            outside = [layer for layer in self.layers if not 0 <= layer < grid[0]]
-            if outside:
-                raise UserError(f"gates.layers: layer {outside[0]} does not exist; the model has {grid[0]} layers")
-        return GateConfig(**{**self.model_dump(include=set(GateConfig.model_fields)), "heads": heads})
 
 
 class EvaluationConfig(Section):
@@ -324,8 +264,7 @@ class Recipe(Section):
     def parse(cls, data: Any, base: Path, where: str) -> Recipe:
         """Validate the data of a recipe.
 
-        ``gates.layout``, a layout file, is converted to ``gates.heads``: its local heads stay local, its global heads
-        get gates, and its window becomes the gates' window unless the recipe sets another.
+        ``gates.layout``, a layout file, is converted to ``gates.heads`` (``gates_config.gates_of_layout``).
 
         Args:
             data: parsed YAML.
@@ -333,14 +272,11 @@ class Recipe(Section):
             where: name of the recipe in error messages.
 
         Raises:
-            UserError: a key is unknown, or a value is wrong.
+            UserError: a key is unknown, a value is wrong, or the layout has sink tokens.
         """
         gates = data.get("gates") if isinstance(data, dict) else None
         if isinstance(gates, dict) and isinstance(gates.get("layout"), str) and "heads" not in gates:
-            layout = Layout.read(base / gates["layout"])
-            heads = [row.replace(GLOBAL, GATED) for row in layout.heads]
-            others = {key: value for key, value in gates.items() if key != "layout"}
-            data = {**data, "gates": {"window": layout.window, **others, "heads": heads}}
+            data = {**data, "gates": gates_of_layout(gates, base, where)}
         return validate(cls, data, where)
 
     def content_hash(self, *sections: str) -> str:

@@ -35,9 +35,9 @@ from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.weights import is_finite
 from spkv_nas.training.callbacks import GatePhaseCallback, InterruptCallback, LogCallback, TokenProgressCallback
 from spkv_nas.training.distillation_callback import DistillationCallback
+from spkv_nas.training.gates_config import GatesConfig
 from spkv_nas.training.optimizer import make_optimizer
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
-from spkv_nas.training.recipe import GatesConfig
 from spkv_nas.training.run_files import (
     load_learned,
     load_optimizer_state,

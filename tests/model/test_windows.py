@@ -87,6 +87,18 @@ class TestMixedWindows:
         assert "propose all at one --window" in text
         Proposal.read(layouts[:1]).warn_of_windows({"sp-kv": 8})  # of one window there is nothing to say
 
+    def test_names_sink_tokens(self, tmp_path: Path) -> None:
+        files = [tmp_path / f"{name}.yaml" for name in ("none", "four")]
+        for file, sinks in zip(files, (0, 4), strict=True):
+            Layout(("GL", "LL"), 8, file.stem, sinks=sinks).write(file)
+        proposal = Proposal.read(files)
+        with pytest.warns(UserWarning, match="layouts with 2 different numbers of sink tokens") as caught:
+            proposal.warn_of_windows({"sp-kv": 8})  # its gates decide about the first tokens
+        (warning,) = caught
+        assert f"(sinks 0: none ({files[0]}); sinks 4: four ({files[1]}))" in str(warning.message)
+        assert "propose all at one --sinks" in str(warning.message)
+        Proposal.read(files[1:]).warn_of_windows({"sp-kv": 8})
+
     @pytest.mark.filterwarnings("always:layouts with .* local windows:UserWarning")
     def test_train_hybrid_and_score_warn_and_record(
         self, layouts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -121,6 +133,17 @@ class TestMixedWindows:
             compare(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
         record = read_record(tmp_path / "reports/one/agreement.yaml", "agreement")
         assert record["windows"] == {"one": 8, "other": 16}
+
+    def test_compare_warns_of_sink_tokens(self, tmp_path: Path) -> None:
+        """Except of those of densities, whose gates decide about the first tokens."""
+        table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))
+        for name, metadata in {
+            "gates": {"signal": RECOMMENDED, "sinks": 1}, "none": {"signal": RECOMMENDED}, "densities": {}
+        }.items():  # fmt: skip
+            replace(table, name=name, window=8, metadata=metadata).write(Workspace(tmp_path).probe_dir(name))
+        with pytest.warns(UserWarning, match=r"\(sinks 0: none; sinks 1: gates\)\n.*with the same --sinks"):
+            compare(CompareOptions(probes=["gates", "none"], budget="2", workspace=tmp_path))
+        compare(CompareOptions(probes=["gates", "densities"], budget="2", workspace=tmp_path))
 
     def test_propose_names_the_recommended_probe_of_another_window(self, tmp_path: Path) -> None:
         self.probes(Workspace(tmp_path), gates=16, mine=8)

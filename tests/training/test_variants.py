@@ -180,6 +180,11 @@ class TestRecipe:
         assert gates.of_model((2, 2)).heads == ["SL", "LL"]
         assert gates.window == 9
 
+    def test_refuses_gates_of_a_layout_with_sink_tokens(self, tmp_path: Path) -> None:
+        Layout(("GL", "LL"), 9, sinks=1).write(tmp_path / "layout.yaml")
+        with pytest.raises(UserError, match=r"gates.layout.* 1 sink token.*\n.*layout convert layout.yaml .*--sinks 0"):
+            self.read(tmp_path, "gates: {layout: layout.yaml}\n")
+
     def test_gates_of_some_layers(self, tmp_path: Path) -> None:
         gates = self.read(tmp_path, "gates: {layers: [1]}\n").gates
         assert gates.of_model((2, 2)).heads == ["GG", "SS"]

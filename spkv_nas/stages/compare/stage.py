@@ -55,6 +55,7 @@ def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementRe
     rows = agreement(tables, parse_budget(options.budget, first.num_heads))
     folder = options.folders.report_dir(options.name or first.name)
     windows = {label: table.window for label, table in tables.items()}
-    warn_of_windows(windows, remedy="probe all of them with the same --window")
+    sinks = {label: table.local_sinks for label, table in tables.items()}
+    warn_of_windows(windows, sinks, remedy="probe all of them with the same {}")
     write_agreement(folder, rows, windows, reporter=reporter)
     return AgreementResult(rows, folder, save_figure(folder, agreement_charts(rows)))

@@ -43,9 +43,9 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     )
     # Write the table
     rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full_attention, covered)
-    origin = measured_on(
-        subject, measured, full_attention, probe=None if table is None else table.name, windows=proposal.windows
-    )
+    probe = None if table is None else table.name
+    sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
+    origin = measured_on(subject, measured, full_attention, probe=probe, windows=proposal.windows, **sinks)
     folder = workspace.report_dir(name)
     on_main(lambda: write_scores(folder, rows, origin))
     return NLLTable(name, rows, folder, full_attention.num_documents, full_attention.effective_documents)

@@ -80,8 +80,11 @@ def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecif
     window = options.window or table.window or DEFAULT_WINDOW
     space = Space(table, (budgets[0], budgets[-1]), window, requirements.constraints, _signals(options, table))
     space.check()
-    signals = {f"signal {signal.name}": signal.window for signal in space.signals}
-    warn_of_windows({"the search": window, **signals}, remedy="probe all with one --window")
+    windows = {f"signal {signal.name}": signal.window for signal in space.signals}
+    sinks = {f"signal {signal.name}": signal.local_sinks for signal in space.signals}
+    warn_of_windows(
+        {"the search": window, **windows}, {"the search": space.sinks, **sinks}, remedy="probe all with one {}"
+    )
     # Read the recipe
     file = chosen_recipe(options, table, "search.yaml")
     recipe = Recipe.read(file).with_precision(options.dtype)
