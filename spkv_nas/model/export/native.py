@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from spkv_nas.artifacts.layout import Layout
 
-_NATIVE = ("qwen2", "qwen3", "smollm3", "ministral", "gemma3_text", "olmo3", "cohere2", "exaone4", "gpt_oss")
+_NATIVE = (
+    "qwen2", "qwen3", "smollm3", "ministral", "gemma3_text", "olmo3", "cohere2", "exaone4", "gpt_oss", "granite_swa",
+)  # fmt: skip
 _SUCCESSOR = {"llama": "ministral", "mistral": "ministral", "olmo2": "olmo3"}
 _ROTARY_IF_LOCAL = ("cohere2", "exaone4")  # their global layers have no position encoding
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -38,13 +38,14 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo3": BOTH,
     "ministral": {**BOTH, "head_dim": 8},
     "gpt_oss": {},
+    "granite_swa": {**BOTH, "layer_rope_theta": [1e4, 0, 5e5, 1e4], "attention_multiplier": 0.3},
     "llama-bias": {"attention_bias": True},
     "olmo3-yarn": {**BOTH, "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}},
     "mistral-window": {"sliding_window": 4},
     "llama-tied": {"tie_word_embeddings": True},
 }
 KINDS = {
-    **{one: one for one in ("qwen2", "qwen3", "smollm3", "ministral", "olmo3", "gpt_oss")},
+    **{one: one for one in ("qwen2", "qwen3", "smollm3", "ministral", "olmo3", "gpt_oss", "granite_swa")},
     **dict.fromkeys(("llama", "llama-tied", "mistral", "mistral-window"), "ministral"),
     "olmo2": "olmo3",
     "granite": "granite_swa",
@@ -60,6 +61,7 @@ CLASSES = {
     "cohere2": "Cohere2ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "granite_swa": "GraniteSWAForCausalLM",
 }
 SPLITS, TYPES = ("layers", "heads"), ("native", "other")
 
@@ -73,6 +75,8 @@ def lively(case: str) -> PreTrainedModel:
                 parameter.normal_()
             elif "self_attn" in name and parameter.ndim == 2:
                 parameter *= 12
+            elif name.endswith("sinks"):
+                parameter.normal_()
     return model
 
 
@@ -151,7 +155,7 @@ def test_plain_transformers_runs_the_hybrid_or_refuses(
         assert "model type `spkv` but Transformers does not recognize" in answer.error
         assert json.loads((exported.folder / "config.json").read_text())["model_type"] == "spkv"
     else:
-        assert f"a {'' if kind == 'granite_swa' else 'native '}{kind} checkpoint" in exported.message
+        assert f"a {'' if case == 'granite' else 'native '}{kind} checkpoint" in exported.message
         assert verify_export.compare(answer, exported.hybrid) <= verify_export.TOLERANCE
     if split == "layers" and types == "native" and "layer_types" not in CASES[case]:
         return  # all layers global, the dense model itself
