@@ -65,6 +65,22 @@ def test_download_is_the_file_that_propose_writes(
     assert download.value.suggested_filename == f"densest-{budget}.yaml"
 
 
+def test_download_has_the_sink_tokens_of_the_probe(open_file: Any, tmp_path: Path) -> None:
+    """Files of stored layouts and of other budgets, with the hash that the page computes."""
+    table = make_domain_table(("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16", "sinks": 4})
+    table.write(tmp_path / "probes" / table.name)
+    chosen = ["-w", str(tmp_path), "--probe", table.name]
+    main(["propose", *chosen, "--budget", "2"])
+    main(["report", *chosen])
+    texts = open_file(tmp_path / "reports" / table.name / "index.html", "#budget=2").evaluate(ALL_FILES)
+    for budget, text in enumerate(texts, 1):
+        main(["propose", *chosen, "--budget", str(budget)])
+        file = tmp_path / "layouts" / table.name / "densest.yaml"
+        assert text == file.read_text()
+        assert Layout.read(file).sinks == 4
+    assert len(texts) == table.num_heads
+
+
 def test_page_file_and_command_have_one_coverage(
     open_page: Any, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
