@@ -55,6 +55,7 @@ from spkv_nas.probing.frozen import (
 )
 from spkv_nas.probing.heads import check_window
 from spkv_nas.probing.mixture import Mixture
+from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
 
 _RATE = 0.05  # peak step size of a gate whose gradient equals the root mean square over heads
@@ -66,7 +67,7 @@ def head_gates(
     blocks: TokenBlocks,
     window: int | None = None,
     *,
-    sinks: int = 0,
+    sinks: int | None = None,
     budget: int | str | None = None,
     steps: int = HEAD_GATE_STEPS,
     step_tokens: int = LEARNING_TOKENS,
@@ -81,7 +82,7 @@ def head_gates(
         model: any supported decoder.
         blocks: training text.
         window: recent keys a local head sees, including the query's own; defaults to ``default_window``.
-        sinks: number of first tokens a local head sees as well.
+        sinks: first tokens a local head sees as well, as in layouts of the table; None: ``choose_sinks``.
         budget: number of global KV heads, or their share such as "25%"; defaults to the paper's share.
         steps: number of gradient steps.
         step_tokens: tokens per step, rounded down to whole blocks.
@@ -96,6 +97,7 @@ def head_gates(
     if steps < 1:
         raise UserError(f"head gates need at least one step; found {steps}")
     window = default_window(model, blocks.block_size) if window is None else window
+    sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
     check_window(blocks, window, sinks)
     size = blocks_per_step(blocks, step_tokens)
     with (
@@ -114,10 +116,9 @@ def head_gates(
             learning.step(step, gradient)
             if progress is not None:
                 progress(step, steps)
-
-    # Build the table
+    # Build the table; its divergence is in nats per token, in the last step
     table_metadata = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
-    table_metadata |= {"divergence": float(f"{divergence:.4g}")}  # nats per token, in the last step
+    table_metadata |= {"divergence": float(f"{divergence:.4g}"), **({"sinks": sinks, **sink_facts} if sinks else {})}
     scores, tokens_seen = learning.mean.numpy(), steps * size * blocks.block_size
     facts: dict[str, Any] = {"name": name, "metadata": table_metadata}
     return learned_table("head-gates", GATE_UNIT, scores, blocks, window, tokens_seen, **facts)

@@ -11,6 +11,8 @@ def glossary(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
     """Return (title, meaning) of each term that the page uses, by key."""
     table, measure = inputs.table, inputs.table.measure
     clipping = "" if table.is_density else " (0 where it is negative)"
+    sinks = f"the first {table.sinks} token{'s' if table.sinks > 1 else ''} of a sequence (sink tokens) and "
+    local_keys = (sinks if table.sinks else "") + "its window"
     # Terms of every page
     terms = {
         "measure": (measure.title, measure.meaning),
@@ -19,7 +21,7 @@ def glossary(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
             "Number of most recent keys that a local KV head sees, the query's own included"
             + (f"; here {table.window}." if table.window else "."),
         ),
-        "layout": ("Layout", "For each KV head: global (sees all earlier keys), or local (sees its window only)."),
+        "layout": ("Layout", f"For each KV head: global (sees all earlier keys), or local (sees {local_keys} only)."),
         "budget": ("Budget", "Number of global KV heads of a layout."),
         "coverage": (
             f"{measure.title} coverage",

@@ -217,6 +217,15 @@ class TestSignals:
         expected = torch.cat([local[:, :2], whole[:, 2:]], 1)
         assert torch.allclose(mixture(q, k, v, 0.3, sink_logits=learned), expected, atol=1e-6)
 
+    def test_head_gates_in_python_give_layouts_the_sinks_of_the_model(self, blocks: TokenBlocks) -> None:
+        """They were 0 by default, and a number that was set was not recorded."""
+        model, options = planted_tiny(), {"window": WINDOW, "steps": 2, "budget": 2}
+        table = spkv_nas.head_gates(model, blocks, **options)
+        assert spkv_nas.propose(table, 2)["densest"].sinks == table.sinks == 1
+        assert table.metadata["sink_mass"] > 0.3
+        assert np.array_equal(table.values, measure_signal("head-gates", model, blocks, **options).values)
+        assert [spkv_nas.head_gates(model, blocks, sinks=sinks, **options).sinks for sinks in (0, 2)] == [0, 2]
+
     def test_head_gates_learn_on_models_with_learned_sinks(self, blocks: TokenBlocks) -> None:
         table = head_gates(tiny_model("gpt_oss"), blocks, 2, budget=2, steps=2)
         assert table.values.sum() == pytest.approx(2.0, abs=1e-6)

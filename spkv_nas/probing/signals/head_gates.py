@@ -24,10 +24,10 @@ class HeadGates(Signal):
     options = (Option("steps", int, STEPS, HEAD_GATE_STEPS), BUDGET_OPTION, SEED_OPTION)
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
-        """Learn the gates with ``steps``, ``budget`` and ``seed``."""
+        """Learn the gates with ``steps``, ``budget`` and ``seed``; ``sinks`` is 0 by default, not measured again."""
         from spkv_nas.probing.head_gates import head_gates
 
-        return head_gates(model, blocks, window, **options)
+        return head_gates(model, blocks, window, **{"sinks": 0, **options})
 
     def work(self, grid: Grid, tokens: int, block_size: int, *, steps: int = HEAD_GATE_STEPS, **options: Any) -> Work:
         """Return the passes over the tokens of a step."""
