@@ -89,8 +89,11 @@ def test_signals(signal: str, blocks: TokenBlocks) -> None:
     model.model.layers[1].self_attn.q_proj.weight.data[3] = math.nan
     learns = {"duo": "duo: the distillation loss", "head-gates": "head gates: the loss"}
     message = f"{learns[signal]} is nan at step 1" if signal in learns else f"the score '{signal}' is not a number"
+    options: dict[str, Any] = {"window": 4, "steps": 2 if signal in learns else None}
     with pytest.raises(UserError, match=message):
-        measure_signal(signal, model, blocks, window=4, steps=2 if signal in learns else None)
+        measure_signal(signal, model, blocks, sinks=0, **options)
+    with pytest.raises(UserError, match="the model's attention is not finite"):  # when its sinks are measured
+        measure_signal(signal, model, blocks, **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -25,7 +25,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.gates import predictors
-from spkv_nas.probing import priced
+from spkv_nas.probing import frozen
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
@@ -133,7 +133,7 @@ class TestMeasuring:
     @pytest.mark.parametrize("signal", ["duo", "head-gates"])
     def test_signals_that_learn(self, signal: str, blocks: TokenBlocks) -> None:
         def learn(model: PreTrainedModel) -> HeadScores:
-            return measure_signal(signal, model, blocks, window=WINDOW, steps=4)
+            return measure_signal(signal, model, blocks, window=WINDOW, sinks=0, steps=4)
 
         model = tiny_model()
         seen = short_of_memory(model, 1, fitting=2)  # after attaching and the first of a step's two passes
@@ -194,7 +194,7 @@ def test_one_of_several_processes(recipe: Recipe, monkeypatch: pytest.MonkeyPatc
 def test_gates_learn_alike(fitting: int, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if some passes of a step have left gradients."""
     config = GateConfig(window=4, hidden_size=8, target_density=0.3)
-    monkeypatch.setattr(priced, "passes", lambda *_: (3, False))
+    monkeypatch.setattr(frozen, "passes", lambda *_, **__: (3, False))
 
     def learn(model: PreTrainedModel) -> tuple[PreTrainedModel, Any]:
         return model, learn_gates(model, blocks, config, steps=6, step_tokens=6 * blocks.block_size)
