@@ -37,7 +37,7 @@ SINK_TOKENS = 2048  # tokens of text that sinks are measured on
 NUM_SINKS = (1, 2, 4)  # numbers of sink tokens to choose from
 _POSITIONS = 8  # first tokens whose attention is measured
 _WITHIN = 4  # first tokens that can be sinks
-_ENOUGH, _LEAST_EXCESS = 0.9, 0.02
+_MIN_HELD, _MIN_EXCESS = 0.9, 0.02
 _MEDIAN_VALUES = 1 << 22  # maximum values that a median is taken of, as it sorts them
 
 
@@ -115,10 +115,10 @@ class SinkReport:
         if not excess.size:
             return 0
         by_position = excess.mean((0, 1))
-        if by_position.sum() < _LEAST_EXCESS and excess.sum(-1).max() <= STRONG_SINK:
+        if by_position.sum() < _MIN_EXCESS and excess.sum(-1).max() <= STRONG_SINK:
             return 0
         held = np.cumsum(by_position) / by_position.sum()
-        return next((n for n in NUM_SINKS if n >= len(held) or held[n - 1] >= _ENOUGH), NUM_SINKS[-1])
+        return next((n for n in NUM_SINKS if n >= len(held) or held[n - 1] >= _MIN_HELD), NUM_SINKS[-1])
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for ``probe.yaml``."""

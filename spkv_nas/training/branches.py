@@ -43,7 +43,7 @@ from spkv_nas.training.callbacks import ExtensionCallback, HeldoutCallback
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dataset import training_data
 from spkv_nas.training.dense import dense_checkpoint
-from spkv_nas.training.initial_sinks import measure_sinks
+from spkv_nas.training.initial_sinks import measure_initial_sinks
 from spkv_nas.training.lora import merge_adapters
 from spkv_nas.training.passes import train_in_fitting_passes
 from spkv_nas.training.recipe import Recipe
@@ -315,7 +315,7 @@ def initial_sinks(
     if not learns_sinks(recipe, variant):
         return None
     assert variant.layout is not None
-    return measure_sinks(load_dense(recipe, dense, device), variant.layout, corpus.train)
+    return measure_initial_sinks(load_dense(recipe, dense, device), variant.layout, corpus.train)
 
 
 def longer_heldout(recipe: Recipe, corpus: Corpus) -> TokenBlocks | None:

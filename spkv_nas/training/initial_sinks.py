@@ -20,7 +20,7 @@ TOKENS = 8192  # training tokens to measure on
 
 
 @torch.inference_mode()
-def measure_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenBlocks) -> list[Tensor]:
+def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenBlocks) -> list[Tensor]:
     """Measure what the local heads of a layout lose: the mean log-sum-exp of the scores of the keys hidden from them.
 
     Blocks of about ``TOKENS`` tokens, spread over the documents, are run with full attention, one at a time. With this

@@ -42,7 +42,7 @@ class TestRecipe:
             ({"branch": {"distill": {"weight": 0.0}}}, "weight"),
             ({"branch": {"distill": {"weight": 1.5}}}, "weight"),
             ({"branch": {"distill": {"temperature": 0.0}}}, "temperature"),
-            ({"branch": {"distill": {"wieght": 1.0}}}, "wieght"),
+            ({"branch": {"distill": {"weights": 1.0}}}, "weights"),
             ({"branch": {"distill": {"hidden": 2.5}}}, "a fraction below 1, or a whole number of steps"),
             ({"branch": {"distill": {"hidden": 8}}}, "distill.hidden 8 leaves none of the 8 steps"),
             ({"branch": {"distill": {}, "extend": {"block_size": 64}}}, "'distill' and 'extend' exclude each other"),

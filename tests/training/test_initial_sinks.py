@@ -28,7 +28,7 @@ from spkv_nas.training import initial_sinks
 from spkv_nas.training.branch_setup import set_up
 from spkv_nas.training.branches import Branch, branch_key, train_branch
 from spkv_nas.training.corpus import Corpus
-from spkv_nas.training.initial_sinks import measure_sinks
+from spkv_nas.training.initial_sinks import measure_initial_sinks
 from spkv_nas.training.optimizer import make_optimizer
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.step_cost import how_trained
@@ -66,7 +66,7 @@ class TestFirstValues:
         """Means over blocks and queries of loops in float64, over 4 of the 9 blocks."""
         monkeypatch.setattr(initial_sinks, "TOKENS", 4 * blocks.block_size)
         model = tiny_model()
-        actual = measure_sinks(model, self.LAYOUT, blocks)
+        actual = measure_initial_sinks(model, self.LAYOUT, blocks)
         tensors: list[list[tuple[Tensor, Tensor, float]]] = [[] for _ in range(4)]
         with torch.no_grad(), full_attention(model) as states:
             for calls, state in zip(tensors, states, strict=True):
@@ -81,12 +81,12 @@ class TestFirstValues:
     def test_blocks_that_hide_nothing(self, blocks: TokenBlocks) -> None:
         layout = replace(self.LAYOUT, window=blocks.block_size - 2)
         with pytest.raises(UserError, match="30 keys and 2 sink tokens hide nothing in blocks of 32 tokens"):
-            measure_sinks(tiny_model(), layout, blocks)
-        measure_sinks(tiny_model(), replace(layout, sinks=1), blocks)
+            measure_initial_sinks(tiny_model(), layout, blocks)
+        measure_initial_sinks(tiny_model(), replace(layout, sinks=1), blocks)
 
     def test_models_with_their_own(self, blocks: TokenBlocks) -> None:
         with pytest.raises(UserError, match="learned sinks of its own"):
-            measure_sinks(tiny_model("gpt_oss"), Layout(("LL", "GL", "LL", "LG"), 8), blocks)
+            measure_initial_sinks(tiny_model("gpt_oss"), Layout(("LL", "GL", "LL", "LG"), 8), blocks)
 
 
 @pytest.mark.parametrize("changes", [{}, slow(LORA)], ids=["full", "lora"])
@@ -96,7 +96,7 @@ def test_a_branch_trains_and_saves_them(
     """From the measured values of the dense model; full attention in the same recipe has none."""
     assert HYBRID.layout is not None
     recipe = with_sinks(recipe, changes)
-    first = measure_sinks(load(dense)[0], HYBRID.layout, corpus.train)
+    first = measure_initial_sinks(load(dense)[0], HYBRID.layout, corpus.train)
     begun = set_up(recipe, corpus, dense, HYBRID, 0, first).model
     for layer, logits in zip(attention_layers(begun).values(), first, strict=True):
         learned = layer_learned_sinks(layer)
