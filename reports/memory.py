@@ -160,7 +160,7 @@ def measure(stage: str, folder: Path, size: str, length: int) -> None:
 
 def predicted(stage: str, folder: Path, size: str, length: int) -> float:
     """Return the bytes that the plan predicts for a stage."""
-    from spkv_nas.stages.plan.command import PlanOptions
+    from spkv_nas.stages.plan.options import PlanOptions
     from spkv_nas.stages.plan.stage import plan
 
     options = PlanOptions(

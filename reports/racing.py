@@ -29,7 +29,7 @@ from spkv_nas.base.console import say
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.search.driver import Search
-from spkv_nas.stages.search.command import SearchOptions
+from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.stages.search.specification import specify
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.recipe import Recipe

@@ -20,13 +20,13 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.probing.registry import SIGNALS
-from spkv_nas.stages.evaluate.nll.command import NLLOptions
+from spkv_nas.stages.evaluate.nll.options import NLLOptions
 from spkv_nas.stages.evaluate.nll.stage import nll
-from spkv_nas.stages.evaluate.sweep.command import SweepOptions
+from spkv_nas.stages.evaluate.sweep.options import SweepOptions
 from spkv_nas.stages.evaluate.sweep.stage import sweep
-from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.probe.stage import probe
-from spkv_nas.stages.score.command import ScoreOptions
+from spkv_nas.stages.score.options import ScoreOptions
 from spkv_nas.stages.score.stage import score
 from spkv_nas.stages.subject import Subject
 

@@ -13,7 +13,7 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.calibration import Calibration, default_contexts
 from spkv_nas.cost.roofline import Roofline, find_hardware
 from spkv_nas.cost.times import AttentionTimes
-from spkv_nas.stages.calibrate.command import CalibrateOptions
+from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.commands import command_line, next_line
 
 

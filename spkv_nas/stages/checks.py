@@ -1,9 +1,9 @@
 """Check the options of a command before its stage, and with it torch, is imported, to report mistakes within a second.
 
-The command line calls ``check`` first. Each base class of options has one function here; the function ``check`` of the
-command's ``command.py`` runs after them. Checked are values, options that exclude each other, and the existence of
-files, but nothing that takes a model, a tokenizer or the content of a text. Nothing here may import torch
-(``tests/stages/test_checks.py``).
+The command line calls ``check`` first. Each base class of options has one function here. The command's function
+``check`` runs after them, from its ``options.py``, or ``command.py`` where it needs modules that need the options.
+Checked are values, options that exclude each other, and the existence of files, but nothing that takes a model, a
+tokenizer or the content of a text. Nothing here may import torch (``tests/stages/test_checks.py``).
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ def check(command_options: object) -> None:
         for kind in reversed(type(command_options).__mro__):
             if kind in _CHECKS:
                 _CHECKS[kind](command_options)
-        check_command = getattr(sys.modules[type(command_options).__module__], "check", None)
-        if check_command is not None:
-            check_command(command_options)
+        # The command's check, beside its options or its function
+        module = type(command_options).__module__
+        for name in (module, f"{module.rpartition('.')[0]}.command"):
+            if (check_command := getattr(sys.modules.get(name), "check", None)) is not None:
+                check_command(command_options)
     if isinstance(command_options, _WRITING) and not getattr(command_options, "dry_run", False):
         command_options.folders.check_writable()
 

@@ -14,11 +14,11 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.lookup import find_table
 from spkv_nas.stages.next_steps import first_recipe
-from spkv_nas.stages.propose.command import ProposeOptions
+from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.record import model_identity, probe_records, read_options
-from spkv_nas.stages.report.command import ReportOptions
-from spkv_nas.stages.search.command import SearchOptions
-from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
+from spkv_nas.stages.report.options import ReportOptions
+from spkv_nas.stages.search.options import SearchOptions
+from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 
 _MAX_LISTED = 8  # maximum number of commands in an error
 

@@ -97,7 +97,7 @@ def in_folder(command: str, folder: Path) -> str:
 
 
 def _name(kind: type) -> str:
-    """Return the command of an options class: train-hybrid for that of ``stages.train_hybrid.command``."""
+    """Return the command of an options class: train-hybrid for that of ``stages.train_hybrid.options``."""
     *folders, _ = kind.__module__.removeprefix("spkv_nas.stages.").split(".")
     return " ".join(folders).replace("_", "-")
 

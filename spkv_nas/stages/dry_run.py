@@ -21,15 +21,15 @@ from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.lookup import find_proposal
 from spkv_nas.stages.options import InPrecision, OnDevice, Trains
-from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.probe.stage import chosen_options, chosen_signal
-from spkv_nas.stages.reproduce.ablate.command import EMBEDDED_FILE, AblateOptions
-from spkv_nas.stages.reproduce.palindrome.command import NAME, PalindromeOptions
+from spkv_nas.stages.reproduce.ablate.options import EMBEDDED_FILE, AblateOptions
+from spkv_nas.stages.reproduce.palindrome.options import NAME, PalindromeOptions
 from spkv_nas.stages.reproduce.palindrome.stage import palindrome_settings
-from spkv_nas.stages.search.command import SearchOptions
+from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.stages.search.specification import specify
-from spkv_nas.stages.train.command import TrainOptions
-from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
+from spkv_nas.stages.train.options import TrainOptions
+from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.palindrome.plan import plan_palindrome as palindrome_plan

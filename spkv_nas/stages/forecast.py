@@ -34,7 +34,7 @@ from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals.ablation import ablation_passes
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages.options import REFERENCE
-from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.probe.stage import chosen_options, chosen_signal
 from spkv_nas.stages.subject import Subject
 from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed

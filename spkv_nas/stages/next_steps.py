@@ -16,14 +16,14 @@ from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages.commands import Suggestion
-from spkv_nas.stages.init.command import InitOptions
-from spkv_nas.stages.probe.command import ProbeOptions
-from spkv_nas.stages.propose.command import ProposeOptions
+from spkv_nas.stages.init.options import InitOptions
+from spkv_nas.stages.probe.options import ProbeOptions
+from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.record import absolute, for_signal, is_of, model_identity, probe_records, read_options
-from spkv_nas.stages.report.command import ReportOptions
-from spkv_nas.stages.score.command import ScoreOptions
-from spkv_nas.stages.train.command import TrainOptions
-from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
+from spkv_nas.stages.report.options import ReportOptions
+from spkv_nas.stages.score.options import ScoreOptions
+from spkv_nas.stages.train.options import TrainOptions
+from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 
 RECOMMENDATION = (
     f"{RECOMMENDED.replace('-', ' ')} are recommended for choosing the heads: with 2 of 7 heads global, they beat "

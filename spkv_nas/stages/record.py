@@ -24,7 +24,7 @@ from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.probing.registry import signal_options
 from spkv_nas.stages.commands import command_line
-from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.options import ProbeOptions
 
 OPTIONS = "options"
 _NOT_RECORDED = ("workspace", "device", "dry_run")  # options that do not affect the result

@@ -90,8 +90,8 @@ def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str
     if layout.sinks:
         raise UserError(
             f"{where}: gates.layout has {layout.reach}, but local heads of a model with gates see only their window\n"
-            f"write it without sink tokens (spkv-nas layout convert {section['layout']} NEW.yaml --sinks 0), or "
-            "retrain it without gates (spkv-nas train-hybrid)"
+            f"write it without sink tokens (layout convert {section['layout']} NEW.yaml --sinks 0), or retrain it "
+            "without gates (train-hybrid)"
         )
     heads = [row.replace(GLOBAL, GATED) for row in layout.heads]
     others = {key: value for key, value in section.items() if key != "layout"}

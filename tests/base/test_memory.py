@@ -18,7 +18,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes, require
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.model_shape import check_keys, check_size, check_tokens
-from spkv_nas.stages.evaluate.nll.command import NLLOptions
+from spkv_nas.stages.evaluate.nll.options import NLLOptions
 from spkv_nas.stages.evaluate.nll.stage import nll
 from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.subject import Subject

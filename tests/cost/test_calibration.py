@@ -28,7 +28,7 @@ from spkv_nas.cost.formulas import mean_visible_keys
 from spkv_nas.cost.roofline import Hardware, Roofline, find_hardware
 from spkv_nas.cost.times import Phase
 from spkv_nas.cost.timing import time_attention
-from spkv_nas.stages.plan.attention.command import AttentionOptions
+from spkv_nas.stages.plan.attention.options import AttentionOptions
 from spkv_nas.stages.plan.attention.stage import attention
 
 CASE = LayerCase(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", window=4, batch=2, device="cpu")

@@ -23,7 +23,7 @@ from spkv_nas.data.order import BlockOrder, mixed_order
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available, generate
 from spkv_nas.model.loss import NO_TARGET
-from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.probe.stage import probe
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branches import Branch, train_branch

@@ -36,9 +36,9 @@ from spkv_nas.proposal.ranking import densest
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.stages.next_steps import RECOMMENDATION, recommend
-from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.probe.stage import ABLATION_TOKENS
-from spkv_nas.stages.propose.command import ProposeOptions
+from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.propose.stage import propose
 from spkv_nas.stages.table_trust import trust, unknown_trust
 

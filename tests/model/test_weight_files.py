@@ -27,7 +27,7 @@ from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.export import verify_export
 from spkv_nas.model.export.export import export
 from spkv_nas.model.weight_files import FILE, INDEX
-from spkv_nas.stages.export.command import ExportOptions
+from spkv_nas.stages.export.options import ExportOptions
 from spkv_nas.stages.export.stage import export as export_stage
 
 MIXED = Layout(("GL", "LL", "LG", "GG"), 6)

@@ -24,9 +24,9 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.stages.compare.command import CompareOptions
+from spkv_nas.stages.compare.options import CompareOptions
 from spkv_nas.stages.compare.stage import compare
-from spkv_nas.stages.propose.command import ProposeOptions
+from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.propose.stage import propose
 
 

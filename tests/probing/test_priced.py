@@ -27,7 +27,7 @@ from spkv_nas.probing.gate_state import GateState
 from spkv_nas.probing.priced import GateTraining, learn_gates
 from spkv_nas.proposal.propose import price_advice
 from spkv_nas.stages.probe import stage
-from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.options import ProbeOptions
 
 GATES = GateConfig(window=4, hidden_size=8, target_density=0.3)
 

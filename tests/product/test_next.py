@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.init.command import InitOptions
-from spkv_nas.stages.probe.command import ProbeOptions
-from spkv_nas.stages.score.command import ScoreOptions
+from spkv_nas.stages.init.options import InitOptions
+from spkv_nas.stages.probe.options import ProbeOptions
+from spkv_nas.stages.score.options import ScoreOptions
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 MAX_COMMANDS = 20

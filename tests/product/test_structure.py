@@ -120,29 +120,15 @@ def test_upward_imports_are_detected(origin: str, target: str, expected: bool) -
 
 
 def test_no_cycle_between_files() -> None:
-    """Exempt are packages' ``__init__.py``.
-
-    A command's module is two: what it declares, which its stage and other stages import (options), and its functions,
-    which import its stage when they are called. So command -> stage -> options is no cycle, but a stage that
-    calls a command which needs that stage is one.
-    """
+    """Imports inside functions count. Exempt are packages' ``__init__.py``."""
     files = {module(file): file for file in sources() if file.name != "__init__.py"}
-    calls = {
-        f"{name}.{node.name}": f"{name}()"
-        for name, file in files.items()
-        if file.name == "command.py"
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
 
-    def targets(file: Path, *, deferred: bool) -> set[str]:
-        """Return the modules, and calls of commands, that a file imports."""
-        names = {full for _, full in imports(file, deferred=deferred)}
-        modules = {name for full in names for name in (full, full.rpartition(".")[0]) if name in files}
-        return modules | {calls[full] for full in names if full in calls}
+    def targets(file: Path) -> set[str]:
+        """Return the modules that a file imports."""
+        names = {full for _, full in imports(file, deferred=True)}
+        return {name for full in names for name in (full, full.rpartition(".")[0]) if name in files}
 
-    left = {name: targets(file, deferred=name.rpartition(".")[2] != "command") for name, file in files.items()}
-    left |= {call: targets(files[call.removesuffix("()")], deferred=True) for call in {*calls.values()}}
+    left = {name: targets(file) for name, file in files.items()}
     while free := [name for name, names in left.items() if not names & left.keys()]:
         for name in free:
             del left[name]

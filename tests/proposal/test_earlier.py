@@ -88,7 +88,7 @@ class TestProposals:
 
 
 def _quietly(workspace: Workspace, budget: int) -> None:
-    from spkv_nas.stages.propose.command import ProposeOptions
+    from spkv_nas.stages.propose.options import ProposeOptions
     from spkv_nas.stages.propose.stage import propose as stage
 
     stage(ProposeOptions(probe="mine", budget=budget, workspace=workspace.root), MessageLog().reporter)

@@ -22,9 +22,9 @@ from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.budget_curve import budget_curve, curve_for, find_knee
 from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.stages.propose.command import ProposeOptions
+from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.requirements import read_requirements
-from spkv_nas.stages.search.command import SearchOptions
+from spkv_nas.stages.search.options import SearchOptions
 
 Mask = np.ndarray
 

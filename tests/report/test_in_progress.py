@@ -20,7 +20,7 @@ from spkv_nas.report import page as report_page
 from spkv_nas.search import queue as queue_module
 from spkv_nas.search.queue import Queue
 from spkv_nas.search.storage import Storage
-from spkv_nas.stages.report.command import ReportOptions
+from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.watch import watch
 
 TABLE = "layer,kv_head,density\n0,0,0.1\n0,1,0.9\n1,0,0.8\n1,1,0.3\n"

@@ -10,18 +10,18 @@ import pytest
 from command_cases import parsed
 
 import spkv_nas
-from spkv_nas.stages.calibrate.command import CalibrateOptions
+from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.commands import command_line, in_folder
-from spkv_nas.stages.init.command import InitOptions
-from spkv_nas.stages.layout.convert.command import ConvertOptions
-from spkv_nas.stages.plan.attention.command import AttentionOptions
-from spkv_nas.stages.plan.command import PlanOptions
-from spkv_nas.stages.probe.command import ProbeOptions
-from spkv_nas.stages.propose.command import ProposeOptions
-from spkv_nas.stages.report.command import ReportOptions
-from spkv_nas.stages.reproduce.palindrome.command import PalindromeOptions
-from spkv_nas.stages.search.command import SearchOptions
-from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
+from spkv_nas.stages.init.options import InitOptions
+from spkv_nas.stages.layout.convert.options import ConvertOptions
+from spkv_nas.stages.plan.attention.options import AttentionOptions
+from spkv_nas.stages.plan.options import PlanOptions
+from spkv_nas.stages.probe.options import ProbeOptions
+from spkv_nas.stages.propose.options import ProposeOptions
+from spkv_nas.stages.report.options import ReportOptions
+from spkv_nas.stages.reproduce.palindrome.options import PalindromeOptions
+from spkv_nas.stages.search.options import SearchOptions
+from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 
 HOSTILE = 'it\'s a "text" $HOME `id`; #1\n*'
 

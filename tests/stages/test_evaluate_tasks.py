@@ -29,7 +29,7 @@ from spkv_nas.evaluation.tasks.run import TaskResult
 from spkv_nas.evaluation.tasks.suite import SelectedTasks, load_suite
 from spkv_nas.evaluation.tasks.table import Results, tasks_table
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.evaluate.tasks.command import TasksOptions
+from spkv_nas.stages.evaluate.tasks.options import TasksOptions
 from spkv_nas.stages.evaluate.tasks.stage import tasks
 
 

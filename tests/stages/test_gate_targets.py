@@ -16,7 +16,7 @@ from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.train_hybrid import stage as train_stage
-from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
+from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 
 MISSED = "the gates' price was to keep 28.6% of the keys, and they keep"
 

@@ -32,21 +32,23 @@ from spkv_nas.stages import flags, options
 from spkv_nas.stages.demo.command import demo
 from spkv_nas.stages.evaluate import options as evaluation_options
 from spkv_nas.stages.evaluate.registry import EVALUATIONS
-from spkv_nas.stages.init.command import InitOptions
-from spkv_nas.stages.layout.convert.command import ConvertOptions
-from spkv_nas.stages.layout.diff.command import DiffOptions
-from spkv_nas.stages.layout.show.command import ShowLayoutsOptions
-from spkv_nas.stages.plan.command import PlanOptions
-from spkv_nas.stages.probe.command import ProbeOptions
-from spkv_nas.stages.propose.command import ProposeOptions
-from spkv_nas.stages.reproduce.palindrome.command import PalindromeOptions
+from spkv_nas.stages.init.options import InitOptions
+from spkv_nas.stages.layout.convert.options import ConvertOptions
+from spkv_nas.stages.layout.diff.options import DiffOptions
+from spkv_nas.stages.layout.show.options import ShowLayoutsOptions
+from spkv_nas.stages.plan.options import PlanOptions
+from spkv_nas.stages.probe.options import ProbeOptions
+from spkv_nas.stages.propose.options import ProposeOptions
+from spkv_nas.stages.reproduce.palindrome.options import PalindromeOptions
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.palindrome.run import PalindromeSettings
 
 FUNCTIONS = [*COMMANDS, demo, *LAYOUT_COMMANDS, *reproduce.COMMANDS, *(entry.run for entry in EVALUATIONS)]
 MODULES = [options, evaluation_options]
 MODULES += [
-    module for function in FUNCTIONS if (module := sys.modules[function.__module__]).__name__.endswith(".command")
+    sys.modules[f"{package}.options"]
+    for function in FUNCTIONS
+    if f"{(package := function.__module__.removesuffix('.command'))}.options" in sys.modules
 ]
 CLASSES = [
     one

@@ -18,10 +18,10 @@ from spkv_nas.cli import main
 from spkv_nas.cost.training import Training
 from spkv_nas.model.checkpoint import read_size, save
 from spkv_nas.stages.dry_run import plan_of
-from spkv_nas.stages.probe.command import ProbeOptions
-from spkv_nas.stages.train.command import TrainOptions
+from spkv_nas.stages.probe.options import ProbeOptions
+from spkv_nas.stages.train.options import TrainOptions
 from spkv_nas.stages.train.stage import train
-from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
+from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import newest_step

@@ -9,7 +9,7 @@ import pytest
 from helpers import Recorder
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.stages.report.command import ReportOptions
+from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.watch import watch
 
 TABLE = "layer,kv_head,density\n0,0,0.1\n0,1,0.9\n1,0,0.8\n1,1,0.3\n"

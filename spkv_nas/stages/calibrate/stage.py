@@ -12,7 +12,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import parse_context
 from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts
 from spkv_nas.cost.ladder import find_level
-from spkv_nas.stages.calibrate.command import CalibrateOptions
+from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.sized_model import SizedModel
 

@@ -1,41 +1,10 @@
-"""Declare the ``compare`` command: its options, their check, and its help."""
+"""Run the ``compare`` command; its docstring is the help."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
-
-from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.progress import Reporter
-from spkv_nas.proposal.budget import PAPER_BUDGET
-from spkv_nas.stages import flags
-from spkv_nas.stages.options import InWorkspace
+from spkv_nas.stages.compare.options import CompareOptions
 from spkv_nas.stages.result import Result
-
-Probes = Annotated[
-    list[str],
-    Flag(
-        "Probe names or CSV files; NAME@0.7 selects another threshold.", metavar="PROBE", argument=True, is_probe=True
-    ),
-]
-SplitBy = Annotated[
-    str | None,
-    Flag(
-        "Compare parts of each probe: its domains, or two halves of its documents.",
-        metavar="domain|half",
-        values=("domain", "half"),
-    ),
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions(InWorkspace):
-    """Options of the ``compare`` command."""
-
-    probes: Probes
-    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
-    split_by: SplitBy = None
-    name: flags.Name = default(None, "the first probe's")
 
 
 def compare(options: CompareOptions, reporter: Reporter) -> Result:

@@ -15,7 +15,7 @@ from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.report.budget_charts import agreement_charts
 from spkv_nas.report.figures import save_figure
-from spkv_nas.stages.compare.command import CompareOptions
+from spkv_nas.stages.compare.options import CompareOptions
 from spkv_nas.stages.lookup import find_table
 
 

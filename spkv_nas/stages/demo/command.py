@@ -1,43 +1,16 @@
-"""Declare the ``demo`` command: its options, their check, and its help."""
+"""Run the ``demo`` command; its docstring is the help."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
-from spkv_nas.base.flag import default
 from spkv_nas.base.progress import Reporter
-from spkv_nas.proposal.budget import PAPER_BUDGET
-from spkv_nas.stages import flags
-from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice
+from spkv_nas.stages.demo.options import DEMO_ABLATION_TOKENS, DEMO_LAYOUTS, DEMO_STEPS, DEMO_TOKENS, DemoOptions
+from spkv_nas.stages.options import DEFAULT_PROBE
 from spkv_nas.stages.result import Result
-
-DEMO_ABLATION_TOKENS = 2048  # half of the default: 4 to 5 seconds
-DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
-DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last", "random-0")
-DEMO_TOKENS = 65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions(InWorkspace, OnDevice):
-    """Options of the ``demo`` command."""
-
-    workspace: flags.Root = Path("demo")
-    dtype: flags.Dtype = default(None, "bfloat16 if the machine supports it natively, else float32")
-    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
-
-
-def check(options: DemoOptions) -> None:
-    """Check the precision and the folder to write to."""
-    from spkv_nas.base.assets import EMBEDDED
-    from spkv_nas.training.recipe import Recipe
-
-    Recipe.read(EMBEDDED / "demo.yaml").with_precision(options.dtype)
-    options.folders.check_writable()
 
 
 def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
@@ -45,10 +18,14 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
 
     Takes a few minutes on two cores and writes to a separate workspace, the folder demo/.
     """
-    from spkv_nas.stages.probe.command import ProbeOptions, probe
-    from spkv_nas.stages.propose.command import ProposeOptions, propose
-    from spkv_nas.stages.report.command import ReportOptions, report
-    from spkv_nas.stages.train_hybrid.command import TrainHybridOptions, train_hybrid
+    from spkv_nas.stages.probe.command import probe
+    from spkv_nas.stages.probe.options import ProbeOptions
+    from spkv_nas.stages.propose.command import propose
+    from spkv_nas.stages.propose.options import ProposeOptions
+    from spkv_nas.stages.report.command import report
+    from spkv_nas.stages.report.options import ReportOptions
+    from spkv_nas.stages.train_hybrid.command import train_hybrid
+    from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 
     start = time.perf_counter()
     workspace: dict[str, Any] = {"workspace": options.workspace}

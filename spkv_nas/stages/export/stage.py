@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.export.command import ExportOptions
+from spkv_nas.stages.export.options import ExportOptions
 
 if TYPE_CHECKING:
     from spkv_nas.model.export.export import Exported

@@ -11,7 +11,7 @@ from spkv_nas.model import generation
 from spkv_nas.model.checkpoint import load_on
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.generate.command import GenerateOptions
+from spkv_nas.stages.generate.options import GenerateOptions
 
 
 def generate(

@@ -33,7 +33,7 @@ from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import Suggestion
-from spkv_nas.stages.init.command import InitOptions
+from spkv_nas.stages.init.options import InitOptions
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.next_steps import after_init
 from spkv_nas.training.first_recipe import MIN_STEPS, Draft

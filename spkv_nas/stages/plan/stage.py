@@ -25,7 +25,7 @@ from spkv_nas.stages.checks import check
 from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.forecast import Forecast, about_memory, gate_training, item_bytes, measuring_stages
 from spkv_nas.stages.names import model_name
-from spkv_nas.stages.plan.command import PlanOptions
+from spkv_nas.stages.plan.options import PlanOptions
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.recipe import DenseConfig, Recipe

@@ -33,10 +33,10 @@ from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.options import REFERENCE
-from spkv_nas.stages.probe.command import ProbeOptions
+from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.record import OPTIONS, recorded
 from spkv_nas.stages.subject import Measured, Subject
-from spkv_nas.stages.train.command import TrainOptions
+from spkv_nas.stages.train.options import TrainOptions
 from spkv_nas.stages.train.stage import train, train_dense_model
 from spkv_nas.training.run_files import run_lock
 

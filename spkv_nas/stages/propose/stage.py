@@ -26,7 +26,7 @@ from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import Suggestion, command_line
 from spkv_nas.stages.next_steps import after_propose
-from spkv_nas.stages.propose.command import ProposeOptions
+from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.record import read_options
 from spkv_nas.stages.requirements import read_requirements
 from spkv_nas.stages.table_trust import neighbours, trust, unknown_trust, window_advice

@@ -24,10 +24,10 @@ from spkv_nas.stages.checks import check
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.lookup import find_proposal, find_table
-from spkv_nas.stages.propose.command import ProposeOptions
-from spkv_nas.stages.report.command import ReportOptions
+from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.report.in_progress import in_progress_section
 from spkv_nas.stages.report.index import pages, write_workspace_index
+from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.page_steps import page_steps
 from spkv_nas.stages.report.results import read_results
 from spkv_nas.stages.table_trust import neighbours, trust

@@ -19,8 +19,8 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.report.section import Section
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.report.command import ReportOptions
 from spkv_nas.stages.report.in_progress import in_progress_section
+from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.results import SEARCH
 from spkv_nas.stages.report.stage import page_names, report
 

@@ -1,24 +1,11 @@
-"""Declare the ``schema`` command: its options, their check, and its help."""
+"""Run the ``schema`` command; its docstring is the help."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Annotated
 
-from spkv_nas.base.flag import Flag
 from spkv_nas.base.progress import Reporter
-
-SchemaOf = Annotated[
-    str, Flag("File format: layout or recipe.", metavar="layout|recipe", argument=True, values=("layout", "recipe"))
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchemaOptions:
-    """Options of the ``schema`` command."""
-
-    of: SchemaOf = "layout"
+from spkv_nas.stages.schema.options import SchemaOptions
 
 
 def schema(options: SchemaOptions, reporter: Reporter) -> None:

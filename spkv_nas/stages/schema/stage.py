@@ -6,7 +6,7 @@ from typing import Any
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.stages.schema.command import SchemaOptions
+from spkv_nas.stages.schema.options import SchemaOptions
 from spkv_nas.training.recipe import Recipe
 
 

@@ -9,7 +9,7 @@ from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.options import DENSE
-from spkv_nas.stages.score.command import ScoreOptions
+from spkv_nas.stages.score.options import ScoreOptions
 from spkv_nas.stages.subject import NLLTable, Subject, measured_on
 
 

@@ -25,7 +25,7 @@ from spkv_nas.search.trials import Effort
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.lookup import find_table
 from spkv_nas.stages.requirements import read_requirements
-from spkv_nas.stages.search.command import SearchOptions
+from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.training.recipe import Recipe
 
 

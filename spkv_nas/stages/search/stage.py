@@ -21,7 +21,7 @@ from spkv_nas.search.results import write_results
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import LayoutCost
 from spkv_nas.stages.attention_times import find_times
-from spkv_nas.stages.search.command import SearchOptions
+from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.stages.search.specification import specify
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 

@@ -1,27 +1,10 @@
-"""Declare the ``train`` command: its options, their check, and its help."""
+"""Run the ``train`` command; its docstring is the help."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages import flags
-from spkv_nas.stages.options import InPrecision, Trains
 from spkv_nas.stages.result import Result
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions(Trains, InPrecision):
-    """Options of the ``train`` command."""
-
-    recipe: flags.RecipeFile
-
-
-def check(options: TrainOptions) -> None:
-    """Check the files that the options name."""
-    from spkv_nas.stages.checks import check_recipe
-
-    check_recipe(options.recipe, options.dtype)
+from spkv_nas.stages.train.options import TrainOptions
 
 
 def train(options: TrainOptions, reporter: Reporter) -> Result:

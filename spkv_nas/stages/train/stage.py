@@ -12,7 +12,7 @@ from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import MAX_BYTES
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.train.command import TrainOptions
+from spkv_nas.stages.train.options import TrainOptions
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.corpus import join_processes
 from spkv_nas.training.dense import dense_run, is_dense_trained

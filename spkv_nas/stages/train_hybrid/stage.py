@@ -7,7 +7,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.lookup import find_proposal
-from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
+from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 from spkv_nas.training import hybrids
 from spkv_nas.training.recipe import Recipe
 

@@ -21,7 +21,7 @@ from spkv_nas.model.export.export import export
 from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets, target_flags
 from spkv_nas.model.export.spkv import SpkvTarget
 from spkv_nas.model.export.target import ExportTarget
-from spkv_nas.stages.export.command import ExportOptions
+from spkv_nas.stages.export.options import ExportOptions
 
 MIXED = Layout(("GL", "LL", "LG", "GG"), 6)
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)

@@ -32,7 +32,7 @@ from spkv_nas.model.checkpoint import load_on, model_origin
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.baselines.command import BaselinesOptions
+from spkv_nas.stages.evaluate.baselines.options import BaselinesOptions
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 

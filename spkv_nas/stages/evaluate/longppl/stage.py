@@ -28,7 +28,7 @@ from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.checkpoints import check_pair, hard, identity, load, origin, with_open_gates
-from spkv_nas.stages.evaluate.longppl.command import LongPPLOptions
+from spkv_nas.stages.evaluate.longppl.options import LongPPLOptions
 from spkv_nas.stages.names import model_name, result_name
 
 if TYPE_CHECKING:

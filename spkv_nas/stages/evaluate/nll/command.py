@@ -1,28 +1,11 @@
-"""Declare ``evaluate nll``: its options, their check, and its help."""
+"""Run the ``evaluate nll`` command; its docstring is the help."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from spkv_nas.base.progress import Reporter
 from spkv_nas.stages.evaluate.evaluation import Evaluation
-from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
-from spkv_nas.stages.options import SubjectOptions
+from spkv_nas.stages.evaluate.nll.options import NLLOptions
 from spkv_nas.stages.result import Result
-
-
-@dataclass(frozen=True, kw_only=True)
-class NLLOptions(CheckpointOptions, SubjectOptions):
-    """Options of the ``evaluate nll`` command."""
-
-
-def check(options: NLLOptions) -> None:
-    """Check the threshold, the checkpoints and the text."""
-    from spkv_nas.stages.evaluate.checkpoints import evaluated
-
-    subject = evaluated(options)
-    check_checkpoints(options)
-    subject.check()
 
 
 def nll(options: NLLOptions, reporter: Reporter) -> Result:

@@ -24,7 +24,7 @@ from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.checkpoints import check_pair, evaluated, load
-from spkv_nas.stages.evaluate.nll.command import NLLOptions
+from spkv_nas.stages.evaluate.nll.options import NLLOptions
 from spkv_nas.stages.subject import Measured, Subject, measured_on
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.checkpoints import Loaded, hard, identity, load
 from spkv_nas.stages.evaluate.checkpoints import origin as origin_of
-from spkv_nas.stages.evaluate.ruler.command import RulerOptions
+from spkv_nas.stages.evaluate.ruler.options import RulerOptions
 from spkv_nas.stages.names import result_name
 
 if TYPE_CHECKING:

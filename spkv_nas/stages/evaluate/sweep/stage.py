@@ -15,7 +15,7 @@ from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.checkpoints import evaluated
-from spkv_nas.stages.evaluate.sweep.command import SweepOptions
+from spkv_nas.stages.evaluate.sweep.options import SweepOptions
 from spkv_nas.stages.subject import measured_on
 
 

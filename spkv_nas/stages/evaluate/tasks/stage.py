@@ -18,7 +18,7 @@ from spkv_nas.base.version import environment
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.checkpoints import hard, identity, load, origin
-from spkv_nas.stages.evaluate.tasks.command import TasksOptions
+from spkv_nas.stages.evaluate.tasks.options import TasksOptions
 from spkv_nas.stages.names import result_name
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spkv_nas.proposal import convert as forms
-from spkv_nas.stages.layout.convert.command import ConvertOptions
+from spkv_nas.stages.layout.convert.options import ConvertOptions
 
 
 def convert(options: ConvertOptions) -> list[str]:

@@ -1,21 +1,12 @@
-"""Declare the ``layout diff`` command: its options, their check, and its help."""
+"""Run the ``layout diff`` command; its docstring is the help."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages import flags
+from spkv_nas.stages.layout.diff.options import DiffOptions
 from spkv_nas.stages.result import Result
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiffOptions:
-    """Options of the ``layout diff`` command."""
-
-    a: flags.LayoutFile
-    b: flags.LayoutFile
 
 
 def diff(options: DiffOptions, reporter: Reporter) -> Result:

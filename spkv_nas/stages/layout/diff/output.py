@@ -7,7 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from spkv_nas.base.console import out
-from spkv_nas.stages.layout.diff.command import DiffOptions
+from spkv_nas.stages.layout.diff.options import DiffOptions
 from spkv_nas.stages.layout.diff.stage import ComparedLayouts
 from spkv_nas.stages.layout.grids import describe, heads_document, print_grid
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spkv_nas.artifacts.layout import Difference, Layout
-from spkv_nas.stages.layout.diff.command import DiffOptions
+from spkv_nas.stages.layout.diff.options import DiffOptions
 from spkv_nas.stages.layout.reading import read_layout
 
 

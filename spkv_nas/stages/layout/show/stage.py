@@ -8,7 +8,7 @@ from pathlib import Path
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.layout.reading import read_layout
-from spkv_nas.stages.layout.show.command import ShowLayoutsOptions
+from spkv_nas.stages.layout.show.options import ShowLayoutsOptions
 from spkv_nas.stages.lookup import find_table
 
 

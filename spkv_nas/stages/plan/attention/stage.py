@@ -11,9 +11,9 @@ from spkv_nas.cost import formulas
 from spkv_nas.cost.formulas import Cost, layout_density
 from spkv_nas.cost.times import AttentionTimes, Phase
 from spkv_nas.stages.attention_times import find_times
-from spkv_nas.stages.calibrate.command import CalibrateOptions
+from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.contexts import beyond_positions, choose_context
-from spkv_nas.stages.plan.attention.command import AttentionOptions
+from spkv_nas.stages.plan.attention.options import AttentionOptions
 from spkv_nas.stages.sized_model import SizedModel
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.reproduce.ablate.command import EMBEDDED_FILE, AblateOptions
+from spkv_nas.stages.reproduce.ablate.options import EMBEDDED_FILE, AblateOptions
 from spkv_nas.training import ablation
 
 

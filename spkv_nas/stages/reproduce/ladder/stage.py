@@ -13,7 +13,7 @@ from spkv_nas.cost.ladder import flops_table, write_flops_table
 from spkv_nas.report.cost_charts import flops_charts
 from spkv_nas.report.figures import save_figure
 from spkv_nas.stages.options import PAPER
-from spkv_nas.stages.reproduce.ladder.command import LadderOptions
+from spkv_nas.stages.reproduce.ladder.options import LadderOptions
 
 
 @dataclass(frozen=True)

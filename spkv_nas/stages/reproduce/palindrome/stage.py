@@ -10,7 +10,7 @@ import pandas as pd
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.reproduce.palindrome.command import NAME, PalindromeOptions
+from spkv_nas.stages.reproduce.palindrome.options import NAME, PalindromeOptions
 from spkv_nas.training.palindrome import results
 from spkv_nas.training.palindrome.run import PalindromeSettings, compare
 from spkv_nas.training.palindrome.task import Palindromes

@@ -11,7 +11,7 @@ from spkv_nas.cost.scaling_law import describe_laws, fit_runs, read_runs, write_
 from spkv_nas.report.cost_charts import scaling_chart
 from spkv_nas.report.figures import save_figure
 from spkv_nas.stages.options import PAPER
-from spkv_nas.stages.reproduce.scaling.command import ScalingOptions
+from spkv_nas.stages.reproduce.scaling.options import ScalingOptions
 
 
 @dataclass(frozen=True)

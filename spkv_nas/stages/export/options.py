@@ -1,0 +1,59 @@
+"""Declare the options of the ``export`` command, and check them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.model.export.registry import AUTO, TARGETS, target_flags
+from spkv_nas.stages import flags
+from spkv_nas.stages.export.target_flags import with_target_options
+
+Out = Annotated[Path, Flag("Output folder; must not exist.")]
+ExportTo = Annotated[
+    str,
+    Flag(
+        "Target format. auto: the first of these that can express the layout. "
+        f"{'; '.join(f'{target.name}: {target.help}' for target in TARGETS.built_in)}. Packages may add more.",
+        metavar="TARGET",
+        values=lambda: (AUTO, *TARGETS.names),
+    ),
+]
+Link = Annotated[
+    bool,
+    Flag("Hard-link the checkpoint's weights; a program that modifies one then changes both.", ("--link",)),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_target_options
+class ExportOptions:
+    """Options of the ``export`` command, including those of every target."""
+
+    layout: flags.OptionalLayoutFile = default(None, "the checkpoint's own")
+    model: flags.Model
+    out: Out
+    to: ExportTo = AUTO
+    link: Link = False
+
+    @property
+    def target_options(self) -> dict[str, Any]:
+        """Return the options of targets that differ from their defaults, by name."""
+        values = {name: (getattr(self, name), declared.default) for name, (declared, _) in target_flags().items()}
+        return {name: value for name, (value, unset) in values.items() if value != unset}
+
+
+def check(options: ExportOptions) -> None:
+    """Check target, layout, output folder and checkpoint."""
+    from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.base.replace import check_new
+    from spkv_nas.model.export.registry import chosen_targets
+    from spkv_nas.model.source import check_checkpoint
+
+    chosen_targets(options.to, options.target_options)
+    if options.layout is not None:
+        Layout.read(options.layout)
+    check_new(options.out)
+    check_checkpoint(options.model)

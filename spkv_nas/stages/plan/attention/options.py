@@ -1,0 +1,48 @@
+"""Declare the options of the ``plan attention`` command, and check them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import LONGEST, REFERENCE, InWorkspace
+
+ElementSize = Annotated[int, Flag("Bytes per number in the KV cache (2: bfloat16).", low=1, high=1024)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions(InWorkspace):
+    """Options of the ``plan attention`` command."""
+
+    level: flags.Level = None
+    model: flags.OptionalModel = default(None, REFERENCE, note="A config file is enough.")
+    layout: flags.Layouts = None
+    density: flags.Density = None
+    context: flags.OptionalContext = default(None, LONGEST)
+    window: flags.Window = default(128, note="Applies to --density.")
+    element_size: ElementSize = 2
+    calibration: flags.CalibrationName = default(None, "the level's or model's, if one matches")
+    hardware: flags.Hardware = default(None, "h200, uncalibrated")
+
+
+def check(options: AttentionOptions) -> None:
+    """Check model, context, hardware, density and layouts."""
+    from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.base.units import parse_context
+    from spkv_nas.cost.formulas import visible_keys
+    from spkv_nas.cost.roofline import find_hardware
+    from spkv_nas.stages.checks import check_model_size
+
+    check_model_size(options.level, options.model)
+    if options.hardware is not None:
+        find_hardware(options.hardware)
+    tokens = 1 if options.context is None else parse_context(options.context)
+    if options.density is not None:
+        visible_keys(tokens, density=options.density, window=options.window)
+    for file in options.layout or ():
+        Layout.read(file)
+    if options.calibration is not None and options.hardware is not None:
+        raise UserError("give --calibration or --hardware, not both")

@@ -1,0 +1,67 @@
+"""Declare the options of the ``plan`` command, and check them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from spkv_nas.artifacts import defaults
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MAX_WHOLE
+from spkv_nas.proposal.budget import PAPER_BUDGET
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import LONGEST, InDtype, InWorkspace
+
+_MAX_DEVICES = 1024
+Devices = Annotated[
+    int,
+    Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=_MAX_DEVICES),
+]
+Utilisation = Annotated[float, Flag("Assumed share of a GPU's peak FLOP/s, for estimating times.", low=0.001, high=1.0)]
+HeldoutTokens = Annotated[int | None, Flag("Number of held-out tokens to evaluate on.", low=1, high=MAX_WHOLE)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(InWorkspace, InDtype):
+    """Options of the ``plan`` command."""
+
+    recipe: flags.OptionalRecipeFile = None
+    model: flags.OptionalModel = default(None, note="A config file is enough.")
+    data: flags.Data = None
+    heldout_tokens: HeldoutTokens = default(
+        None, f"all of --data or the recipe's text, else {defaults.HELDOUT_TOKENS:,}"
+    )
+    block_size: flags.BlockSize = default(
+        None, f"the recipe's, or {defaults.BLOCK_SIZE}", note="Also used without --data."
+    )
+    steps: flags.Steps = default(
+        None, f"the recipe's, else {defaults.PRICED_STEPS} for gates and {defaults.FIRST_STEPS} per model"
+    )
+    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
+    context: flags.OptionalContext = default(None, LONGEST, note="Applies to generation.")
+    hardware: flags.Hardware = default(None, "this machine, no times", note="Also sets the device's memory.")
+    devices: Devices = 1
+    utilisation: Utilisation = default(0.4)
+
+
+def check(options: PlanOptions) -> None:
+    """Check that there is either a recipe or a model, and the options that go with it."""
+    from spkv_nas.base.units import parse_context
+    from spkv_nas.cost.roofline import find_hardware
+    from spkv_nas.model.source import check_config
+    from spkv_nas.stages.checks import check_recipe, check_text
+
+    if (options.recipe is None) == (options.model is None):
+        raise UserError("give either a recipe, or --model with a folder, an ID or a config file")
+    if options.hardware is not None:
+        find_hardware(options.hardware)
+    if options.context is not None:
+        parse_context(options.context)
+    if options.recipe is None:
+        check_config(str(options.model))
+        check_text(options.data or ())
+    elif options.data or options.block_size is not None or options.steps is not None:
+        raise UserError("the recipe sets the text, block size and steps: remove --data, --block-size and --steps")
+    else:
+        check_recipe(options.recipe, needs_text=options.heldout_tokens is None)

@@ -1,0 +1,30 @@
+"""Declare the options of the ``score`` command, and check them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spkv_nas.base.flag import default
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import DENSE, SubjectOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(SubjectOptions):
+    """Options of the ``score`` command."""
+
+    layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
+    model: flags.OptionalModel = DENSE
+    probe: flags.OptionalProbe = default(note="Used to compute coverage.")
+    name: flags.Name = default(None, "the probe's or the model's")
+
+
+def check(options: ScoreOptions) -> None:
+    """Check the layouts, the model and the text."""
+    from spkv_nas.stages.lookup import find_proposal, find_table
+    from spkv_nas.stages.subject import Subject
+
+    subject = Subject.of(options, DENSE, "score on")
+    family = subject.family if options.probe is None else find_table(options.folders, options.probe).name
+    find_proposal(options.folders, options.name or family, options.layouts)
+    subject.check()
