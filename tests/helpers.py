@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spkv_nas import GateConfig, attach_gates, set_gate_mode
+from spkv_nas import GateConfig, SPKVCache, attach_gates, set_gate_mode
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Announce, Bar, Reporter, silent
@@ -156,6 +156,22 @@ def torchrun(*arguments: str | Path, processes: int = 2, timeout: float = 200) -
 @torch.no_grad()
 def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, use_cache=False).logits
+
+
+def check_generation(model: PreTrainedModel, lengths: tuple[int, ...] = (20, 7, 13)) -> None:
+    """Check that generation with the cache equals whole passes: left padding, decoding, and prompts in chunks."""
+    longest = max(lengths)
+    ids = torch.randint(3, 300, (len(lengths), longest), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0, "attention_mask": mask.long()}
+    record = {"return_dict_in_generate": True, "output_logits": True}
+    actual = model.generate(ids, past_key_values=SPKVCache(model), **record, **options)
+    for row, length in enumerate(lengths):
+        sequence = actual.sequences[row, longest - length :]
+        expected = logits(model, sequence[None, :-1])[0, length - 1 :]
+        assert torch.allclose(torch.stack(actual.logits, 1)[row], expected, atol=1e-4 * float(expected.abs().max()))
+    chunked = model.generate(ids, past_key_values=SPKVCache(model), prefill_chunk_size=6, **options)
+    assert torch.equal(chunked, actual.sequences)
 
 
 def scatter_gates(model: PreTrainedModel) -> None:

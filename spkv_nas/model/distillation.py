@@ -18,6 +18,7 @@ instead, which needs no teacher, the target would move with the weights, and val
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -132,7 +133,7 @@ class Distillation:
         self.sums = self.sums.to(device) + torch.stack(values)
 
 
-class _TaughtPass(DecoderPass):
+class _TaughtPass(DecoderPass, ABC):
     """Decoder pass of a student, in which the teacher's decoder runs first, on the same arguments."""
 
     def __init__(self, student: PreTrainedModel, distillation: Distillation) -> None:
@@ -148,9 +149,9 @@ class _TaughtPass(DecoderPass):
         self._replaced.close()
         return self._after_teacher(args, kwargs)
 
+    @abstractmethod
     def _after_teacher(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the teacher, and return the output of the student's decoder."""
-        raise NotImplementedError
 
 
 class _DistilledPass(_TaughtPass):

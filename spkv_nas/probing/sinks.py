@@ -217,7 +217,7 @@ def _observer(sums: dict[int, Tensor], layer: int, start: int, num_positions: in
 @contextmanager
 def _watch_activations(model: nn.Module) -> Iterator[dict[int, MassiveActivation]]:
     """Record the largest activation of every decoder layer with attention, by its index, in the ``with`` block."""
-    found: dict[int, MassiveActivation] = {}
+    largest_by_layer: dict[int, MassiveActivation] = {}
 
     def watch(layer: int) -> Callable[..., None]:
         def see(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -229,15 +229,15 @@ def _watch_activations(model: nn.Module) -> Iterator[dict[int, MassiveActivation
             every = 1 + magnitude.numel() // _MEDIAN_VALUES
             median = magnitude.flatten(0, 1)[::every].float().median()
             ratio = float(magnitude.max() / median.clamp_min(torch.finfo(torch.float32).tiny))
-            if layer not in found or ratio > found[layer].ratio:
-                found[layer] = MassiveActivation(layer, ratio, channel, position)
+            if layer not in largest_by_layer or ratio > largest_by_layer[layer].ratio:
+                largest_by_layer[layer] = MassiveActivation(layer, ratio, channel, position)
 
         return see
 
     names = [name.rpartition(".")[0] for name in attention_layers(model)]
     hooks = [model.get_submodule(name).register_forward_hook(watch(layer)) for layer, name in enumerate(names)]
     try:
-        yield found
+        yield largest_by_layer
     finally:
         for hook in hooks:
             hook.remove()

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import logits, tiny_model
+from helpers import check_generation, logits, tiny_model
 from spkv_kernels import attention
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas import Layout, SPKVCache, UserError, apply_layout, detach, layout_applied
+from spkv_nas import Layout, UserError, apply_layout, detach, layout_applied
 from spkv_nas.base.manifest import MANIFEST
 from spkv_nas.model.attach import detached
 from spkv_nas.model.attention import attention_layers
@@ -25,7 +25,6 @@ from spkv_nas.model.windows import add_learned_sinks, full_attention
 
 MIXED = Layout(("GL", "LL", "GG", "LG"), 6, sinks=1)
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
-LENGTHS = (20, 7, 13)
 
 
 def initial(model: PreTrainedModel) -> list[Tensor]:
@@ -165,18 +164,7 @@ def test_a_damaged_section_is_refused(
 
 def test_generation_equals_whole_passes() -> None:
     """With left padding, prompts in chunks, and decoding."""
-    model = hybrid()
-    ids = torch.randint(3, 300, (3, 20), generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(20) >= 20 - torch.tensor(LENGTHS)[:, None]
-    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0, "attention_mask": mask.long()}
-    record = {"return_dict_in_generate": True, "output_logits": True}
-    actual = model.generate(ids, past_key_values=SPKVCache(model), **record, **options)
-    for row, length in enumerate(LENGTHS):
-        sequence = actual.sequences[row, 20 - length :]
-        expected = logits(model, sequence[None, :-1])[0, length - 1 :]
-        assert torch.allclose(torch.stack(actual.logits, 1)[row], expected, atol=1e-4 * float(expected.abs().max()))
-    chunked = model.generate(ids, past_key_values=SPKVCache(model), prefill_chunk_size=6, **options)
-    assert torch.equal(chunked, actual.sequences)
+    check_generation(hybrid())
 
 
 def test_they_belong_to_their_layout(tokens: Tensor) -> None:

@@ -52,12 +52,12 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return result
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Compare gradients to within 1e-5 of the largest of a tensor."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         assert gradient.any()
-        assert float((found[name] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()), name
+        assert float((actual[name] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()), name
 
 
 def expected_loss(
@@ -97,8 +97,8 @@ def test_values_and_gradients_are_those_of_whole_logits(
         actual.backward()
     assert max(seen) <= CHUNK
     assert float(actual.detach()) == pytest.approx(float(loss.detach()), rel=1e-5)
-    found = gradients(student)
-    assert_close(found, expected)
+    actual_gradients = gradients(student)
+    assert_close(actual_gradients, expected)
     means = distillation.means(distillation.sums)
     assert means == pytest.approx({"nll": float(nll.detach()), "kl": float(divergence.detach())}, rel=1e-5)
     assert not any(p.grad is not None for p in dense.parameters())
@@ -123,9 +123,9 @@ def test_a_student_equal_to_its_teacher_has_gradients_of_exactly_zero(
         loss = student(input_ids=tokens, labels=tokens).loss
     loss.backward()
     assert float(loss.detach()) == 0.0
-    found = gradients(student)
-    assert len(found) == len(list(student.parameters()))
-    assert not any(gradient.any() for gradient in found.values())
+    actual_gradients = gradients(student)
+    assert len(actual_gradients) == len(list(student.parameters()))
+    assert not any(gradient.any() for gradient in actual_gradients.values())
 
 
 def test_adapters_are_off_in_the_teacher(tokens: Tensor, chunks: None) -> None:
@@ -144,8 +144,8 @@ def test_adapters_are_off_in_the_teacher(tokens: Tensor, chunks: None) -> None:
     distillation = Distillation(shared_teacher(student, adapter_switch(student)), 0.5, 1.0)
     with loss_in_chunks(student, distillation.begin_pass):
         student(input_ids=tokens, labels=tokens).loss.backward()
-    found = gradients(student)
-    assert_close(found, expected)
+    actual_gradients = gradients(student)
+    assert_close(actual_gradients, expected)
 
 
 def test_gates_are_open_in_the_teacher(tokens: Tensor, chunks: None) -> None:
@@ -171,8 +171,8 @@ def test_gates_are_open_in_the_teacher(tokens: Tensor, chunks: None) -> None:
     with loss_in_chunks(student, distillation.begin_pass):
         student(input_ids=tokens, labels=tokens).loss.backward()
     assert {seen.num_tokens for seen in tracker._seen.values()} == {tokens.numel()}
-    found = gradients(student)
-    assert_close(found, expected)
+    actual_gradients = gradients(student)
+    assert_close(actual_gradients, expected)
     assert student.training
 
 
@@ -189,7 +189,7 @@ class TestTransfer:
         with loss_in_chunks(student, distillation.begin_pass):
             loss = student(input_ids=tokens, labels=labels).loss
         loss.backward()
-        found = gradients(student)
+        actual_gradients = gradients(student)
         # The same with hooks on a whole pass of the teacher, whose layers the student's replace one at a time
         calls: list[tuple[Any, dict[str, Any], Tensor]] = []
         teacher_layers, layers = (list(attention_layers(model).values()) for model in (dense, student))
@@ -210,9 +210,9 @@ class TestTransfer:
         expected_error.backward()  # type: ignore[no-untyped-call]
         expected = gradients(student)
         assert float(loss.detach()) == pytest.approx(float(expected_error.detach()), rel=1e-5)
-        assert_close(found, expected)
-        assert found
-        assert all("self_attn" in name for name in found)
+        assert_close(actual_gradients, expected)
+        assert actual_gradients
+        assert all("self_attn" in name for name in actual_gradients)
         error = float(expected_error.detach())
         assert distillation.means(distillation.sums) == pytest.approx({"transfer_error": error}, rel=1e-5)
 

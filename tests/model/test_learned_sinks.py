@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import check_generation, logits, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import spkv_nas
-from spkv_nas import GateConfig, Layout, SPKVCache, UserError, apply_layout, attach_gates, detach, set_gate_mode
+from spkv_nas import GateConfig, Layout, UserError, apply_layout, attach_gates, detach, set_gate_mode
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attention import layer_states
@@ -23,7 +23,6 @@ from spkv_nas.probing.mixture import Mixture
 
 NATIVE = Layout(("LL", "GG", "LL", "GG"), 8)  # layers 0 and 2 have a sliding window of 8 keys
 HYBRID = Layout(("LL", "GL", "LL", "LG"), 8, sinks=2)
-LENGTHS = (20, 7, 13)
 
 
 @pytest.fixture
@@ -36,11 +35,6 @@ def model() -> PreTrainedModel:
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
     return model
-
-
-def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=tokens, use_cache=False).logits
 
 
 @pytest.fixture
@@ -116,17 +110,7 @@ def test_generation_equals_whole_passes(kind: str, model: PreTrainedModel) -> No
         set_gate_mode(model, "hard")
     else:
         apply_layout(model, HYBRID)
-    ids = torch.randint(3, 300, (3, 20), generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(20) >= 20 - torch.tensor(LENGTHS)[:, None]
-    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0, "attention_mask": mask.long()}
-    record = {"return_dict_in_generate": True, "output_logits": True}
-    actual = model.generate(ids, past_key_values=SPKVCache(model), **record, **options)
-    for row, length in enumerate(LENGTHS):
-        sequence = actual.sequences[row, 20 - length :]
-        expected = logits(model, sequence[None, :-1])[0, length - 1 :]
-        assert torch.allclose(torch.stack(actual.logits, 1)[row], expected, atol=1e-4 * float(expected.abs().max()))
-    chunked = model.generate(ids, past_key_values=SPKVCache(model), prefill_chunk_size=6, **options)
-    assert torch.equal(chunked, actual.sequences)
+    check_generation(model)
 
 
 def test_export(model: PreTrainedModel, text: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -267,9 +267,9 @@ class TestCommand:
         subject = ["--model", str(untrained / "model"), "--data", str(untrained / "text.txt"), "--block-size", "128"]
         few = ["--signal", "attention-mass", "--max-tokens", "1024", "--name", "mass"]
         main(["probe", *subject, *few, *workspace])
-        said = " ".join("".join(capsys.readouterr()).split())
-        assert "% of attention is on the first token (" in said
-        assert "of 63 heads above 30 %): layouts get 1 sink token" in said
+        output = " ".join("".join(capsys.readouterr()).split())
+        assert "% of attention is on the first token (" in output
+        assert "of 63 heads above 30 %): layouts get 1 sink token" in output
         table = HeadScores.read(tmp_path / "probes" / "mass")
         assert table.sinks == 1
         assert table.metadata["sink_mass"] > 0.5
@@ -277,8 +277,8 @@ class TestCommand:
         # The table's sinks, and others
         for options, sinks in (([], 1), (["--sinks", "4"], 4), (["--sinks", "0"], 0)):
             main(["propose", "--budget", "18", *options, *workspace])
-            said = " ".join("".join(capsys.readouterr()).split())
-            assert ("local heads also see the first" in said) == bool(sinks)
+            output = " ".join("".join(capsys.readouterr()).split())
+            assert ("local heads also see the first" in output) == bool(sinks)
             assert Layout.read(tmp_path / "layouts" / "mass" / "densest.yaml").sinks == sinks
 
 
