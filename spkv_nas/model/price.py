@@ -85,8 +85,8 @@ class Price:
 class KeyBenefitEstimator:
     """Estimate what a key saves, by KV head, from the gradient of the next steps: -d NLL / d u, in units of the price.
 
-    It is the mean over keys, times the number of gates, so that a key whose benefit equals the price neither gains nor
-    loses. Gates must be soft, with price 0.
+    It is the mean over keys with a gate, times the number of gates, so that a key whose benefit equals the price
+    neither gains nor loses. Sink tokens have no gate. Gates must be soft, with price 0.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -102,8 +102,13 @@ class KeyBenefitEstimator:
 
     def _add(self, layer: int, logits: Tensor, gradient: Tensor) -> None:
         """Add the benefits of a backward pass, from logits and their gradient [B, Hkv, T]."""
-        slope = torch.sigmoid(logits) * torch.sigmoid(-logits)  # du / dlogit; 0 where a head has no gate
-        benefit = -(gradient / slope).sum((0, 2)) * logits.shape[1] * self._num_layers
+        slope = torch.sigmoid(logits) * torch.sigmoid(
+            -logits
+        )  # du / dlogit; 0 without a gate: other heads, sink tokens
+        has_gate = slope > 0.0
+        num_keys, num_gated = logits.shape[0] * logits.shape[2], has_gate.sum((0, 2))
+        sums = -(gradient / slope).where(has_gate, 0.0).sum((0, 2))
+        benefit = sums * (num_keys / num_gated) * logits.shape[1] * self._num_layers  # NaN without any gate
         self._benefits[layer] = self._benefits.get(layer, torch.zeros_like(benefit)) + benefit
 
     def stop(self) -> NDArray[np.float64]:

@@ -28,9 +28,10 @@ def gated(**options: Any) -> PreTrainedModel:
 
 
 class TestBenefits:
-    def test_a_price_of_the_benefit_stops_a_gate(self, tokens: Tensor) -> None:
-        """A price equal to a head's benefit gives its bias a gradient of zero, which defines the unit."""
-        model = gated(init_scale=0.0, bias=0.3)
+    @pytest.mark.parametrize("sinks", [0, 3])
+    def test_a_price_of_the_benefit_stops_a_gate(self, tokens: Tensor, sinks: int) -> None:
+        """A price equal to a head's benefit gives its bias a gradient of zero, also with keys that have no gate."""
+        model = gated(init_scale=0.0, bias=0.3, sinks=sinks)
         set_gate_mode(model, "soft")
         watch = KeyBenefitEstimator(model)
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
