@@ -19,6 +19,7 @@ from spkv_nas.base.limits import (
     MAX_WHOLE,
     MAX_WINDOW,
 )
+from spkv_nas.cost.engines.registry import ENGINES
 from spkv_nas.probing.flags import BUDGET, SEED, SINKS, STEPS
 from spkv_nas.probing.registry import SIGNALS
 
@@ -131,6 +132,22 @@ OptionalContext = Annotated[str | None, _CONTEXT]
 Batch = Annotated[int, Flag("Sequences in the KV cache.", low=1, high=MAX_BATCH, panel=MEMORY)]
 HeadDim = Annotated[int | None, Flag("Head dimension.", high=MAX_SIZE, panel=MEMORY)]
 KvDtype = Annotated[str | None, Flag("Data type of keys and values: float32, bfloat16, float8, ...", panel=MEMORY)]
+KvBytes = Annotated[str | None, Flag("Memory for keys and values, such as 2GiB.", metavar="SIZE", panel=MEMORY)]
+EngineName = Annotated[
+    str | None,
+    Flag("Count memory as the allocator of this serving engine does.", values=lambda: ENGINES.names, panel=MEMORY),
+]
+PageSize = Annotated[int | None, Flag("Tokens per page of the engine's cache.", low=1, high=MAX_WINDOW, panel=MEMORY)]
+InFlightTokens = Annotated[
+    int | None,
+    Flag(
+        "Tokens that the engine schedules at one time: vLLM's max_num_batched_tokens, twice that with asynchronous "
+        "scheduling.",
+        low=1,
+        high=MAX_WHOLE,
+        panel=MEMORY,
+    ),
+]
 MinPerLayer = Annotated[
     int | None,
     Flag(

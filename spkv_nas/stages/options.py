@@ -83,6 +83,15 @@ class SubjectOptions(Measures):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Serving engine that memory is counted for."""
+
+    engine: flags.EngineName = default(None, "keys and values alone")
+    page_size: flags.PageSize = default(None, "the engine's; vllm: 16, as on GPUs")
+    in_flight_tokens: flags.InFlightTokens = default(None, "the engine's; vllm: 16,384, as on an H100")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConstraintOptions:
     """Constraints on layouts, and the KV cache whose memory is computed."""
 

@@ -92,7 +92,7 @@ def test_a_name_means_one_thing() -> None:
 def test_command_line_and_stages_have_equal_options() -> None:
     option_classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
-    mixins |= {options.SubjectOptions, options.ConstraintOptions, options.Measures}
+    mixins |= {options.SubjectOptions, options.ConstraintOptions, options.EngineOptions, options.Measures}
     mixins |= {evaluation_options.CheckpointOptions}
     nested = {ShowLayoutsOptions}
     nested |= {DiffOptions, ConvertOptions}

@@ -11,7 +11,7 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import LONGEST, InDtype, InWorkspace
+from spkv_nas.stages.options import LONGEST, EngineOptions, InDtype, InWorkspace
 
 _MAX_DEVICES = 1024
 Devices = Annotated[
@@ -23,7 +23,7 @@ HeldoutTokens = Annotated[int | None, Flag("Number of held-out tokens to evaluat
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(InWorkspace, InDtype):
+class PlanOptions(InWorkspace, InDtype, EngineOptions):
     """Options of the ``plan`` command."""
 
     recipe: flags.OptionalRecipeFile = None
@@ -42,6 +42,8 @@ class PlanOptions(InWorkspace, InDtype):
     context: flags.OptionalContext = default(None, LONGEST, note="Applies to generation.")
     hardware: flags.Hardware = default(None, "this machine, no times", note="Also sets the device's memory.")
     devices: Devices = 1
+    kv_dtype: flags.KvDtype = default(None, "bfloat16", note="Applies to --engine.")
+    kv_bytes: flags.KvBytes = default(None, note="Applies to --engine.")
     utilisation: Utilisation = default(0.4)
 
 
@@ -51,6 +53,7 @@ def check(options: PlanOptions) -> None:
     from spkv_nas.cost.roofline import find_hardware
     from spkv_nas.model.source import check_config
     from spkv_nas.stages.checks import check_recipe, check_text
+    from spkv_nas.stages.plan.served import check_engine
 
     if (options.recipe is None) == (options.model is None):
         raise UserError("give either a recipe, or --model with a folder, an ID or a config file")
@@ -58,6 +61,7 @@ def check(options: PlanOptions) -> None:
         find_hardware(options.hardware)
     if options.context is not None:
         parse_context(options.context)
+    check_engine(options)
     if options.recipe is None:
         check_config(str(options.model))
         check_text(options.data or ())

@@ -26,6 +26,7 @@ from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.forecast import Forecast, about_memory, gate_training, item_bytes, measuring_stages
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.plan.options import PlanOptions
+from spkv_nas.stages.plan.served import ServedBudgets, plan_served
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.recipe import DenseConfig, Recipe
@@ -37,7 +38,20 @@ _ENOUGH = TextSize(documents=1000, tokens=10**9)  # enough text for the largest 
 _REFERENCE, _HYBRID = "train the SP-KV reference", "retrain a hybrid"
 
 
-def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
+@dataclass(frozen=True)
+class PlanResult:
+    """Result of ``plan``.
+
+    Attributes:
+        forecast: cost of every stage.
+        served: budgets in a serving engine; None without one.
+    """
+
+    forecast: Forecast
+    served: ServedBudgets | None
+
+
+def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
     """Estimate the cost of the full workflow on a recipe or a model.
 
     Raises:
@@ -63,14 +77,15 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
         *inputs.remarks,
         _about_time(options),
     )
-    return Forecast(
+    forecast = Forecast(
         inputs.name,
         stages.size,
         stages.num_predictor_parameters,
         stages.site,
-        (*workflow, *_served(stages, options)),
+        (*workflow, *_generated(stages, options)),
         remarks,
     )
+    return PlanResult(forecast, plan_served(options, stages.size, window=stages.gates.window, context=context))
 
 
 @dataclass(frozen=True)
@@ -150,7 +165,7 @@ def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
     return _Inputs(recipe.name, stages, tokens, (), tuple(trained))
 
 
-def _served(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
+def _generated(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
     """Yield export and generation, with full attention and with a layout of the budget."""
     size, context = stages.size, choose_context(options.context, stages.size.positions)
     heads = size.heads.num_layers * size.heads.num_kv_heads

@@ -13,10 +13,6 @@ from spkv_nas.stages import flags
 from spkv_nas.stages.options import ONLY_PROBE, ConstraintOptions, InWorkspace
 
 NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MAX_REPEATS)]
-KvBytes = Annotated[
-    str | None,
-    Flag("Memory for keys and values, such as 2GiB, instead of --budget.", metavar="SIZE", panel=flags.MEMORY),
-]
 Robust = Annotated[
     bool, Flag("Maximise the coverage of the worst domain, not of all text.", ("--robust",), panel=flags.MEMORY)
 ]
@@ -41,6 +37,6 @@ class ProposeOptions(ConstraintOptions, InWorkspace):
     sinks: flags.OptionalSinks = default(None, "the probe's")
     num_random: NumRandom = 3
     seed: flags.Seed = 0
-    kv_bytes: KvBytes = None
+    kv_bytes: flags.KvBytes = default(None, note="Replaces --budget.")
     robust: Robust = False
     head_costs: HeadCosts = None

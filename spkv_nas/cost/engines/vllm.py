@@ -1,0 +1,105 @@
+"""Plan a KV cache as vLLM's allocator does (vLLM 0.32, ``v1/core/kv_cache_utils.py``).
+
+An ``Attention`` of vLLM has one window, so a layer with global and local heads is served as several: by kind
+(``kind_parts``: one for its global, one for its local heads), or as units of g heads each (``unit_parts``), where g
+divides the number of global heads in every layer. What each keeps is written into pages of tokens, and:
+
+- All pages get the size of the largest. An ``Attention`` with fewer heads has longer pages where the largest is a
+  multiple of its own, and padded ones otherwise.
+- Those of equal heads and window form a bucket, and every bucket is split into groups of equal size: as many as the
+  smallest bucket has, or as the largest has if that is less than 1.5 times as many. Groups that are not full are
+  padded. All members of a group share a page table.
+- A request reserves, in every global group, the pages of its maximum length; in every local group, those of the window
+  and of the tokens in flight, and one more, because a window may begin inside a page.
+
+Units of any g, and whole layers, give the same memory for the same total of global heads. The rules are those of cache
+layouts whose outermost dimension is the layer, vLLM's default.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.cost.engines.engine import Engine, PagedPlan, ServedCache
+
+_FEW_PADDING = 1.5  # the largest bucket sets the size of groups below this multiple of the smallest
+
+
+@dataclass(frozen=True)
+class Part:
+    """KV heads of a layer that one ``Attention`` serves.
+
+    Attributes:
+        num_heads: number of heads.
+        is_local: whether they see a window.
+    """
+
+    num_heads: int
+    is_local: bool
+
+
+def unit_parts(cache: ServedCache, num_global: int, size: int = 1) -> Counter[Part]:
+    """Count the parts of a model that is split into units of ``size`` heads.
+
+    Raises:
+        UserError: the number of heads is no multiple of the size.
+    """
+    if num_global % size or cache.num_heads % size:
+        raise UserError(f"{num_global} of {cache.num_heads} KV heads cannot be split into units of {size} heads")
+    counts = {False: num_global // size, True: (cache.num_heads - num_global) // size}
+    return Counter({Part(size, is_local): count for is_local, count in counts.items() if count})
+
+
+def kind_parts(cache: ServedCache, layer_counts: Sequence[int]) -> Counter[Part]:
+    """Count the parts of a model whose layers are split by kind.
+
+    Args:
+        cache: sizes of the cache.
+        layer_counts: number of global heads in each layer.
+    """
+    num_kv_heads = cache.grid[1]
+    parts = [Part(count, is_local=False) for count in layer_counts if count]
+    return Counter(
+        parts + [Part(num_kv_heads - count, is_local=True) for count in layer_counts if count < num_kv_heads]
+    )
+
+
+def plan_parts(cache: ServedCache, parts: Mapping[Part, int]) -> PagedPlan:
+    """Plan the cache of a model with these numbers of parts."""
+    # Bring all pages to one size
+    most_heads = max(part.num_heads for part in parts)
+    page_sizes = {
+        part: cache.page_size * (1 if most_heads % part.num_heads else most_heads // part.num_heads) for part in parts
+    }
+    # Split buckets into groups of one size
+    group_size, largest = min(parts.values()), max(parts.values())
+    if largest < group_size * _FEW_PADDING:
+        group_size = largest
+    # Count the pages of a request of maximum length
+    local_tokens = min(cache.window - 1 + cache.in_flight, cache.context)
+    request_pages = sum(
+        -(-count // group_size)
+        * (-(-local_tokens // page_sizes[part]) + 1 if part.is_local else -(-cache.context // page_sizes[part]))
+        for part, count in parts.items()
+    )
+    return PagedPlan(group_size * cache.page_size * most_heads * cache.head_bytes, request_pages)
+
+
+class Vllm(Engine):
+    """vLLM with its hybrid KV cache manager, one pipeline stage and one tensor-parallel rank."""
+
+    name = "vllm"
+    title = "vLLM 0.32"
+    evidence = "equal to vLLM's report of its capacity"
+    page_size = 16  # DEFAULT_BLOCK_SIZE on GPUs; 128 on CPUs
+    in_flight = 16384  # of ``vllm serve`` on an H100: max_num_batched_tokens of 8,192 in two batches
+
+    def plan(self, cache: ServedCache, num_global: int) -> PagedPlan:
+        """Plan the cache of a model in units of one head, or in whole layers."""
+        return plan_parts(cache, unit_parts(cache, num_global))
+
+
+VLLM = Vllm()

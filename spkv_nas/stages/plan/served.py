@@ -1,0 +1,74 @@
+"""Compute the KV cache that a serving engine plans at every budget of whole layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.units import parse_bytes
+from spkv_nas.stages.engines import chosen_engine, served_cache
+
+if TYPE_CHECKING:
+    from spkv_nas.artifacts.shape import ModelSize
+    from spkv_nas.cost.engines.engine import Engine, ServedCache, Step
+    from spkv_nas.stages.plan.options import PlanOptions
+
+
+@dataclass(frozen=True)
+class ServedBudgets:
+    """Budgets of a model in a serving engine.
+
+    Attributes:
+        engine: the engine.
+        cache: sizes of the cache.
+        steps: budgets in whole layers that no larger one undercuts, ascending; the last is full attention.
+        memory: bytes of the cache; None: not limited.
+    """
+
+    engine: Engine
+    cache: ServedCache
+    steps: tuple[Step, ...]
+    memory: int | None
+
+
+def check_engine(options: PlanOptions) -> None:
+    """Check the engine, and that options which only apply to one have one.
+
+    Raises:
+        UserError: an option is wrong or lacks an engine.
+    """
+    if chosen_engine(options) is None and (options.kv_bytes is not None or options.kv_dtype is not None):
+        raise UserError(f"{'--kv-dtype' if options.kv_bytes is None else '--kv-bytes'} needs --engine")
+    if options.kv_bytes is not None:
+        parse_bytes(options.kv_bytes)
+
+
+def plan_served(options: PlanOptions, size: ModelSize, *, window: int, context: int) -> ServedBudgets | None:
+    """Plan the cache of a model at every budget in the engine that options name; None without one.
+
+    Raises:
+        UserError: the dtype is unknown, or layers of the model have a sliding window by design.
+    """
+    from spkv_nas.cost.engines.engine import steps
+
+    engine = chosen_engine(options)
+    if engine is None:
+        return None
+    heads = size.heads
+    if size.num_full < heads.num_layers:
+        raise UserError(
+            f"{heads.num_layers - size.num_full} layers of the model have a sliding window by design, which --engine "
+            "does not count: leave it out"
+        )
+    cache = served_cache(
+        options,
+        engine,
+        heads.grid,
+        head_dim=heads.head_dim,
+        dtype=options.kv_dtype or "bfloat16",
+        window=window,
+        context=context,
+    )
+    memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
+    return ServedBudgets(engine, cache, tuple(steps(engine, cache, stride=heads.num_kv_heads)), memory)

@@ -1,0 +1,176 @@
+"""Test the memory that serving engines plan: rules of vLLM's allocator, budgets that cost no more, and vLLM itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.cost.engines.engine import ServedCache, largest_budget, no_dearer, steps
+from spkv_nas.cost.engines.vllm import VLLM, Part, kind_parts, plan_parts, unit_parts
+
+GIB = 2**30
+PYTHON = os.environ.get("SPKV_VLLM_PYTHON")
+needs_vllm = pytest.mark.skipif(
+    not PYTHON, reason="SPKV_VLLM_PYTHON does not name the Python of an environment with vLLM"
+)
+
+# 21 layers of 128 bytes a token, as served on a CPU: pages of 128 tokens, chunks of 2,048
+LAYERS = ServedCache((21, 1), 64, "bfloat16", window=128, context=32768, page_size=128, in_flight=2048)
+GRIDS = ((21, 3), (32, 8), (36, 8))
+
+
+class TestVllm:
+    @pytest.mark.parametrize(
+        ("num_global", "tokens"),
+        [(7, 2_101_191), (8, 1_838_599), (9, 1_306_175), (12, 1_306_175), (13, 1_012_963), (21, 798_848)],
+    )
+    def test_reports_of_a_running_engine(self, num_global: int, tokens: int) -> None:
+        """vLLM 0.32 printed these numbers when it served models of 21 layers with 4 GiB of cache."""
+        assert VLLM.plan(LAYERS, num_global).tokens(LAYERS, 4 * GIB) == tokens
+
+    @pytest.mark.parametrize("grid", GRIDS)
+    def test_units_of_any_size_take_the_same_memory(self, grid: tuple[int, int]) -> None:
+        cache = replace(LAYERS, grid=grid)
+        for number in range(0, cache.num_heads + 1, grid[1]):
+            plans = {plan_parts(cache, unit_parts(cache, number, size)) for size in (1, grid[1])}
+            assert len(plans) == 1
+
+    def test_units_must_divide_the_heads(self) -> None:
+        with pytest.raises(UserError, match="5 of 63 KV heads cannot be split into units of 3 heads"):
+            unit_parts(replace(LAYERS, grid=(21, 3)), 5, 3)
+
+    def test_parts_by_kind(self) -> None:
+        cache = replace(LAYERS, grid=(3, 4))
+        assert kind_parts(cache, [0, 4, 1]) == {
+            Part(4, True): 1,
+            Part(4, False): 1,
+            Part(1, False): 1,
+            Part(3, True): 1,
+        }
+
+    def test_a_smaller_part_has_longer_pages_or_padding(self) -> None:
+        """Beside a part of 4 heads, one of 2 heads has pages of 256 tokens; one of 3 heads pads its own to 4."""
+        cache = replace(LAYERS, grid=(1, 4), in_flight=1)
+        page = 4 * 128 * cache.head_bytes
+        for heads, pages in ((2, 128), (3, 256)):
+            plan = plan_parts(cache, {Part(4, is_local=False): 1, Part(heads, is_local=False): 1})
+            assert (plan.page_bytes, plan.request_pages) == (page, 256 + pages)
+
+    def test_a_local_layer_reserves_window_and_chunk(self) -> None:
+        plan = plan_parts(LAYERS, {Part(1, is_local=True): 1})
+        assert plan.request_pages == -(-(127 + 2048) // 128) + 1
+        whole = replace(LAYERS, in_flight=LAYERS.context)
+        assert plan_parts(whole, {Part(1, is_local=True): 1}).request_pages == 256 + 1
+
+    def test_short_contexts_favour_full_attention(self) -> None:
+        cache = replace(LAYERS, grid=(7, 1), context=512)
+        assert VLLM.plan(cache, 2).tokens(cache, GIB) < VLLM.plan(cache, 7).tokens(cache, GIB)
+
+
+class TestBudgets:
+    def test_steps_skip_budgets_that_a_larger_one_undercuts(self) -> None:
+        skipped = {step.num_global: step.instead_of for step in steps(VLLM, LAYERS)}
+        assert list(skipped) == [*range(1, 9), 11, 12, 14, 18, 20, 21]
+        assert (skipped[8], skipped[11], skipped[12], skipped[18]) == ((), (9, 10), (), (15, 16, 17))
+        assert [step.num_global for step in steps(VLLM, replace(LAYERS, grid=(21, 3)), stride=3)] == [
+            3 * number for number in skipped
+        ]
+
+    def test_a_step_costs_less_than_every_larger_one(self) -> None:
+        found = [step.plan.request_bytes for step in steps(VLLM, replace(LAYERS, grid=(32, 8)))]
+        assert found == sorted(set(found))
+
+    def test_twelve_layers_cost_what_nine_do(self) -> None:
+        assert no_dearer(VLLM, LAYERS, 9) == 12
+        assert no_dearer(VLLM, LAYERS, 8) == 8
+        assert no_dearer(VLLM, LAYERS, 21) == 21
+
+    def test_the_largest_budget_fits_and_the_next_step_does_not(self) -> None:
+        memory = VLLM.plan(LAYERS, 8).memory(requests=10)
+        assert largest_budget(VLLM, LAYERS, memory, 10) == 8
+        assert largest_budget(VLLM, LAYERS, memory - 1, 10) == 7
+        assert largest_budget(VLLM, LAYERS, VLLM.plan(LAYERS, 9).memory(10), 10) == 12
+
+    def test_too_little_memory(self) -> None:
+        with pytest.raises(
+            UserError, match=r"1\.00 KiB is too small in vLLM 0\.32: 2 requests of 32,768 tokens need at"
+        ):
+            largest_budget(VLLM, LAYERS, 1024, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Parts of a model, to be planned here and by vLLM."""
+
+    cache: ServedCache
+    parts: Mapping[Part, int]
+    memory: int
+
+    def document(self) -> dict[str, object]:
+        """Return the case as ``vllm_capacity.py`` reads it; layers of one kind alternate with others."""
+        layers = [[part.num_heads, part.is_local] for part in Counter(self.parts).elements()]
+        np.random.default_rng(len(layers)).shuffle(layers)
+        cache = self.cache
+        return {
+            "layers": layers, "head_dim": cache.head_dim, "dtype": cache.dtype, "window": cache.window,
+            "context": cache.context, "page_size": cache.page_size, "batched_tokens": cache.in_flight,
+            "memory": self.memory,
+        }  # fmt: skip
+
+
+def cases() -> Iterator[Case]:
+    """Yield every number of global layers and heads of three grids, whole, in units, and by kind."""
+    rng = np.random.default_rng(0)
+    for num_layers, num_kv_heads in GRIDS:
+        cache = ServedCache((num_layers, num_kv_heads), 128, "bfloat16", 128, 32768, 16, 8192)
+        for layers in range(num_layers + 1):
+            parts = unit_parts(cache, layers * num_kv_heads, num_kv_heads)
+            for context, page_size, in_flight in ((32768, 16, 8192), (32768, 128, 2048), (512, 16, 512), (1000, 48, 7)):
+                settings = replace(cache, context=context, page_size=page_size, in_flight=in_flight)
+                yield Case(settings, parts, 4 * GIB)
+                yield Case(replace(settings, head_dim=80, dtype="float32", window=1024), parts, 10**9 + 7)
+        for heads in range(cache.num_heads + 1):
+            yield Case(cache, unit_parts(cache, heads), 40 * GIB + 12345)
+            scattered = np.zeros(cache.num_heads, dtype=bool)
+            scattered[rng.permutation(cache.num_heads)[:heads]] = True
+            layer_counts = scattered.reshape(cache.grid).sum(1).tolist()
+            yield Case(cache, kind_parts(cache, layer_counts), 40 * GIB + 12345)
+        for heads in range(num_kv_heads + 1):  # the same number in every layer, and in every other one
+            yield Case(cache, kind_parts(cache, [heads] * num_layers), 40 * GIB)
+            alternating = [heads if layer % 2 else 0 for layer in range(num_layers)]
+            yield Case(cache, kind_parts(cache, alternating), 40 * GIB)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_plans_equal_those_of_vllm() -> None:
+    """Compare the tokens, concurrency and bytes of every case, and whether vLLM would start, with no difference."""
+    everything = list(cases())
+    script = Path(__file__).with_name("vllm_capacity.py")
+    result = subprocess.run(
+        [str(PYTHON), str(script)],
+        input=json.dumps([case.document() for case in everything]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    started = 0
+    for case, answer in zip(everything, json.loads(result.stdout), strict=True):
+        plan = plan_parts(case.cache, case.parts)
+        assert answer["in_flight"] == case.cache.in_flight
+        assert (plan.page_bytes, plan.request_bytes) == (answer["page_bytes"], answer["request_bytes"]), case
+        assert (plan.memory(1) <= case.memory) == answer["starts"], case
+        if answer["starts"]:
+            started += 1
+            assert plan.concurrency(case.memory) == answer["concurrency"], case
+            assert plan.tokens(case.cache, case.memory) == answer["tokens"], case
+    assert 1000 < started < len(everything)
