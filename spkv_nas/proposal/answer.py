@@ -87,11 +87,13 @@ def propose_for(
     """
     # Resolve the budget and the threshold
     requirements = requirements or Requirements()
+    requirements.cache_cost(table, window)  # raises before anything is solved
     limit = requirements.limit(table, budget, window)
     table = resolve_tau(table, tau, limit.heads(table))
     # Solve for the layout that meets the requirements
     solved: dict[str, Layout] = {}
     if requirements.is_solved:
+        limit = requirements.fitted(table, limit, window)
         layout = requirements.solve(table, limit, window)
         solved[layout.strategy] = layout
     heads = next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)

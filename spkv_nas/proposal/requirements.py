@@ -14,6 +14,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes, parse_bytes
 from spkv_nas.cost.cache_memory import CacheCost
+from spkv_nas.cost.engines.cost import EngineCost
+from spkv_nas.cost.engines.engine import Serving
 from spkv_nas.proposal.budget import is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, option_name, read_head_costs, solve
 from spkv_nas.proposal.integer_program import Problem
@@ -37,6 +39,10 @@ class Requirements:
         context: tokens per sequence.
         batch: number of sequences in the cache.
         head_dim, kv_dtype: head dimension and dtype of the cache; default to the probe's.
+        serving: engine whose allocator counts the memory; requires ``context``. None: keys and values alone.
+
+    Raises:
+        UserError: an engine without a context.
     """
 
     constraints: Constraints = field(default_factory=Constraints)
@@ -47,6 +53,12 @@ class Requirements:
     batch: int = 1
     head_dim: int | None = None
     kv_dtype: str | None = None
+    serving: Serving | None = None
+
+    def __post_init__(self) -> None:
+        """Check that an engine has a context."""
+        if self.serving is not None and self.context is None:
+            raise UserError("--engine needs --context, the maximum number of tokens of a request")
 
     @property
     def is_solved(self) -> bool:
@@ -84,7 +96,10 @@ class Requirements:
                 )
             cache_facts[fact] = value
         window = window or table.window or DEFAULT_WINDOW
-        return CacheCost(self.context, self.batch, window, sinks=table.sinks, **cache_facts)
+        sizes: tuple[int, int, int] = (self.context, self.batch, window)
+        if self.serving is None:
+            return CacheCost(*sizes, sinks=table.sinks, **cache_facts)
+        return EngineCost(*sizes, sinks=table.sinks, serving=self.serving, **cache_facts)
 
     def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> Limit:
         """Resolve the budget to a limit in heads, or in the unit of the weights.
@@ -108,6 +123,32 @@ class Requirements:
         """Return the layout of highest coverage within the limit. Raises ``UserError`` as ``constraints.solve``."""
         return solve(table, limit.budget, self.constraints, limit.weights, robust=self.robust, window=window)
 
+    def fitted(self, table: HeadScores, limit: Limit, window: int | None) -> Limit:
+        """Lower a limit until the solution within it fits in the memory of an engine.
+
+        A solution with fewer global heads than the limit can need more memory than one that reaches it.
+
+        Raises:
+            UserError: no solution fits, or as ``solve``.
+        """
+        cost = self.cache_cost(table, window)
+        if self.kv_bytes is None or not isinstance(cost, EngineCost):
+            return limit
+        memory = parse_bytes(self.kv_bytes)
+        num_global = self.solve(table, limit, window).num_global
+        while cost.total(num_global, table.num_heads) > memory:
+            limit = Limit(cost.fitting(memory, num_global - 1, table.num_heads))
+            num_global = self.solve(table, limit, window).num_global
+        return limit
+
+    def no_dearer(self, table: HeadScores, num_global: int, window: int | None) -> int:
+        """Return the largest number of global heads that takes no more memory in the engine than ``num_global``."""
+        cost = self.cache_cost(table, window)
+        if not isinstance(cost, EngineCost):
+            return num_global
+        stride = table.num_kv_heads if self.constraints.granularity == "layer" else 1
+        return cost.no_dearer(num_global, table.num_heads, stride=stride)
+
     def memory(self, table: HeadScores, num_global: int, window: int | None) -> str | None:
         """Describe the cache memory of ``num_global`` global heads; None without a context.
 
@@ -123,10 +164,17 @@ class Requirements:
             return None
         used, full, local = (format_bytes(cost.total(n, table.num_heads)) for n in (num_global, table.num_heads, 0))
         room = f"{self.kv_bytes} has room for {num_global} global heads: " if self.kv_bytes else ""
-        return (
-            f"{room}{used} of keys and values at {cost.context:,} tokens x {cost.batch}, head dimension "
-            f"{cost.head_dim}, {cost.dtype}; {full} with all heads global, {local} with all heads local"
+        what, settings, serving = "of keys and values", "", self.serving
+        if serving is not None:
+            what = f"in {serving.engine.title}"
+            settings = f"pages of {serving.page_size} tokens, {serving.in_flight:,} tokens in flight, "
+        sentence = (
+            f"{room}{used} {what} at {cost.context:,} tokens x {cost.batch}, {settings}head dimension {cost.head_dim}, "
+            f"{cost.dtype}; {full} with all heads global, {local} with all heads local"
         )
+        if (larger := self.no_dearer(table, num_global, window)) > num_global:
+            sentence += f"\n{larger} global heads take no more memory there than {num_global}: --budget {larger}"
+        return sentence
 
     def probability(self, resampled: Bootstrap, limit: Limit, *, progress: Progress | None = None) -> Float:
         """Return [L, Hkv], the share of bootstrap resamples whose solution makes a head global."""

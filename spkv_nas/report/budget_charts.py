@@ -158,11 +158,13 @@ def _matrix(rows: pd.DataFrame, column: str, labels: Mapping[str, str]) -> tuple
 
 
 def _memory_axis(rows: pd.DataFrame, across: Axis) -> Axis | None:
-    """Return an axis in GiB of KV cache, which is linear in the budget; None if it is unknown."""
+    """Return an axis in GiB of KV cache; None if it is unknown, or not linear in the budget, as in an engine."""
     budget = rows["budget"].to_numpy()
     if not rows["kv_bytes"].notna().all() or len(rows) < 2 or not (rows["num_global"] == budget).all():
         return None
     slope, start = np.polyfit(budget, rows["kv_bytes"] / 2**30, 1)
+    if not np.allclose(start + slope * budget, rows["kv_bytes"] / 2**30):
+        return None
     memory = round_axis("Keys and values, GiB", start + slope * across.low, start + slope * across.high, exact=True)
     ticks = tuple(((value - start) / slope, text) for value, text in memory.ticks)
     return Axis(memory.title, across.low, across.high, ticks)

@@ -92,7 +92,7 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConstraintOptions:
+class ConstraintOptions(EngineOptions):
     """Constraints on layouts, and the KV cache whose memory is computed."""
 
     context: flags.OptionalContext = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from spkv_nas.base.units import parse_context
 from spkv_nas.proposal.constraints import Constraints, parse_layers
 from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.stages.engines import chosen_engine
 from spkv_nas.stages.options import ConstraintOptions
 
 
@@ -24,4 +25,5 @@ def read_requirements(options: ConstraintOptions) -> Requirements:
         batch=options.batch,
         head_dim=options.head_dim,
         kv_dtype=options.kv_dtype,
+        serving=chosen_engine(options),
     )

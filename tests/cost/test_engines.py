@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.cost.engines.engine import ServedCache, largest_budget, no_dearer, steps
+from spkv_nas.cost.engines.cost import EngineCost
+from spkv_nas.cost.engines.engine import ServedCache, Serving, steps
 from spkv_nas.cost.engines.vllm import VLLM, Part, kind_parts, plan_parts, unit_parts
 
 GIB = 2**30
@@ -25,6 +26,7 @@ needs_vllm = pytest.mark.skipif(
 
 # 21 layers of 128 bytes a token, as served on a CPU: pages of 128 tokens, chunks of 2,048
 LAYERS = ServedCache((21, 1), 64, "bfloat16", window=128, context=32768, page_size=128, in_flight=2048)
+COST = EngineCost(32768, 10, 128, 64, "bfloat16", serving=Serving(VLLM, page_size=128, in_flight=2048))  # 10 requests
 GRIDS = ((21, 3), (32, 8), (36, 8))
 
 
@@ -90,21 +92,30 @@ class TestBudgets:
         assert found == sorted(set(found))
 
     def test_twelve_layers_cost_what_nine_do(self) -> None:
-        assert no_dearer(VLLM, LAYERS, 9) == 12
-        assert no_dearer(VLLM, LAYERS, 8) == 8
-        assert no_dearer(VLLM, LAYERS, 21) == 21
+        assert [COST.no_dearer(number, 21) for number in (8, 9, 10, 21)] == [8, 12, 11, 21]
+        assert COST.no_dearer(27, 63) == 36
+        assert COST.no_dearer(9 * 3, 63, stride=3) == 36
+        assert COST.no_dearer(30, 63) == 33
 
     def test_the_largest_budget_fits_and_the_next_step_does_not(self) -> None:
-        memory = VLLM.plan(LAYERS, 8).memory(requests=10)
-        assert largest_budget(VLLM, LAYERS, memory, 10) == 8
-        assert largest_budget(VLLM, LAYERS, memory - 1, 10) == 7
-        assert largest_budget(VLLM, LAYERS, VLLM.plan(LAYERS, 9).memory(10), 10) == 12
+        memory = COST.total(8, 21)
+        assert COST.largest_budget(memory, 21) == 8
+        assert COST.largest_budget(memory - 1, 21) == 7
+        assert COST.largest_budget(COST.total(9, 21), 21) == 12
+        assert COST.fitting(COST.total(9, 21), 10, 21) == 10
+        assert COST.fitting(COST.total(11, 21), 9, 21) == 8
+
+    def test_memory_is_that_of_all_requests_and_a_page(self) -> None:
+        plan = VLLM.plan(LAYERS, 8)
+        assert COST.total(8, 21) == 10 * plan.request_bytes + plan.page_bytes
 
     def test_too_little_memory(self) -> None:
-        with pytest.raises(
-            UserError, match=r"1\.00 KiB is too small in vLLM 0\.32: 2 requests of 32,768 tokens need at"
-        ):
-            largest_budget(VLLM, LAYERS, 1024, 2)
+        with pytest.raises(UserError, match=r"1\.00 KiB is too small in vLLM 0\.32: 10 requests of 32,768"):
+            COST.largest_budget(1024, 21)
+
+    def test_sink_tokens_are_refused(self) -> None:
+        with pytest.raises(UserError, match=r"vLLM 0\.32 keeps no sink tokens for local heads, but the layout has 4"):
+            replace(COST, sinks=4)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,24 @@
-"""Test budgets in a serving engine: what ``plan --engine`` prints and refuses."""
+"""Test budgets in a serving engine: what ``plan``, ``propose`` and ``search`` count, print and refuse."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
-from helpers import fails
+from helpers import fails, make_table
 
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
+from spkv_nas.cost.engines.engine import Serving
+from spkv_nas.cost.engines.vllm import VLLM
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.search.space import Space
+from spkv_nas.stages.search.stage import cache_bytes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
@@ -80,3 +89,92 @@ class TestPlan:
         config.write_text(json.dumps({**CONFIG, **sliding, "architectures": ["Qwen2ForCausalLM"]}))
         message = fails(capsys, "plan", "--model", config, "--engine", "vllm", "--device", "cpu")
         assert "10 layers of the model have a sliding window by design" in message
+
+
+class TestPropose:
+    @pytest.fixture
+    def workspace(self, tmp_path: Path) -> Path:
+        """Write a probe of 21 layers x 3 KV heads."""
+        density = np.random.default_rng(0).random((21, 3)).round(4)
+        make_table(density).write(tmp_path / "probes" / "p")
+        return tmp_path
+
+    @pytest.fixture
+    def options(self, workspace: Path) -> list[str]:
+        """Options of 10 requests of 32,768 tokens in vLLM on a CPU."""
+        served = [*CPU, "--context", "32k", "--batch", "10", "--head-dim", "64", "--kv-dtype", "bfloat16"]
+        return ["-w", str(workspace), "--window", "128", *served]
+
+    def propose(self, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+        """Return what ``propose`` prints, on one line."""
+        main(["propose", *options])
+        printed = capsys.readouterr()
+        return " ".join((printed.out + printed.err).split())
+
+    def test_a_larger_budget_for_the_same_memory(self, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        shown = self.propose(capsys, *options, "--budget", "27")
+        assert "3.01 GiB in vLLM 0.32 at 32,768 tokens x 10, pages of 128 tokens, 2,048 tokens in flight" in shown
+        assert "36 global heads take no more memory there than 27: --budget 36" in shown
+        assert "take no more memory" not in self.propose(capsys, *options, "--budget", "24")
+        assert "3.01 GiB in vLLM 0.32" in self.propose(capsys, *options, "--budget", "36")
+
+    def test_a_budget_in_bytes(self, workspace: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        shown = self.propose(capsys, *options, "--kv-bytes", "3.02GiB")
+        assert "3.02GiB has room for 36 global heads: 3.01 GiB in vLLM 0.32" in shown
+        assert Layout.read(workspace / "layouts" / "p" / "densest.yaml").num_global == 36
+        linear = options[:4] + options[4 + len(CPU) :]
+        assert "has room for 38 global heads" in self.propose(capsys, *linear, "--kv-bytes", "3.02GiB")
+
+    def test_a_solution_below_the_budget_still_fits(
+        self, workspace: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The constraints leave 26 of the 36 global heads that fit; 26 take more memory than 36, and 25 less."""
+        fixed = ["--local-layers", "13-20", "--max-per-layer", "2"]
+        self.propose(capsys, *options, "--kv-bytes", "3.02GiB", *fixed)
+        layout = Layout.read(workspace / "layouts" / "p" / "constrained.yaml")
+        assert layout.num_global == 25
+
+    def test_every_budget_of_a_range(
+        self, workspace: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shown = self.propose(capsys, *options, "--budget", "24..36:3")
+        rows = pd.read_csv(workspace / "layouts" / "p" / "budgets.csv").set_index("budget")
+        assert rows["no_dearer"].to_dict() == {24: 24, 27: 36, 30: 33, 33: 33, 36: 36}
+        assert rows["kv_bytes"][27] == rows["kv_bytes"][36] > rows["kv_bytes"][33]
+        assert "no dearer: the largest number of global heads that takes no more memory in the engine" in shown
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            (["--engine", "none"], "unknown engine 'none'"),
+            (["--kv-bytes", "1MiB"], "1.00 MiB is too small in vLLM 0.32: 10 requests of 32,768 tokens need at least"),
+            (["--sinks", "4"], "vLLM 0.32 keeps no sink tokens for local heads, but the layout has 4"),
+        ],
+    )
+    def test_mistakes(
+        self, changed: list[str], message: str, workspace: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert message in fails(capsys, "propose", *options, *changed)
+        assert not (workspace / "layouts").exists()
+
+    @pytest.mark.parametrize("command", ["propose", "search"])
+    def test_an_engine_needs_a_context(self, command: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        message = fails(capsys, command, "-w", workspace, "--engine", "vllm")
+        assert "--engine needs --context, the maximum number of tokens of a request" in message
+
+
+def test_a_search_needs_the_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_table(np.full((21, 3), 0.5)).write(tmp_path / "probes" / "p")
+    message = fails(capsys, "search", "-w", tmp_path, "--engine", "vllm", "--context", "8k")
+    assert "--engine applies to --objective nll,kv-bytes, not nll" in message
+
+
+def test_a_search_counts_what_an_engine_pays() -> None:
+    table = replace(make_table(np.full((21, 3), 0.5)), window=128)
+    requirements = Requirements(
+        context=32768, batch=10, head_dim=64, kv_dtype="bfloat16", serving=Serving(VLLM, page_size=128, in_flight=2048)
+    )
+    cost = cache_bytes(requirements, Space(table, (9, 36), 128))
+    layouts = [Layout(("GGG",) * number + ("LLL",) * (21 - number), window=128) for number in (9, 11, 12)]
+    assert cost.name == "KV bytes in vLLM 0.32"
+    assert cost.of(layouts[0]) == cost.of(layouts[2]) > cost.of(layouts[1])

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spkv_nas.artifacts.grid import Grid
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.units import ITEM_BYTES, format_bytes
+from spkv_nas.base.units import ITEM_BYTES
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,25 @@ class Engine(ABC):
 
 
 @dataclass(frozen=True)
+class Serving:
+    """Engine with its settings.
+
+    Attributes:
+        engine: the engine.
+        page_size: tokens per page.
+        in_flight: maximum tokens of all requests in the steps that are scheduled at one time.
+    """
+
+    engine: Engine
+    page_size: int
+    in_flight: int
+
+    def cache(self, grid: Grid, *, head_dim: int, dtype: str, window: int, context: int) -> ServedCache:
+        """Return the sizes of a model's cache in this engine."""
+        return ServedCache(grid, head_dim, dtype, window, context, self.page_size, self.in_flight)
+
+
+@dataclass(frozen=True)
 class Step:
     """Budget that no larger one undercuts.
 
@@ -135,26 +153,3 @@ def steps(engine: Engine, cache: ServedCache, *, stride: int = 1) -> Iterator[St
             continue
         yield Step(number, plan, tuple(skipped))
         skipped = []
-
-
-def no_dearer(engine: Engine, cache: ServedCache, num_global: int) -> int:
-    """Return the largest number of global heads whose requests take no more memory than those of ``num_global``."""
-    limit = engine.plan(cache, num_global).request_bytes
-    numbers = range(cache.num_heads, num_global, -1)
-    return next((number for number in numbers if engine.plan(cache, number).request_bytes <= limit), num_global)
-
-
-def largest_budget(engine: Engine, cache: ServedCache, memory: int, requests: int) -> int:
-    """Return the largest number of global heads with which the requests fit in ``memory`` bytes.
-
-    Raises:
-        UserError: they do not fit with one global head or more.
-    """
-    for number in range(cache.num_heads, 0, -1):
-        if engine.plan(cache, number).memory(requests) <= memory:
-            return number
-    least = min(engine.plan(cache, number).memory(requests) for number in range(1, cache.num_heads + 1))
-    raise UserError(
-        f"{format_bytes(memory)} is too small in {engine.title}: {requests} requests of {cache.context:,} tokens need "
-        f"at least {format_bytes(least)}\nuse more memory, a shorter --context, a smaller --batch or another --kv-dtype"
-    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import parse_bytes
-from spkv_nas.stages.engines import chosen_engine, served_cache
+from spkv_nas.stages.engines import chosen_engine
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.shape import ModelSize
@@ -32,28 +32,16 @@ class ServedBudgets:
     memory: int | None
 
 
-def check_engine(options: PlanOptions) -> None:
-    """Check the engine, and that options which only apply to one have one.
-
-    Raises:
-        UserError: an option is wrong or lacks an engine.
-    """
-    if chosen_engine(options) is None and (options.kv_bytes is not None or options.kv_dtype is not None):
-        raise UserError(f"{'--kv-dtype' if options.kv_bytes is None else '--kv-bytes'} needs --engine")
-    if options.kv_bytes is not None:
-        parse_bytes(options.kv_bytes)
-
-
 def plan_served(options: PlanOptions, size: ModelSize, *, window: int, context: int) -> ServedBudgets | None:
     """Plan the cache of a model at every budget in the engine that options name; None without one.
 
     Raises:
-        UserError: the dtype is unknown, or layers of the model have a sliding window by design.
+        UserError: layers of the model have a sliding window by design.
     """
     from spkv_nas.cost.engines.engine import steps
 
-    engine = chosen_engine(options)
-    if engine is None:
+    serving = chosen_engine(options)
+    if serving is None:
         return None
     heads = size.heads
     if size.num_full < heads.num_layers:
@@ -61,14 +49,7 @@ def plan_served(options: PlanOptions, size: ModelSize, *, window: int, context: 
             f"{heads.num_layers - size.num_full} layers of the model have a sliding window by design, which --engine "
             "does not count: leave it out"
         )
-    cache = served_cache(
-        options,
-        engine,
-        heads.grid,
-        head_dim=heads.head_dim,
-        dtype=options.kv_dtype or "bfloat16",
-        window=window,
-        context=context,
-    )
+    dtype = options.kv_dtype or "bfloat16"
+    cache = serving.cache(heads.grid, head_dim=heads.head_dim, dtype=dtype, window=window, context=context)
     memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
-    return ServedBudgets(engine, cache, tuple(steps(engine, cache, stride=heads.num_kv_heads)), memory)
+    return ServedBudgets(serving.engine, cache, tuple(steps(serving.engine, cache, stride=heads.num_kv_heads)), memory)

@@ -71,6 +71,7 @@ def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecif
     """Make a search's specification from its options. Raises ``UserError`` if they are invalid."""
     # Read the table and resolve its threshold
     requirements = read_requirements(options)
+    second_objective = _parse_objective(options.objective, requirements)
     table = chosen_table(options, reporter)
     budgets = _budgets(options, table)
     table = resolve_tau(table, options.tau, budgets[0])
@@ -91,7 +92,7 @@ def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecif
     return SearchSpecification(
         requirements,
         _effort(options),
-        _parse_objective(options.objective, requirements.context),
+        second_objective,
         space,
         file,
         recipe,
@@ -178,13 +179,15 @@ def _distinct(starts: Mapping[str, Layout], others: Mapping[str, Layout], announ
     return _Candidates(*({key: layout for key, layout in part.items() if key in names} for part in (starts, others)))
 
 
-def _parse_objective(objective: str, context: int | None) -> str | None:
+def _parse_objective(objective: str, requirements: Requirements) -> str | None:
     """Return the second objective of "nll,kv-bytes" or "nll,time"; None for "nll" alone."""
     names = [part.strip() for part in objective.split(",")]
+    if requirements.serving is not None and names != ["nll", "kv-bytes"]:
+        raise UserError(f"--engine applies to --objective nll,kv-bytes, not {objective}")
     if names == ["nll"]:
         return None
     if names not in (["nll", "kv-bytes"], ["nll", "time"]):
         raise UserError(f"--objective '{objective}' is unknown; expected nll, nll,kv-bytes or nll,time")
-    if context is None:
+    if requirements.context is None:
         raise UserError(f"--objective {objective} needs --context, the number of tokens per sequence")
     return names[1]

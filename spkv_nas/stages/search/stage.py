@@ -51,7 +51,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     specification = specify(options, reporter)
     space, name, workspace = specification.space, specification.name, options.folders
     cost = (
-        _cache_bytes(specification.requirements, space) if specification.second_objective == "kv-bytes" else None
+        cache_bytes(specification.requirements, space) if specification.second_objective == "kv-bytes" else None
     )  # before any training
     workspace.check_writable()
     folder = workspace.report_dir(name)
@@ -87,11 +87,12 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     return SearchResult(rows, cost_name, folder, evaluator.evaluation_tokens)
 
 
-def _cache_bytes(requirements: Requirements, space: Space) -> LayoutCost:
+def cache_bytes(requirements: Requirements, space: Space) -> LayoutCost:
     """Return the objective kv-bytes. Raises ``UserError`` if head dimension or dtype is unknown."""
     memory = requirements.cache_cost(space.table, space.window)
     assert memory is not None  # ``specify`` requires a context
-    return LayoutCost("KV bytes", lambda layout: float(memory.total(layout.num_global, layout.num_heads)))
+    unit = "KV bytes" if requirements.serving is None else f"KV bytes in {requirements.serving.engine.title}"
+    return LayoutCost(unit, lambda layout: float(memory.total(layout.num_global, layout.num_heads)))
 
 
 def _decode_time(

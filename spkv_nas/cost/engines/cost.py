@@ -1,0 +1,84 @@
+"""Memory of the KV cache as a serving engine plans it, in the form in which budgets of bytes are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.units import format_bytes
+from spkv_nas.cost.cache_memory import CacheCost
+from spkv_nas.cost.engines.engine import PagedPlan, Serving
+
+
+@dataclass(frozen=True)
+class EngineCost(CacheCost):
+    """Bytes that a serving engine needs for ``batch`` requests of ``context`` tokens.
+
+    Layouts are served as whole layers or in units of equal numbers of heads: only the number of global heads counts.
+
+    Attributes:
+        serving: the engine and its settings.
+    """
+
+    serving: Serving = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Validate the fields.
+
+        Raises:
+            UserError: as ``CacheCost``, or local heads see sink tokens, which engines do not keep.
+        """
+        super().__post_init__()
+        if self.sinks:
+            raise UserError(
+                f"{self.serving.engine.title} keeps no sink tokens for local heads, but the layout has {self.sinks}\n"
+                "use --sinks 0, or leave out --engine"
+            )
+
+    def total(self, num_global: int, num_heads: int) -> int:
+        """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
+        return self._plan(num_global, num_heads).memory(self.batch)
+
+    def largest_budget(self, limit: int, num_heads: int) -> int:
+        """Return the largest number of global heads whose requests fit in ``limit`` bytes.
+
+        Raises:
+            UserError: they do not fit with any number of global heads.
+        """
+        return self.fitting(limit, num_heads, num_heads)
+
+    def fitting(self, limit: int, most: int, num_heads: int) -> int:
+        """Return the largest number of global heads, at most ``most``, whose requests fit in ``limit`` bytes.
+
+        Raises:
+            UserError: they do not fit with 1 to ``most`` global heads.
+        """
+        totals = {number: self.total(number, num_heads) for number in range(most, 0, -1)}
+        budget = next((number for number, total in totals.items() if total <= limit), None)
+        if budget is None:
+            least = min(totals.values(), default=self.total(1, num_heads))
+            raise UserError(
+                f"{format_bytes(limit)} is too small in {self.serving.engine.title}: {self.batch} requests of "
+                f"{self.context:,} tokens need at least {format_bytes(least)} with 1 to {max(1, most)} global heads\n"
+                "use more memory, a shorter --context, a smaller --batch or another --kv-dtype"
+            )
+        return budget
+
+    def no_dearer(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:
+        """Return the largest number of global heads that takes no more memory than ``num_global``.
+
+        Args:
+            num_global: number of global heads.
+            num_heads: number of KV heads.
+            stride: heads by which budgets grow, such as Hkv for whole layers.
+        """
+        limit = self.total(num_global, num_heads)
+        larger = range(num_heads, num_global, -stride)
+        return next((number for number in larger if self.total(number, num_heads) <= limit), num_global)
+
+    def _plan(self, num_global: int, num_heads: int) -> PagedPlan:
+        """Return the cache that the engine plans for units of one head."""
+        cache = self.serving.cache(
+            (num_heads, 1), head_dim=self.head_dim, dtype=self.dtype, window=self.window, context=self.context
+        )
+        return self.serving.engine.plan(cache, num_global)
