@@ -160,8 +160,6 @@ assert not [m for m in sys.modules if m.startswith(("spkv_nas", "spkv_kernels"))
             ]
         )
         assert "layers 0 mix global and local heads" in " ".join(capsys.readouterr().out.split())
-        main(["export", "--model", str(tmp_path / "out"), "--out", str(tmp_path / "dense-type"), "--allow-dense"])
-        assert "plain transformers silently runs it dense" in " ".join(capsys.readouterr().out.split())
         apply_layout(model, mixed)
         restored, _ = load(tmp_path / "out")
         with torch.no_grad():

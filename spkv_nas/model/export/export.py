@@ -20,9 +20,12 @@ from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.replace import check_new, new_folder
 from spkv_nas.model.checkpoint import load, weight_files
 from spkv_nas.model.config_section import checkpoint_layout
+from spkv_nas.model.export.engines import check_engine, objection, outcomes
 from spkv_nas.model.export.registry import AUTO, chosen_targets
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError
 from spkv_nas.model.windows import apply_layout
+
+_REMEDY = f"export to '{AUTO}', which takes a form that can express every layout"
 
 
 @dataclass(frozen=True)
@@ -34,20 +37,23 @@ class Exported:
         target: name of the target.
         form: what it is, what loads it, and how the weights were written.
         rejected: why each target that comes before it was not taken, by name.
+        engines: what each engine does with it, such as "exact" or "refused", by name and version.
     """
 
     folder: Path
     target: str
     form: str
     rejected: Mapping[str, str]
+    engines: Mapping[str, str]
 
     def __str__(self) -> str:
-        """Return a sentence on the folder, and a line on each reason for which targets were not taken."""
+        """Return a sentence on the folder, and lines on the targets that were not taken and on engines."""
         names: dict[str, list[str]] = {}
         for name, reason in self.rejected.items():
             names.setdefault(reason, []).append(name)
         reasons = [f"not exported as {' and '.join(targets)}: {reason}" for reason, targets in names.items()]
-        return "\n".join([f"{self.folder}: {self.form}", *reasons])
+        engines = [f"{engine}: {outcome}" for engine, outcome in self.engines.items()]
+        return "\n".join([f"{self.folder}: {self.form}", *reasons, *engines])
 
 
 def export(
@@ -56,6 +62,7 @@ def export(
     out: StrPath,
     *,
     to: str | ExportTarget = AUTO,
+    engine: str | None = None,
     link: bool = False,
     **options: Any,
 ) -> Exported:
@@ -71,23 +78,25 @@ def export(
         checkpoint: model folder or id.
         out: a new or empty folder; it appears in one step, once it is complete.
         to: a target or its name; "auto" takes the first of the registry that can express the layout.
+        engine: name of an engine of ``engines.py`` that must compute the hybrid from what is written.
         link: make hard links to the checkpoint's files, which use no disk space; writing to either changes both.
             Otherwise files are cloned if the file system supports it, or copied.
-        options: options of the targets by name, such as ``allow_dense=True`` of ``spkv``, which keeps the original
-            model type so that plain ``transformers`` runs the model dense.
+        options: options of the targets by name; those of packages may have some.
 
     Returns:
         What was written, and why not as an earlier target.
 
     Raises:
         UserError: ``out`` holds files already, the checkpoint cannot be loaded, the layout does not fit it or is
-            missing, the target is unknown, lacks an option or cannot express the layout, or its check could not run.
+            missing, the target or the engine is unknown, no target can express the layout in a form that the engine
+            runs, the target lacks an option, or its check could not run.
 
     Warns:
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
     # Choose the targets to try
-    candidates = chosen_targets(to, options)
+    check_engine(engine)
+    candidates = chosen_targets(to, options, engine)
     # Load the model and apply the layout
     out = Path(out)
     new = check_new(out)
@@ -99,18 +108,32 @@ def export(
     rejected: dict[str, str] = {}
     for target in candidates:
         try:
-            return Exported(out, target.name, _write(target, hybrid, new), rejected)
+            form = _form(target, hybrid, engine)
+            return Exported(out, target.name, _write(target, hybrid, new), rejected, outcomes(form))
         except TargetError as error:
             rejected[target.name] = str(error)
     reasons = "\n".join(f"it is not exported as {name}: {reason}" for name, reason in rejected.items())
-    raise UserError(f"{reasons}\nexport to '{AUTO}', which takes a form that can express every layout")
+    raise UserError(f"{reasons}\n{_REMEDY if engine is None else 'leave the engine out, or name another one'}")
+
+
+def _form(target: ExportTarget, hybrid: Hybrid, engine: str | None) -> str:
+    """Return the form that a target gives a hybrid.
+
+    Raises:
+        TargetError: the target cannot express the hybrid, or the engine does not compute it from this form.
+    """
+    reason = target.can_express(hybrid.model.config, hybrid.layout)
+    if reason is not None:
+        raise TargetError(reason)
+    form = target.form(hybrid.model.config, hybrid.layout)
+    reason = None if engine is None else objection(form, engine)
+    if reason is not None:
+        raise TargetError(reason)
+    return form
 
 
 def _write(target: ExportTarget, hybrid: Hybrid, folder: Path) -> str:
     """Write and verify a hybrid in the form of a target, and return what was written. Raises ``TargetError``."""
-    reason = target.can_express(hybrid.model.config, hybrid.layout)
-    if reason is not None:
-        raise TargetError(reason)
     with new_folder(folder) as unfinished:
         written = target.write(hybrid, unfinished)
         verified = target.verify(hybrid, unfinished)

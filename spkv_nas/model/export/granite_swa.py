@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.model.export.native import check_whole_layers, layer_kinds, verified, write_native_config
+from spkv_nas.model.export.native import (
+    check_whole_layers,
+    layer_kinds,
+    output_biases,
+    verified,
+    write_native_config,
+)
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
@@ -58,7 +64,7 @@ class GraniteSwaTarget(ExportTarget):
             if model.generation_config is not None:
                 model.generation_config.use_cache = True  # False was for the hooks
             weights = {name: tensor.detach() for name, tensor in model.state_dict().items()} | sinks
-            weights |= _output_biases(model)
+            weights |= output_biases(model)
             save_files(model, hybrid.tokenizer, folder, weights)
         config.dtype = model.dtype
         write_native_config(config, folder)
@@ -128,16 +134,6 @@ def _sinks(model: PreTrainedModel) -> dict[str, Tensor]:
         logits = torch.full((num_heads,), NO_SINK) if learned is None else learned().detach().cpu().clamp(min=NO_SINK)
         sinks[f"{name}.sinks"] = logits.to(model.dtype)
     return sinks
-
-
-def _output_biases(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a bias of 0 for the output of every attention layer of a Qwen2; nothing for others."""
-    import torch
-
-    if model.config.model_type != "qwen2":
-        return {}
-    names = [f"{name}.bias" for name, _ in model.named_modules() if name.endswith("self_attn.o_proj")]
-    return {name: torch.zeros(model.config.hidden_size, dtype=model.dtype) for name in names}
 
 
 @contextmanager

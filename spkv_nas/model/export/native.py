@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spkv_nas.model.export.engines import form_name, guards
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from spkv_nas.artifacts.layout import Layout
 
@@ -38,10 +40,22 @@ class NativeTarget(ExportTarget):
     name = "native"
     help = "a standard transformers architecture with layer_types, for layouts of whole layers"
 
+    def form(self, config: PreTrainedConfig, layout: Layout) -> str:
+        """Return the model type of the architecture, and whether its layers are not those of its family."""
+        return form_name(_SUCCESSOR.get(config.model_type, config.model_type), layer_kinds(layout))
+
+    def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+        """Return the config of the architecture. Raises ``TargetError`` if none can express the layout."""
+        return native_config(config, layout)
+
+    def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Return the tensors that the architecture has and the model has not, by name; by default none."""
+        return {}
+
     def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
         """Return why no native architecture can express the layout, or None."""
         try:
-            native_config(config, layout)
+            self.architecture(config, layout)
         except TargetError as error:
             return str(error)
         return None
@@ -49,13 +63,20 @@ class NativeTarget(ExportTarget):
     def write(self, hybrid: Hybrid, folder: Path) -> Written:
         """Write the checkpoint with the config of the native architecture."""
         from spkv_nas.model.attach import detached
+        from spkv_nas.model.checkpoint import WrittenWeights, save_files
 
         model = hybrid.model
-        config = native_config(model.config, hybrid.layout)
+        config = self.architecture(model.config, hybrid.layout)
+        added = self.added_weights(model)
         with detached(model):
             if model.generation_config is not None:
                 model.generation_config.use_cache = True  # False was for the hooks
-            weights = hybrid.save(folder)
+            if added:
+                state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+                save_files(model, hybrid.tokenizer, folder, state | added)
+                weights = WrittenWeights("its weights were written anew, with further tensors", {})
+            else:
+                weights = hybrid.save(folder)
         write_native_config(config, folder)
         form = f"a native {config.model_type} checkpoint, which plain transformers loads without this package"
         return Written(form, weights.done, weights.hashes)
@@ -137,6 +158,16 @@ def layer_kinds(layout: Layout) -> list[str]:
     return [_FULL if "G" in row else _SLIDING for row in layout.heads]
 
 
+def output_biases(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return a bias of 0 for the output of every attention layer of a Qwen2; nothing for others."""
+    import torch
+
+    if model.config.model_type != "qwen2":
+        return {}
+    names = [f"{name}.bias" for name, _ in model.named_modules() if name.endswith("self_attn.o_proj")]
+    return {name: torch.zeros(model.config.hidden_size, dtype=model.dtype) for name in names}
+
+
 def verified(hybrid: Hybrid, folder: Path) -> str:
     """Compare a folder in plain ``transformers`` with the hybrid, as ``ExportTarget.verify``."""
     from spkv_nas.model.export import verify_export
@@ -152,16 +183,21 @@ def verified(hybrid: Hybrid, folder: Path) -> str:
 def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
     """Write ``config.json`` with the RoPE settings in the formats of both transformers 5 and 4.
 
-    Engines on transformers 4 ignore ``rope_parameters`` and silently use a base of 10,000.
+    Engines that know only the format of transformers 4 ignore ``rope_parameters`` and silently use a base of 10,000, or
+    refuse (OLMo 3 in mlx-lm). Engines that would ignore ``layer_types`` are stopped by further keys (``engines.py``).
     """
     from spkv_nas.base.files import write_atomic
 
     rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.keys() == {_FULL, _SLIDING} and rotary[_FULL] == rotary[_SLIDING]:
+        is_plain = rotary[_FULL].get("rope_type", "default") == "default"
+        rotary = rotary[_FULL] if is_plain else {}
     content = json.loads(config.to_json_string())
     if "rope_theta" in rotary:  # a single one for all layers, which is all that version 4 supports
         content["rope_theta"] = rotary["rope_theta"]
         if rotary.get("rope_type", "default") != "default":
             content["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
+    content |= guards(form_name(config.model_type, config.layer_types))
     write_atomic(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 

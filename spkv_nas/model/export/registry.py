@@ -1,7 +1,7 @@
 """List the export targets: the built-in ones and those that installed packages add.
 
 The order counts: without a choice, ``export`` takes the first target that can express the layout, which the target
-``spkv`` always can.
+``spkv`` always can. Targets for one engine are taken for that engine alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.registry import Registry
 from spkv_nas.model.export.granite_swa import GRANITE_SWA
+from spkv_nas.model.export.mlx import MLX
 from spkv_nas.model.export.native import NATIVE
 from spkv_nas.model.export.spkv import SPKV
 from spkv_nas.model.export.target import ExportTarget, TargetFlag
@@ -22,7 +23,7 @@ TARGETS: Registry[ExportTarget] = Registry(
     "spkv_nas.export_targets",
     "export target",
     ExportTarget,  # type: ignore[type-abstract]
-    (NATIVE, GRANITE_SWA, SPKV),
+    (NATIVE, GRANITE_SWA, SPKV, MLX),
 )
 
 
@@ -45,8 +46,10 @@ def target_flags() -> dict[str, tuple[TargetFlag, list[str]]]:
     return flags
 
 
-def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any]) -> list[ExportTarget]:
+def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any], engine: str | None = None) -> list[ExportTarget]:
     """Return the targets that ``to`` names, in the order in which to try them, with their options.
+
+    "auto" names all built-in targets but those that are for another engine than ``engine``.
 
     Raises:
         UserError: there is no such target, or none of them has one of the options.
@@ -54,7 +57,7 @@ def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any]) -> list[E
     if isinstance(to, ExportTarget):
         chosen: Iterable[ExportTarget] = [to]
     elif to == AUTO:
-        chosen = TARGETS.built_in
+        chosen = [target for target in TARGETS.built_in if target.engine in (None, engine)]
     elif to in TARGETS.names:
         chosen = [TARGETS[to]]
     else:

@@ -85,10 +85,16 @@ class ExportTarget(ABC):
     Attributes:
         name: by which ``export --to`` chooses it.
         help: what the form is for, as a phrase.
+        engine: name of the only engine that the form is for; ``export`` takes it for that engine, or by its name.
     """
 
     name: ClassVar[str]
     help: ClassVar[str]
+    engine: ClassVar[str | None] = None
+
+    def form(self, config: PreTrainedConfig, layout: Layout) -> str:
+        """Return the row of ``engines.py`` that says what engines do with the folder; by default the name."""
+        return self.name
 
     @abstractmethod
     def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from spkv_nas.base.flag import Flag, default
+from spkv_nas.model.export.engines import ENGINES, check_engine
 from spkv_nas.model.export.registry import AUTO, TARGETS, target_flags
 from spkv_nas.stages import flags
 from spkv_nas.stages.export.target_flags import with_target_options
@@ -19,6 +20,15 @@ ExportTo = Annotated[
         f"{'; '.join(f'{target.name}: {target.help}' for target in TARGETS.built_in)}. Packages may add more.",
         metavar="TARGET",
         values=lambda: (AUTO, *TARGETS.names),
+    ),
+]
+ForEngine = Annotated[
+    str | None,
+    Flag(
+        "Write a form that this engine was seen to run as the hybrid, or fail.",
+        ("--for",),
+        metavar="ENGINE",
+        values=tuple(engine.name for engine in ENGINES),
     ),
 ]
 Link = Annotated[
@@ -36,6 +46,7 @@ class ExportOptions:
     model: flags.Model
     out: Out
     to: ExportTo = AUTO
+    engine: ForEngine = default(None, "none")
     link: Link = False
 
     @property
@@ -52,7 +63,8 @@ def check(options: ExportOptions) -> None:
     from spkv_nas.model.export.registry import chosen_targets
     from spkv_nas.model.source import check_checkpoint
 
-    chosen_targets(options.to, options.target_options)
+    check_engine(options.engine)
+    chosen_targets(options.to, options.target_options, options.engine)
     if options.layout is not None:
         Layout.read(options.layout)
     check_new(options.out)

@@ -7,6 +7,6 @@ from spkv_nas.model.export.export import Exported
 
 
 def show(exported: Exported) -> None:
-    """Print what was written, why not as an earlier target, and the target."""
+    """Print what was written, why not as an earlier target, what engines do with it, and the target."""
     say(str(exported))
     say(f"target: {exported.target}")

@@ -19,4 +19,12 @@ def export(options: ExportOptions, reporter: Reporter = SILENT) -> Exported:
 
     quiet_transformers(reporter)
     layout = None if options.layout is None else Layout.read(options.layout)
-    return export_layout(layout, options.model, options.out, to=options.to, link=options.link, **options.target_options)
+    return export_layout(
+        layout,
+        options.model,
+        options.out,
+        to=options.to,
+        engine=options.engine,
+        link=options.link,
+        **options.target_options,
+    )

@@ -270,12 +270,11 @@ class TestOwnType:
         assert json.loads((tmp_path / "plain" / "config.json").read_text())["model_type"] == "llama"
         assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path / "plain"), tokens), logits(model, tokens))
 
-    def test_can_be_exported_dense(self, folder: Path, tokens: Tensor, tmp_path: Path) -> None:
-        result = export(None, folder, tmp_path / "dense-type", allow_dense=True)
-        assert "plain transformers silently runs it dense" in result.form
+    def test_is_exported_again(self, folder: Path, tokens: Tensor, tmp_path: Path) -> None:
+        result = export(None, folder, tmp_path / "again")
         assert "not exported as native and granite_swa: layers 0, 2 mix" in str(result)
-        assert json.loads((tmp_path / "dense-type" / "config.json").read_text())["model_type"] == "llama"
-        assert torch.equal(logits(load(tmp_path / "dense-type")[0], tokens), logits(load(folder)[0], tokens))
+        assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "spkv"
+        assert torch.equal(logits(load(tmp_path / "again")[0], tokens), logits(load(folder)[0], tokens))
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated
 
 import pytest
 from helpers import tiny_model
@@ -20,8 +20,6 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export.export import export
 from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets, target_flags
 from spkv_nas.model.export.spkv import SpkvTarget
-from spkv_nas.model.export.target import ExportTarget
-from spkv_nas.stages.export.options import ExportOptions
 
 MIXED = Layout(("GL", "LL", "LG", "GG"), 6)
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
@@ -94,8 +92,8 @@ def test_a_form_that_only_this_package_loads_can_be_chosen(dense: Path, tmp_path
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [
-        ("gguf", {}, "unknown export target 'gguf'; expected one of auto, native, granite_swa, spkv"),
-        ("native", {"allow_dense": True}, "an export to native has no option 'allow_dense'"),
+        ("gguf", {}, "unknown export target 'gguf'; expected one of auto, native, granite_swa, spkv, mlx"),
+        ("native", {"bits": 4}, "an export to native has no option 'bits'"),
         (AUTO, {"bits": 4}, "an export to native or granite_swa or spkv has no option 'bits'"),
     ],
 )
@@ -105,31 +103,40 @@ def test_choices_that_cannot_be(to: str, options: dict[str, object], message: st
 
 
 def test_options_reach_the_target() -> None:
-    (target,) = chosen_targets("spkv", {"allow_dense": True})
-    assert target == SpkvTarget(allow_dense=True)
-    assert SpkvTarget() in chosen_targets(AUTO, {})
+    (target,) = chosen_targets(Bits(), {"bits": 4})
+    assert target == Bits(bits=4)
 
 
-@pytest.mark.parametrize("target", TARGETS.built_in, ids=lambda target: target.name)
-def test_the_command_has_the_options_of_built_in_targets(target: ExportTarget) -> None:
-    hints, options = get_type_hints(type(target), include_extras=True), {f.name: f for f in fields(ExportOptions)}
-    for field in fields(target):  # type: ignore[arg-type]  # every target is a dataclass
-        assert options[field.name].default == field.default
-        assert get_type_hints(ExportOptions, include_extras=True)[field.name] == hints[field.name]
+@dataclass(frozen=True)
+class Bits(SpkvTarget):
+    """A target with an option."""
+
+    name = "bits"
+    bits: Annotated[int, Flag("Bits of a weight.", low=2)] = 8
+
+
+@dataclass(frozen=True)
+class OtherBits(SpkvTarget):
+    """A target whose option has the name of another's and another default."""
+
+    name = "other"
+    bits: Annotated[int, Flag("Bits of a weight.", low=2)] = 16
 
 
 def test_two_targets_cannot_declare_an_option_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass(frozen=True)
-    class Other(SpkvTarget):
-        name = "other"
-        allow_dense: Annotated[bool, Flag("Allow it.")] = False
-
-    assert target_flags()["allow_dense"][1] == ["spkv"]
-    monkeypatch.setitem(TARGETS.entries, "other", Other())
-    with pytest.raises(UserError, match="export targets spkv and other declare the option 'allow_dense' with"):
+    monkeypatch.setitem(TARGETS.entries, "bits", Bits())
+    assert target_flags()["bits"][1] == ["bits"]
+    monkeypatch.setitem(TARGETS.entries, "other", OtherBits())
+    with pytest.raises(UserError, match="export targets bits and other declare the option 'bits' with"):
         target_flags()
-    monkeypatch.setitem(TARGETS.entries, "other", SpkvTarget())
-    assert target_flags()["allow_dense"][1] == ["spkv", "spkv"]
+    monkeypatch.setitem(TARGETS.entries, "other", Bits())
+    assert target_flags()["bits"][1] == ["bits", "bits"]
+
+
+def test_a_target_for_one_engine_is_taken_for_it_alone() -> None:
+    assert [target.name for target in chosen_targets(AUTO, {})] == ["native", "granite_swa", "spkv"]
+    assert chosen_targets(AUTO, {}, "vllm") == chosen_targets(AUTO, {})
+    assert chosen_targets(AUTO, {}, "mlx")[-1].name == "mlx"
 
 
 @pytest.mark.usefixtures("package")
@@ -140,6 +147,7 @@ class TestPackage:
         main(["export", *arguments, "--to", "grid"])
         printed = capsys.readouterr().out
         assert f"{tmp_path / 'out'}: a grid; its grid is right; its weights were c" in printed
+        assert "vLLM 0.32.0: not tried\n" in printed
         assert printed.endswith("target: grid\n")
         assert json.loads((tmp_path / "out" / "grid.json").read_text()) == list(LAYERWISE.heads)
         assert "grid.json" in json.loads((tmp_path / "out" / "spkv-manifest.json").read_text())["sha256"]

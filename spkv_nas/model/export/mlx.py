@@ -1,0 +1,102 @@
+"""Export target ``mlx``: a form that mlx-lm runs with its windows.
+
+mlx-lm reads ``layer_types`` in few of its classes; of those that this package writes, SmolLM3, OLMo 3 and gpt-oss. A
+SmolLM3 with RoPE in all of its layers is a Llama with ``layer_types``, to plain transformers as well, so Llama-shaped
+weights take this form. Those of Qwen2, which have biases of queries, keys and values alone, get a bias of 0 for the
+output. Other weights take their native architecture (``native.py``) if mlx-lm runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spkv_nas.model.export.engines import objection
+from spkv_nas.model.export.native import (
+    NativeTarget,
+    check_whole_layers,
+    layer_kinds,
+    native_config,
+    output_biases,
+)
+from spkv_nas.model.export.target import TargetError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from spkv_nas.artifacts.layout import Layout
+
+_NAME, _TYPE = "mlx", "smollm3"
+_FAMILIES = ("llama", "mistral", "ministral", "qwen2")
+_ROPE_TYPES = ("default", "llama3")  # types that were compared with mlx-lm
+_ACTIVATION = "silu"  # mlx-lm uses it whatever the config says
+
+
+@dataclass(frozen=True)
+class MlxTarget(NativeTarget):
+    """Write a layer-wise layout in an architecture whose windows both mlx-lm and plain ``transformers`` read."""
+
+    name = _NAME
+    help = "an architecture whose windows mlx-lm reads, SmolLM3 for Llama-shaped weights"
+    engine = _NAME
+
+    def form(self, config: PreTrainedConfig, layout: Layout) -> str:
+        """Return the model type of the architecture, and whether its layers are not those of its family."""
+        return _TYPE if config.model_type in _FAMILIES else super().form(config, layout)
+
+    def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+        """Return the config. Raises ``TargetError`` if mlx-lm runs no architecture that can express the layout."""
+        if config.model_type in _FAMILIES:
+            return _smollm3_config(config, layout)
+        native = native_config(config, layout)
+        reason = objection(self.form(config, layout), _NAME)
+        if reason is not None:
+            raise TargetError(reason)
+        return native
+
+    def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Return a bias of 0 for the output of every attention layer of a Qwen2."""
+        return output_biases(model)
+
+
+MLX = MlxTarget()
+
+
+def _smollm3_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+    """Build the config of a SmolLM3 with RoPE in all layers, the layers of ``layout`` and a Llama's weights.
+
+    Raises:
+        TargetError: SmolLM3 cannot express the layout or the model, or mlx-lm would run it differently.
+    """
+    from transformers import AutoConfig
+
+    from spkv_nas.model.config_section import has_learned_sinks
+
+    # Check that the layout and the weights fit
+    check_whole_layers(layout)
+    if layout.num_global == 0:
+        raise TargetError("mlx-lm needs a layer of global heads")
+    if has_learned_sinks(config):
+        raise TargetError("its local heads have learned sinks, for which it has no parameters")
+    rotary = dict(config.rope_parameters)
+    if rotary.get("rope_type", "default") not in _ROPE_TYPES or rotary.get("partial_rotary_factor", 1.0) != 1.0:
+        raise TargetError(f"RoPE parameters {rotary} were not compared with mlx-lm")
+    if config.hidden_act != _ACTIVATION:
+        raise TargetError(f"mlx-lm uses the activation {_ACTIVATION}, and the model uses {config.hidden_act}")
+    # Build the config
+    values = config.to_dict()
+    target_keys = AutoConfig.for_model(_TYPE).to_dict().keys() - {"model_type"}
+    options: dict[str, Any] = {key: value for key, value in values.items() if key in target_keys}
+    options |= {
+        "layer_types": layer_kinds(layout),
+        "sliding_window": layout.window,
+        "use_sliding_window": True,
+        "no_rope_layers": [1] * config.num_hidden_layers,  # 1: the layer has RoPE
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "attention_bias": config.model_type == "qwen2" or bool(values.get("attention_bias", False)),
+        "mlp_bias": bool(values.get("mlp_bias", False)),
+        "use_cache": True,  # hooks switch it off
+        "architectures": ["SmolLM3ForCausalLM"],
+    }
+    return AutoConfig.for_model(_TYPE, **options)

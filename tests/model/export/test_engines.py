@@ -1,0 +1,157 @@
+"""Test the table of what engines do with exports, and what the command prints and refuses because of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import fails, tiny_model
+from paths import ROOT
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas import Layout, UserError
+from spkv_nas.cli import main
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.export import engines, native, verify_export
+from spkv_nas.model.export.engines import ENGINES, Outcome, cells, form_name, guards, objection
+from spkv_nas.model.export.export import export
+from spkv_nas.model.export.native import native_config
+
+LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the comparison with plain transformers, which other tests run."""
+    monkeypatch.setattr(verify_export, "check", lambda *_: 0.0)
+
+
+def dense(family: str, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    save(tiny_model(family, vocab_size=300), tokenizer, folder)
+    return folder
+
+
+def test_every_form_that_is_written_has_a_row() -> None:
+    """No engine runs any of them dense or differently."""
+    kinds = {*native._NATIVE, *native._SUCCESSOR.values(), "granite_swa", "spkv"}
+    assert {form.partition(" ")[0] for form in engines._ROWS} == kinds
+    assert {form for forms in engines._GUARDED.values() for form in forms} <= engines._ROWS.keys()
+    for form in engines._ROWS:
+        outcomes = {engine.name: cell.outcome for engine, cell in cells(form).items()}
+        assert outcomes.keys() == {engine.name for engine in ENGINES}
+        assert not {Outcome.DENSE, Outcome.DIFFERENT} & set(outcomes.values())
+        for engine, forms in engines._GUARDED.items():
+            assert form not in forms or outcomes[engine] is Outcome.REFUSED
+    assert {cell.outcome for cell in cells("third-party").values()} == {Outcome.UNTRIED}
+
+
+def test_layers_of_a_family_are_told_from_others() -> None:
+    gemma = [SLIDING] * 5 + [FULL] + [SLIDING] * 2
+    assert form_name("gemma3_text", gemma) == "gemma3_text"
+    assert form_name("gemma3_text", gemma[1:]) == "gemma3_text with other layers"
+    assert form_name("gpt_oss", [SLIDING, FULL] * 2) == "gpt_oss"
+    assert form_name("qwen3", [SLIDING, FULL] * 2) == "qwen3"
+    assert guards("gemma3_text") == guards("ministral") == guards("olmo3") == {}
+    assert guards("smollm3") == {"lm_config": {"architectures": ["layer_types of smollm3 are ignored by llama.cpp"]}}
+    assert guards("cohere2 with other layers").keys() == {"lm_config", "model_file"}
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_loaders_that_ignore_windows_are_stopped(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    exported = export(LAYERWISE, dense("qwen3", tmp_path / "dense", tiny_tokenizer), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_file"] == "layer_types of qwen3 are ignored by mlx-lm"
+    assert config["lm_config"] == {"architectures": ["layer_types of qwen3 are ignored by llama.cpp"]}
+    assert exported.engines["mlx-lm 0.32.2"] == "refused"
+    assert exported.engines["vLLM 0.32.0"] == "exact (with --model-impl transformers; refused without)"
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_olmo_has_a_rope_base_in_both_formats(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """mlx-lm refuses OLMo 3 without the older one."""
+    folder = dense("olmo2", tmp_path / "dense", tiny_tokenizer)
+    exported = export(LAYERWISE, folder, tmp_path / "out", engine="mlx")
+    assert exported.target == "native"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"][SLIDING]["rope_theta"] == 10_000
+    assert "rope_scaling" not in config
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_command_prints_what_engines_do(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LAYERWISE.write(tmp_path / "layout.yaml")
+    model = dense("llama", tmp_path / "dense", tiny_tokenizer)
+    arguments = ["export", str(tmp_path / "layout.yaml"), "--model", str(model), "--out"]
+    main([*arguments, str(tmp_path / "out"), "--for", "vllm"])
+    printed = capsys.readouterr().out
+    assert "vLLM 0.32.0: exact\ntransformers 5.23.0: exact\n" in printed
+    assert "\nmlx-lm 0.32.2: refused\n" in printed
+    assert printed.endswith("target: native\n")
+    message = fails(capsys, *arguments, tmp_path / "other", "--for", "openvino")
+    assert "not exported as native: OpenVINO GenAI 2026.4.1 refuses the form ministral" in message
+    assert "not exported as granite_swa: OpenVINO GenAI 2026.4.1 was not tried with the form granite_swa" in message
+    assert "leave the engine out, or name another one" in message
+    assert not (tmp_path / "other").exists()
+    assert "unknown engine 'gpt4all'" in fails(capsys, *arguments, tmp_path / "other", "--for", "gpt4all")
+
+
+def test_what_an_engine_would_run_wrong_is_not_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = tuple(engines.Cell(outcome) for outcome in (Outcome.DENSE, Outcome.DIFFERENT, *[Outcome.EXACT] * 5))
+    monkeypatch.setitem(engines._ROWS, "old", wrong)
+    assert objection("old", "vllm") == "vLLM 0.32.0 runs, dense and without an error, the form old"
+    assert objection("old", "transformers") == (
+        "transformers 5.23.0 computes, without an error, something else with the form old"
+    )
+    assert objection("old", "mlx") is None
+    with pytest.raises(UserError, match="unknown engine 'x'; expected one of vllm, transformers"):
+        engines.check_engine("x")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_mlx_is_a_smollm3_for_weights_like_llama(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    exported = export(LAYERWISE, dense("llama", tmp_path / "dense", tiny_tokenizer), tmp_path / "out", engine="mlx")
+    assert (exported.target, list(exported.rejected)) == ("mlx", ["native", "granite_swa", "spkv"])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["no_rope_layers"], config["sliding_window"]) == ("smollm3", [1] * 4, 6)
+    assert config["layer_types"] == [FULL, SLIDING, SLIDING, FULL]
+    assert config["lm_config"] == {"architectures": ["layer_types of smollm3 are ignored by llama.cpp"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "layout", "message"),
+    [
+        ("qwen3", {}, LAYERWISE, "mlx-lm 0.32.2 refuses the form qwen3"),
+        ("llama", {}, Layout(("LL",) * 4, 6), "mlx-lm needs a layer of global heads"),
+        ("llama", {}, Layout(("GL", "LL", "LL", "GG"), 6), "layers 0 mix global and local heads"),
+        ("llama", {"hidden_act": "gelu"}, LAYERWISE, "uses the activation silu, and the model uses gelu"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            LAYERWISE,
+            "were not compared with mlx-lm",
+        ),
+    ],
+)
+def test_what_mlx_cannot_express(family: str, options: dict[str, object], layout: Layout, message: str) -> None:
+    from spkv_nas.model.export.mlx import MLX
+
+    assert message in (MLX.can_express(tiny_model(family, **options).config, layout) or "")
+
+
+def test_mlx_takes_native_forms_that_mlx_lm_runs() -> None:
+    from spkv_nas.model.export.mlx import MLX
+
+    config = tiny_model("olmo2").config
+    assert MLX.architecture(config, LAYERWISE).to_dict() == native_config(config, LAYERWISE).to_dict()
+
+
+def test_the_documentation_has_the_table() -> None:
+    text = (ROOT / "docs" / "support-matrix.md").read_text()
+    for form in engines._ROWS:
+        row = " | ".join(str(cell) for cell in cells(form).values())
+        assert f"| {form} | {row} |" in text
+    assert f"| form | {' | '.join(engine.title for engine in ENGINES)} |" in text
