@@ -8,6 +8,7 @@ before it. Finished scores are cached on disk by the content hash of the layout.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.model.attention import LayerState, attention_layers
 from spkv_nas.model.checkpoint import checkpoint_hash
+from spkv_nas.model.config_section import has_learned_sinks
 from spkv_nas.model.loss import token_nll
 from spkv_nas.model.windows import full_attention, layout_windows
 
@@ -89,7 +91,8 @@ def zero_shot(
 
     Args:
         model: dense, hybrid or SP-KV; left unchanged. During scoring its windows are lifted and its gates are open, so
-            that a global head sees every key and a local head its window and sink tokens.
+            that a global head sees every key and a local head its window and sink tokens. Learned sinks of a hybrid
+            are left out, with a warning.
         layouts: None is full attention.
         blocks: text to score on.
         batch_size: blocks per forward pass; at most one hidden state per layer is kept of them.
@@ -100,8 +103,7 @@ def zero_shot(
     Raises:
         UserError: if there is no text, or a layout is for another number of layers or KV heads.
     """
-    if blocks.num_blocks == 0:
-        raise UserError("there is no text to score layouts on")
+    _check(model, blocks)
     work = work or Work()
     with full_attention(model) as states:
         full = 0, tuple(state.head_windows(gated=False) for state in states)
@@ -133,6 +135,18 @@ def zero_shot(
                     scores[sinks, windows] = score
                     on_main(partial(keep_score, cache, layout_of[sinks, windows], score))
     return [scores[visible] for visible in requested]
+
+
+def _check(model: PreTrainedModel, blocks: TokenBlocks) -> None:
+    """Raise ``UserError`` without text, and warn of learned sinks, which scores leave out."""
+    if blocks.num_blocks == 0:
+        raise UserError("there is no text to score layouts on")
+    if has_learned_sinks(model.config):
+        warnings.warn(
+            "the learned sinks of this hybrid belong to its own layout: scores leave them out, for that layout too "
+            "(evaluate measures the hybrid with them)",
+            stacklevel=3,
+        )
 
 
 def _visible(model: PreTrainedModel, layout: Layout) -> Visible:

@@ -39,7 +39,7 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     if any(state.gate_window is not None for state in layer_states(model)):
         detach(model)
     hook_layers(model)
-    layout = replace(layout, window=window or layout.window, sinks=layout.sinks if sinks is None else sinks)
+    layout = _with_reach(layout, window, sinks)
     try:
         windows = layout_windows(model, layout)
     except UserError:
@@ -107,6 +107,8 @@ def layout_applied(
 ) -> Iterator[PreTrainedModel]:
     """Apply a layout inside the ``with`` block, and restore the model's gates or layout after it.
 
+    A model that has this layout already keeps its learned sinks, as in ``apply_layout``.
+
         with spkv_nas.layout_applied(model, layout):
             spkv_nas.evaluate(model, blocks)
 
@@ -119,12 +121,21 @@ def layout_applied(
     Raises:
         UserError: as ``apply_layout``.
     """
+    current, applied = checkpoint_layout(model), _with_reach(layout, window, sinks)
+    if current is not None and current.content_hash == applied.content_hash:
+        yield model  # with its learned sinks, which belong to this layout
+        return
     with detached(model):
-        apply_layout(model, layout, window, sinks)
+        apply_layout(model, applied)
         try:
             yield model
         finally:
             detach(model)
+
+
+def _with_reach(layout: Layout, window: int | None, sinks: int | None) -> Layout:
+    """Return a layout whose local heads have another window or other sink tokens; None keeps the layout's."""
+    return replace(layout, window=window or layout.window, sinks=layout.sinks if sinks is None else sinks)
 
 
 def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:

@@ -14,8 +14,8 @@ BUDGET = Flag("Number of global KV heads, or a share such as 25%.", ("--budget",
 GRANULARITIES = HEAD, LAYER = "head", "layer"
 
 SINKS = Flag(
-    "Sink tokens: first tokens of a sequence that a local head sees besides its window. auto: as many as attention on "
-    "the first tokens of the model asks for, which is measured.",
+    "Sink tokens: first tokens of a sequence that a local head sees besides its window. auto: as many as the model's "
+    "measured attention on first tokens calls for.",
     metavar="auto|N",
 )
 

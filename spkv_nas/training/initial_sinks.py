@@ -53,7 +53,7 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
             if state.native_window is None:
                 state.observer = _adder(total, layout)
         for index in range(part.num_blocks):
-            model(input_ids=block_tokens(part, index, 1, model.device), use_cache=False, logits_to_keep=1)
+            model.get_decoder()(input_ids=block_tokens(part, index, 1, model.device), use_cache=False)
     return [(total / part.num_blocks).float() for total in sums]
 
 

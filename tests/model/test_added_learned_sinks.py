@@ -15,6 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from spkv_nas import Layout, UserError, apply_layout, detach, layout_applied
 from spkv_nas.base.manifest import MANIFEST
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attach import detached
 from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.checkpoint import load, save
@@ -181,7 +184,10 @@ def test_they_belong_to_their_layout(tokens: Tensor) -> None:
     with layout_applied(model, LAYERWISE):
         assert torch.equal(logits(model, tokens), logits(plain, tokens))
     assert torch.equal(logits(model, tokens), expected)
-    apply_layout(model, Layout(MIXED.heads, MIXED.window, "renamed", sinks=1))
+    renamed = Layout(MIXED.heads, MIXED.window, "renamed", sinks=1)
+    with layout_applied(model, renamed):
+        assert torch.equal(logits(model, tokens), expected)
+    apply_layout(model, renamed)
     assert has_learned_sinks(model.config)
     assert torch.equal(logits(model, tokens), expected)
     apply_layout(model, LAYERWISE)
@@ -189,6 +195,16 @@ def test_they_belong_to_their_layout(tokens: Tensor) -> None:
     assert torch.equal(logits(model, tokens), logits(plain, tokens))
     detach(model)
     assert not any("learned_sinks" in name for name in model.state_dict())
+
+
+def test_scores_warn_that_they_leave_them_out(blocks: TokenBlocks) -> None:
+    """A hybrid's own layout is scored like any other: on its weights, without what only it was trained with."""
+    model = hybrid()
+    plain = tiny_model(vocab_size=300)
+    with pytest.warns(UserWarning, match="scores leave them out"):
+        (score,) = zero_shot(model, [MIXED], blocks)
+    assert score.mean == pytest.approx(zero_shot(plain, [MIXED], blocks)[0].mean, abs=1e-6)
+    assert abs(score.mean - evaluate(model, blocks).nll.mean) > 1e-4
 
 
 def test_models_that_cannot_have_them() -> None:
