@@ -102,10 +102,8 @@ class KeyBenefitEstimator:
 
     def _add(self, layer: int, logits: Tensor, gradient: Tensor) -> None:
         """Add the benefits of a backward pass, from logits and their gradient [B, Hkv, T]."""
-        slope = torch.sigmoid(logits) * torch.sigmoid(
-            -logits
-        )  # du / dlogit; 0 without a gate: other heads, sink tokens
-        has_gate = slope > 0.0
+        slope = torch.sigmoid(logits) * torch.sigmoid(-logits)  # du / dlogit; 0 without a gate
+        has_gate = slope > 0.0  # not in global and local heads, and not for sink tokens
         num_keys, num_gated = logits.shape[0] * logits.shape[2], has_gate.sum((0, 2))
         sums = -(gradient / slope).where(has_gate, 0.0).sum((0, 2))
         benefit = sums * (num_keys / num_gated) * logits.shape[1] * self._num_layers  # NaN without any gate

@@ -21,10 +21,11 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, load_tokenizer, save
 from spkv_nas.model.gates import predictors
-from spkv_nas.probing import frozen, priced
+from spkv_nas.probing import frozen, priced, sinks
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.gate_state import GateState
 from spkv_nas.probing.priced import GateTraining, learn_gates
+from spkv_nas.probing.sinks import SinkReport
 from spkv_nas.proposal.propose import price_advice
 from spkv_nas.stages.probe import stage
 from spkv_nas.stages.probe.options import ProbeOptions
@@ -195,6 +196,13 @@ class TestProbe:
         again: list[str] = []
         assert stage.probe(options, Recorder(announced=again.append)).content_hash == table.content_hash
         assert "reused 3 of 3 gate training steps" in again
+
+    def test_sinks_are_measured_once(self, options: ProbeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A second measurement, on the other documents, gave layouts sink tokens that the gates did not keep."""
+        reports = [SinkReport(np.full((4, 4, 8), mass), 2, 0.0, ()) for mass in (0.0, 0.5)]
+        monkeypatch.setattr(sinks, "measure_sinks", lambda *_: reports.pop(0))
+        assert stage.probe(options).sinks == 0
+        assert len(reports) == 1
 
     def test_other_options_train_again(self, options: ProbeOptions) -> None:
         others: list[dict[str, Any]] = [{}, {"budget": "50%"}, {"seed": 1}, {"window": 4}]

@@ -70,10 +70,11 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
     if signal.computes_logits or signal.needs_gates:
         measured_values["batch_size"] = measured.batch_size
     # Learn gates
-    learned: dict[str, Any] = {}
+    learned, sinks = dict[str, Any](), parse_sinks(options.sinks)
     if measured.train is not None:
         subject = _rename(subject, options)
         learned = _learn(subject, measured, options, reporter)
+        sinks = learned.get("sinks", 0)  # those that the gates keep
     elif signal.needs_gates and (unused := [name for name in _LEARNING if getattr(options, name) is not None]):
         raise UserError(f"--{unused[0]} has no effect, because {subject.source} has gates already: remove it")
     # Measure the signal
@@ -84,7 +85,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
             measured.model,
             measured.blocks,
             window=options.window,
-            sinks=learned.get("sinks", parse_sinks(options.sinks)),
+            sinks=sinks,
             name=subject.name,
             metadata={
                 **model_record,
