@@ -1,6 +1,6 @@
 """Judge how far a probe's ranking can be trusted, by single-head gains in the workspace.
 
-Gains are stored with the probe, or are those of the signal ``opening`` on the same model, window and grid.
+Gains are stored with the probe, or are those of the signal ``opening`` on the same model, window, sink tokens and grid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def trust(workspace: Workspace, table: HeadScores, chosen: Mask) -> Trust | None
         UserWarning: another probe of the same model cannot be read.
     """
     for probe in (table, *neighbours(workspace, table)):
-        if (gains := _gains(probe, table)) is not None:
+        if probe.sinks == table.sinks and (gains := _gains(probe, table)) is not None:
             return Trust.of(table.values, chosen, gains, _num_documents(probe))
     return None
 

@@ -161,6 +161,7 @@ class TestWorkspace:
         put(workspace, "elsewhere", GAINS, signal="opening", unit="nats per token", model="other")
         put(workspace, "layers", GAINS, signal="opening", unit="nats per token", granularity="layer")
         put(workspace, "small", GAINS[:2], signal="opening", unit="nats per token")
+        put(workspace, "sinks", GAINS, signal="opening", unit="nats per token", sinks=1)
         assert trust(workspace, table, chosen) is None
         put(workspace, "mine-opening", GAINS, signal="opening", unit="nats per token")
         result = trust(workspace, table, chosen)
