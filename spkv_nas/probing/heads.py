@@ -30,9 +30,9 @@ _CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # attention weights per chunk: about th
 
 
 def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
-    """Raise ``UserError`` unless blocks are longer than the window plus the first ``sinks`` keys."""
+    """Raise ``UserError`` unless blocks are longer than the window and the sink tokens together."""
     if blocks.block_size <= window + sinks:
-        sinks_text = f" and {sinks} sinks" if sinks else ""
+        sinks_text = f" and {sinks} sink token{'s' if sinks > 1 else ''}" if sinks else ""
         raise UserError(
             f"blocks of {blocks.block_size} tokens have no keys beyond a window of {window} keys{sinks_text}\n"
             "give a smaller --window, or a larger --block-size"

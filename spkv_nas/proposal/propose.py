@@ -48,7 +48,8 @@ def propose(
 
     Returns:
         Layouts by name, in the order of ``proposal.registry.STRATEGIES``: interleaved-first (A), interleaved-last (B),
-        random-0, ... (C), densest (D), sparsest, and those of strategies that installed packages add.
+        random-0, ... (C), densest (D), sparsest, and those of strategies that installed packages add. Their sink tokens
+        are the table's.
 
     Raises:
         UserError: the budget is not 1 to the number of heads, seed or num_random is negative, or the window is below 1.

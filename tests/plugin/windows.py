@@ -19,7 +19,7 @@ class WindowsTarget(ExportTarget):
     indent: Annotated[int, Flag("Spaces of indentation.", low=0, high=8)] = 0
 
     def can_express(self, config, layout) -> str | None:
-        return "it has a global window" if layout.window > 1 << 20 else None
+        return "its local heads see sink tokens" if layout.sinks else None
 
     def write(self, hybrid: Hybrid, folder: Path) -> Written:
         from spkv_nas.model.attach import detached  # imports torch
