@@ -285,7 +285,10 @@ class TestCommand:
 @pytest.mark.slow
 class TestTrained:
     def test_default_path_costs_little(self, trained: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-        """Heads chosen and run without sinks cost 2.3 % (weak) and 3.3 % (strong) of NLL."""
+        """Heads chosen and run without sinks cost 2.3 % (weak) and 3.3 % (strong) of NLL.
+
+        The weak model's 1.3 % only guards against regressions: 1.14 % was measured, which misses the goal of 1.1 %.
+        """
         workspace = ["-w", str(tmp_path)]
         text = ["--model", str(trained / "model"), "--data", str(trained / "train"), "--window", "32"]
         main(["probe", *text, "--budget", "18", "--max-tokens", "61440", "--name", "chosen", *workspace])
