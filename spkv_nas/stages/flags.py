@@ -141,8 +141,8 @@ PageSize = Annotated[int | None, Flag("Tokens per page of the engine's cache.", 
 InFlightTokens = Annotated[
     int | None,
     Flag(
-        "Tokens that the engine schedules at one time: vLLM's max_num_batched_tokens, twice that with asynchronous "
-        "scheduling.",
+        "Tokens that the engine schedules at one time: vLLM's max_num_batched_tokens, SGLang's chunked prefill size, "
+        "twice these with asynchronous scheduling; llama.cpp's micro-batch.",
         low=1,
         high=MAX_WHOLE,
         panel=MEMORY,

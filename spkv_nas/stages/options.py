@@ -14,6 +14,7 @@ from spkv_nas.artifacts import defaults
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.flag import default
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.cost.engines.registry import ENGINES
 from spkv_nas.stages import flags
 
 DEFAULT_PROBE = EMBEDDED.name  # name of the embedded reference's probe
@@ -87,8 +88,12 @@ class EngineOptions:
     """Serving engine that memory is counted for."""
 
     engine: flags.EngineName = default(None, "keys and values alone")
-    page_size: flags.PageSize = default(None, "the engine's; vllm: 16, as on GPUs")
-    in_flight_tokens: flags.InFlightTokens = default(None, "the engine's; vllm: 16,384, as on an H100")
+    page_size: flags.PageSize = default(
+        None, ", ".join(f"{engine.name}: {engine.page_size:,}" for engine in ENGINES.built_in)
+    )
+    in_flight_tokens: flags.InFlightTokens = default(
+        None, ", ".join(f"{engine.name}: {engine.in_flight:,}" for engine in ENGINES.built_in)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

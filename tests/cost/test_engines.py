@@ -16,6 +16,8 @@ import pytest
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.engines.cost import EngineCost
 from spkv_nas.cost.engines.engine import ServedCache, Serving, steps
+from spkv_nas.cost.engines.llamacpp import LLAMACPP
+from spkv_nas.cost.engines.sglang import SGLANG
 from spkv_nas.cost.engines.vllm import VLLM, Part, kind_parts, plan_parts, unit_parts
 
 GIB = 2**30
@@ -76,6 +78,51 @@ class TestVllm:
     def test_short_contexts_favour_full_attention(self) -> None:
         cache = replace(LAYERS, grid=(7, 1), context=512)
         assert VLLM.plan(cache, 2).tokens(cache, GIB) < VLLM.plan(cache, 7).tokens(cache, GIB)
+
+
+class TestSglang:
+    cache = replace(LAYERS, page_size=1, in_flight=16384)
+
+    @pytest.mark.parametrize(("num_global", "pool"), [(7, 921_825), (8, 911_805), (21, 798_915)])
+    def test_the_global_pool_limits_long_requests(self, num_global: int, pool: int) -> None:
+        """Its tokens are the memory over the bytes of a token in global layers and 0.8 of those in local layers."""
+        per_token = 256 * (num_global + 0.8 * (21 - num_global))
+        assert pool == int(4 * GIB // per_token)
+        assert SGLANG.plan(self.cache, num_global).concurrency(4 * GIB) == pool / 32768
+
+    def test_the_local_pool_limits_short_requests(self) -> None:
+        plan = SGLANG.plan(replace(self.cache, context=200), 7)
+        local = int(0.8 * 921_825) - 16384 - 1
+        assert plan.concurrency(4 * GIB) == local / (128 + 128 + 2)
+        assert plan.concurrency(1000) == 0
+
+    def test_local_layers_alone_have_one_pool(self) -> None:
+        plan = SGLANG.plan(self.cache, 0)
+        assert plan.concurrency(4 * GIB) == (4 * GIB // (21 * 256) - 16385) / 258
+
+    @pytest.mark.parametrize("num_global", [0, 1, 7, 21])
+    @pytest.mark.parametrize(("context", "page_size"), [(32768, 1), (200, 1), (1000, 64)])
+    def test_memory_is_the_least_that_fits(self, num_global: int, context: int, page_size: int) -> None:
+        plan = SGLANG.plan(replace(self.cache, context=context, page_size=page_size), num_global)
+        for requests in (1, 7, 100):
+            assert plan.concurrency(plan.memory(requests)) >= requests > plan.concurrency(plan.memory(requests) - 1)
+        growth = plan.memory(2000) - plan.memory(1000)
+        assert growth == pytest.approx(1000 * plan.request_bytes, rel=1e-3)
+
+
+class TestLlamaCpp:
+    cache = replace(LAYERS, context=1000, page_size=256, in_flight=512)
+
+    def test_cells_are_padded(self) -> None:
+        """1,000 tokens take 1,024 cells; a window of 128 and a micro-batch of 512 take 768."""
+        plan = LLAMACPP.plan(self.cache, 7)
+        assert plan.request_bytes == 256 * (7 * 1024 + 14 * 768)
+        assert plan.memory(3) == 3 * plan.request_bytes
+        assert [plan.concurrency(plan.memory(3) - spare) for spare in (0, 1)] == [3, 2]
+
+    def test_a_local_layer_never_takes_more_than_the_context(self) -> None:
+        short = replace(self.cache, context=300)
+        assert LLAMACPP.plan(short, 7).request_bytes == LLAMACPP.plan(short, 21).request_bytes == 256 * 21 * 512
 
 
 class TestBudgets:

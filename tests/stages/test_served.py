@@ -66,13 +66,23 @@ class TestPlan:
         assert "1,424,929 │ 9, 10 │" in shown
         assert "pages of 128 tokens (--page-size), 2,048 tokens in flight" in shown
 
+    @pytest.mark.parametrize(("engine", "note"), [("sglang", "0.8 as many tokens"), ("llamacpp", "one slot for each")])
+    def test_engines_that_were_read(
+        self, engine: str, note: str, config: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main(["plan", "--model", str(config), "--device", "cpu", "--engine", engine, "--kv-bytes", "4GiB"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "read in its source, not run" in shown
+        assert "whole layers only" in shown
+        assert note in shown
+
     def test_without_an_engine_there_is_none(self, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "engine" not in planned(capsys, config)
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--engine", "none"], "unknown engine 'none'; expected one of vllm"),
+            (["--engine", "none"], "unknown engine 'none'; expected one of vllm, sglang, llamacpp"),
             (["--page-size", "16"], "--page-size needs --engine"),
             (["--in-flight-tokens", "16"], "--in-flight-tokens needs --engine"),
             (["--kv-bytes", "1GiB"], "--kv-bytes needs --engine"),
@@ -147,6 +157,7 @@ class TestPropose:
         ("changed", "message"),
         [
             (["--engine", "none"], "unknown engine 'none'"),
+            (["--engine", "sglang"], "SGLang 0.5.23 runs whole layers only: add --granularity layer"),
             (["--kv-bytes", "1MiB"], "1.00 MiB is too small in vLLM 0.32: 10 requests of 32,768 tokens need at least"),
             (["--sinks", "4"], "vLLM 0.32 keeps no sink tokens for local heads, but the layout has 4"),
         ],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_memory import CacheCost
-from spkv_nas.cost.engines.engine import PagedPlan, Serving
+from spkv_nas.cost.engines.engine import CachePlan, Serving
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class EngineCost(CacheCost):
         larger = range(num_heads, num_global, -stride)
         return next((number for number in larger if self.total(number, num_heads) <= limit), num_global)
 
-    def _plan(self, num_global: int, num_heads: int) -> PagedPlan:
-        """Return the cache that the engine plans for units of one head."""
+    def _plan(self, num_global: int, num_heads: int) -> CachePlan:
+        """Return the cache that the engine plans for a number of global heads, however they are spread."""
         cache = self.serving.cache(
             (num_heads, 1), head_dim=self.head_dim, dtype=self.dtype, window=self.window, context=self.context
         )

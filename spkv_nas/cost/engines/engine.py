@@ -47,38 +47,25 @@ class ServedCache:
         return 2 * self.head_dim * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
-class PagedPlan:
-    """Cache that an engine plans, in pages of one size that all requests share.
-
-    Attributes:
-        page_bytes: bytes of a page in all layers that share a page table.
-        request_pages: pages of a request of maximum length.
-    """
-
-    page_bytes: int
-    request_pages: int
+class CachePlan(ABC):
+    """Cache that an engine plans for requests of maximum length."""
 
     @property
+    @abstractmethod
     def request_bytes(self) -> int:
-        """Return the bytes of a request of maximum length."""
-        return self.page_bytes * self.request_pages
+        """Return the bytes by which the cache grows with a request."""
 
-    def num_pages(self, memory: int) -> int:
-        """Return the pages in a cache of ``memory`` bytes."""
-        return memory // self.page_bytes
-
+    @abstractmethod
     def concurrency(self, memory: int) -> float:
-        """Return the requests of maximum length that fit in ``memory`` bytes."""
-        return self.num_pages(memory) / self.request_pages
+        """Return the requests that fit in ``memory`` bytes."""
+
+    @abstractmethod
+    def memory(self, requests: int) -> int:
+        """Return the bytes that requests need, with what the engine needs besides."""
 
     def tokens(self, cache: ServedCache, memory: int) -> int:
-        """Return the tokens of requests of maximum length that fit in ``memory`` bytes."""
+        """Return the tokens of the requests that fit in ``memory`` bytes."""
         return int(self.concurrency(memory) * cache.context)
-
-    def memory(self, requests: int) -> int:
-        """Return the bytes that requests of maximum length need, with the page that the engine keeps for padding."""
-        return self.page_bytes * (requests * self.request_pages + 1)
 
 
 class Engine(ABC):
@@ -88,6 +75,8 @@ class Engine(ABC):
         name: name on the command line.
         title: name and version in sentences.
         evidence: how its plans were checked.
+        note: which layouts it runs, and what its plans assume.
+        per_head: whether it runs layouts that are not of whole layers.
         page_size: default tokens per page.
         in_flight: default tokens in flight.
     """
@@ -95,11 +84,13 @@ class Engine(ABC):
     name: str
     title: str
     evidence: str
+    note: str
+    per_head: bool
     page_size: int
     in_flight: int
 
     @abstractmethod
-    def plan(self, cache: ServedCache, num_global: int) -> PagedPlan:
+    def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
         """Plan the cache of a model with ``num_global`` global KV heads."""
 
 
@@ -133,7 +124,7 @@ class Step:
     """
 
     num_global: int
-    plan: PagedPlan
+    plan: CachePlan
     instead_of: tuple[int, ...]
 
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.cost.engines.engine import Engine, PagedPlan, ServedCache
+from spkv_nas.cost.engines.engine import CachePlan, Engine, ServedCache
 
 _FEW_PADDING = 1.5  # the largest bucket sets the size of groups below this multiple of the smallest
 
@@ -39,6 +39,32 @@ class Part:
 
     num_heads: int
     is_local: bool
+
+
+@dataclass(frozen=True)
+class PagedPlan(CachePlan):
+    """Cache in pages of one size that all requests share.
+
+    Attributes:
+        page_bytes: bytes of a page in all layers of a group.
+        request_pages: pages of a request of maximum length.
+    """
+
+    page_bytes: int
+    request_pages: int
+
+    @property
+    def request_bytes(self) -> int:
+        """Return the bytes of a request's pages."""
+        return self.page_bytes * self.request_pages
+
+    def concurrency(self, memory: int) -> float:
+        """Return the requests that fit in ``memory`` bytes, as vLLM reports them."""
+        return memory // self.page_bytes / self.request_pages
+
+    def memory(self, requests: int) -> int:
+        """Return the bytes that requests need, with the page that vLLM keeps for padding."""
+        return self.page_bytes * (requests * self.request_pages + 1)
 
 
 def unit_parts(cache: ServedCache, num_global: int, size: int = 1) -> Counter[Part]:
@@ -94,10 +120,12 @@ class Vllm(Engine):
     name = "vllm"
     title = "vLLM 0.32"
     evidence = "equal to vLLM's report of its capacity"
+    note = "layouts per head take the memory of whole layers with as many global heads"
+    per_head = True
     page_size = 16  # DEFAULT_BLOCK_SIZE on GPUs; 128 on CPUs
     in_flight = 16384  # of ``vllm serve`` on an H100: max_num_batched_tokens of 8,192 in two batches
 
-    def plan(self, cache: ServedCache, num_global: int) -> PagedPlan:
+    def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
         """Plan the cache of a model in units of one head, or in whole layers."""
         return plan_parts(cache, unit_parts(cache, num_global))
 

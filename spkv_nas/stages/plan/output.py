@@ -52,7 +52,7 @@ def _served(result: ServedBudgets) -> None:
     say(f"instead of: numbers of global layers that take as much memory or more; {engine.title}: {engine.evidence}")
     say(
         f"pages of {cache.page_size} tokens (--page-size), {cache.in_flight:,} tokens in flight (--in-flight-tokens); "
-        "layouts per head take the memory of whole layers with as many global heads"
+        f"{engine.note}"
     )
 
 
