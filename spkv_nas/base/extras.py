@@ -18,6 +18,7 @@ EXTRAS = {  # packages by extra; pyproject.toml has their versions
     "postgresql": ("psycopg",),
     "tasks": ("lm_eval",),
     "tensorboard": ("tensorboard",),
+    "vllm": ("vllm",),
 }
 
 

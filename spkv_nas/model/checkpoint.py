@@ -28,11 +28,12 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath, read_json
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.base.memory import require
+from spkv_nas.model.config_limits import check_counts
 from spkv_nas.model.config_section import saved_gates, saved_layers
 from spkv_nas.model.custom_model_type import native_class
 from spkv_nas.model.device_map import dispatch
 from spkv_nas.model.learned_sinks import added_parameters
-from spkv_nas.model.model_shape import check_counts, check_size, config_size
+from spkv_nas.model.model_shape import check_size, config_size
 from spkv_nas.model.restore import check_attention, restoring_class
 from spkv_nas.model.source import at_revision, commit_of, config_folder, model_folder, pinned, resolve
 from spkv_nas.model.weight_files import FILE, INDEX, carry, check_files, content_hashes, stored_names

@@ -16,9 +16,9 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.model.attention import GLOBAL_WINDOW, attention_layers, layer_state, layer_states
+from spkv_nas.model.config_limits import MAX_LAYERS
 from spkv_nas.model.custom_model_type import set_custom_model_type
 from spkv_nas.model.learned_sinks import layer_learned_sinks
-from spkv_nas.model.model_shape import MAX_LAYERS
 
 _Window = Annotated[int, Field(ge=1, le=GLOBAL_WINDOW)]
 

@@ -11,7 +11,8 @@ class instead of an Auto class fails::
 
 ``import spkv_nas`` registers the type with the Auto classes, and wraps ``AutoConfig.from_pretrained``: a config with
 the section but its original type, as earlier versions saved it, gets the type too, because the Auto classes would build
-a dense model from it. Configs without a section are not changed.
+a dense model from it. Configs without a section are not changed. An inference engine that has model classes of its
+own reads the same configs as the original class instead (``read_for_engine``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.model.config_limits import check_counts
 
 CUSTOM_MODEL_TYPE = "spkv"
 _PREFIX = "SPKV"  # of class names
@@ -33,6 +35,7 @@ _HINT = "said in the section spkv, because a stock class would run this model de
 
 
 _model_class: Callable[[Any], Any]  # set by ``register``, because its module imports this one
+_prepare_for_engine: Callable[[PreTrainedConfig], None] | None = None  # set by ``read_for_engine``
 
 
 def set_custom_model_type(config: PreTrainedConfig, custom: bool) -> None:
@@ -61,16 +64,31 @@ def register(model_class: Callable[[Any], Any]) -> None:
     AutoConfig.from_pretrained = staticmethod(_recognising_sections(AutoConfig.from_pretrained))
 
 
+def read_for_engine(prepare: Callable[[PreTrainedConfig], None]) -> None:
+    """Let the Auto classes read our type as the original config class, for an engine with model classes of its own.
+
+    No model class of this package is imported then.
+
+    Args:
+        prepare: called with each config that has a section; raises ``UserError`` for one that the engine cannot serve.
+    """
+    global _prepare_for_engine
+    _prepare_for_engine = prepare
+
+
 def _recognising_sections(read: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``AutoConfig.from_pretrained``, so that a config with a section gets our type."""
 
     @wraps(read)
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        """Read a config, and give it our type if it has a section."""
+        """Read a config, and if it has a section, give it our type or prepare it for the engine."""
         result = read(*args, **kwargs)
         config = result[0] if isinstance(result, tuple) else result  # with return_unused_kwargs
         if hasattr(config, CUSTOM_MODEL_TYPE):
-            set_custom_model_type(config, True)
+            if _prepare_for_engine is None:
+                set_custom_model_type(config, True)
+            else:
+                _prepare_for_engine(config)
         return result
 
     return from_pretrained
@@ -85,7 +103,8 @@ class SPKVConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Return a config of the original class from the content of a file of our type."""
         content, native = _stock_form(config_dict)
-        return _custom_class(native).from_dict(content, **kwargs)  # type: ignore[arg-type]  # as above
+        kind = _custom_class(native) if _prepare_for_engine is None else native  # type: ignore[arg-type]  # as above
+        return kind.from_dict(content, **kwargs)
 
 
 class _Custom:
@@ -153,8 +172,6 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
         UserError: the section lacks type or number of layers, or the number exceeds that of any model.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    from spkv_nas.model.model_shape import check_counts
 
     # Read type and number of layers from the section
     section = dict(content[CUSTOM_MODEL_TYPE]) if isinstance(content.get(CUSTOM_MODEL_TYPE), dict) else {}

@@ -15,19 +15,10 @@ from spkv_nas.artifacts.shape import HeadShape, ModelSize
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
 from spkv_nas.base.schema import suggestion
+from spkv_nas.model.config_limits import check_counts
 from spkv_nas.model.learned_sinks import added_parameters
 
-MAX_LAYERS = 1000  # several times that of any decoder; a million would take forever to build
-_MAX_EXPERTS = 100_000
-_LAYER_COUNTS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers"}
-_MAX_LABELS = 10_000  # of a classifier; transformers builds a dictionary of them even for decoders
-_EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts"}
 _READ_BY_MODELS = {"model_type", "head_dim"}  # read by decoders whose config class has no such field
-_MAX_COUNTS = {
-    **dict.fromkeys(_LAYER_COUNTS, MAX_LAYERS),
-    **dict.fromkeys(_EXPERT_COUNTS, _MAX_EXPERTS),
-    "num_labels": _MAX_LABELS,
-}
 
 
 def config_shape(config: PreTrainedConfig) -> HeadShape:
@@ -97,24 +88,6 @@ def check_tokens(model: PreTrainedModel, largest: int) -> None:
             f"the tokenizer has a token {largest}, but the model knows {rows} (0 to {rows - 1}) only\n"
             "the tokenizer belongs to another model: use the model's tokenizer"
         )
-
-
-def check_counts(config: Mapping[str, Any], what: str) -> None:
-    """Refuse a config, nested sections included, with more layers, experts or labels than any model has.
-
-    Args:
-        config: content of ``config.json``, before a library builds lists of these lengths.
-        what: subject of the error message.
-
-    Raises:
-        UserError: a count is too large; the message names the key.
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping) and key != "spkv":  # validated by its own schema
-            check_counts(value, what)
-        most = _MAX_COUNTS.get(key)
-        if most is not None and isinstance(value, int | float) and value > most:
-            raise UserError(f"{what}: '{key}' in its config is {value:.6g}; more than {most:,} are not supported")
 
 
 def check_keys(config: PreTrainedConfig, settings: Mapping[str, Any], what: str) -> None:

@@ -25,7 +25,8 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.manifest import is_complete, write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
-from spkv_nas.model.model_shape import check_counts, check_keys, check_size
+from spkv_nas.model.config_limits import check_counts
+from spkv_nas.model.model_shape import check_keys, check_size
 from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.corpus import Corpus, tokenizer_folder

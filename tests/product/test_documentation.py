@@ -37,10 +37,10 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FRESH = {"README.md", "own-model.md", "retrain.md"}  # start from a model and a text alone
 EMBEDDED = {"install.md", "budget.md", "compare-signals.md"}  # on the embedded models, in the repository's workspace
 SLOW = {  # whole workflows, of twenty seconds and more
-    *("install.md", "cost.md", "decoding.md", "evaluation.md", "report.md", "scores.md"),
+    *("install.md", "cost.md", "decoding.md", "evaluation.md", "report.md", "scores.md", "vllm.md"),
     *("budget.md", "compare-signals.md", "own-model.md", "retrain.md", "python.md", "serve.md"),
 }
-OTHERS = {"make", "pip", "uv", "optuna-dashboard"}  # programs that install, or serve a page
+OTHERS = {"make", "pip", "uv", "optuna-dashboard", "vllm"}  # programs that install, or serve a page
 PARSED = ("evaluate tasks paper", "--train-step")  # data from the hub; a minute of timing
 LIMITS = (  # options that keep a command short, by what it contains; the last of an option counts
     ("probe --signal density --model", "--steps 2 --block-size 64 --ablation-tokens 0"),

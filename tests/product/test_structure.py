@@ -15,7 +15,7 @@ FLOORS = (
     ("data", "model", "cost"),
     ("evaluation", "proposal"),
     ("probing",),
-    ("training", "search", "report"),
+    ("training", "search", "report", "serving"),
     ("stages",),
     ("cli",),
     ("__main__",),

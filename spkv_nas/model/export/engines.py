@@ -66,6 +66,7 @@ class Engine:
 _EXACT, _REFUSED, _UNTRIED = Cell(Outcome.EXACT), Cell(Outcome.REFUSED), Cell(Outcome.UNTRIED)
 _QWEN_VLLM = Cell(Outcome.EXACT, "with --model-impl transformers; refused without")
 _UNGUARDED = Cell(Outcome.EXACT, "run without the keys lm_config and model_file")
+_PLUGIN = Cell(Outcome.EXACT, "with spkv-nas in its environment and without sink tokens; refused otherwise")
 _IMPORTED = Cell(Outcome.REFUSED, "exact after import spkv_nas")
 _ROUNDED = Cell(Outcome.EXACT, "tokens equal, log-probabilities within 4e-4")
 
@@ -94,7 +95,7 @@ _ROWS: dict[str, tuple[Cell, ...]] = {
     "gpt_oss": (_UNTRIED, _EXACT, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED),
     "gpt_oss with other layers": (_UNTRIED, _EXACT, _UNTRIED, _UNTRIED, _REFUSED, _UNTRIED, _UNTRIED),
     "granite_swa": (_EXACT, _EXACT, _UNTRIED, _REFUSED, _EXACT, _UNTRIED, _UNTRIED),
-    "spkv": (_REFUSED, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED),
+    "spkv": (_PLUGIN, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED),
 }
 
 # Forms of families that have a window in all but every n-th layer, by n; engines that ignore layer_types assume it

@@ -1,0 +1,1 @@
+"""Serve exports in inference engines, and check that an engine computes what the model does."""

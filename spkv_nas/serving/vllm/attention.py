@@ -1,0 +1,210 @@
+"""Attention layer whose KV heads have different windows: one ``Attention`` of vLLM for each part of its heads."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.cost.engines.engine import ServedCache
+from spkv_nas.serving.vllm.config import ServedLayout
+from spkv_nas.serving.vllm.heads import LOCAL, Part, choose_unit, parts
+
+_DEFAULT_BLOCK = 16  # tokens, where the platform chooses after the model is built
+
+
+class HeadwiseAttention(nn.Module):
+    """Replacement of an ``Attention`` of vLLM, for which ``parts`` of its KV heads have one each.
+
+    Attributes:
+        parts: the layers that compute, global heads first.
+        has_sink: whether local heads have learned sinks; vLLM's Transformers backend reads it.
+    """
+
+    head_order: Tensor
+    query_order: Tensor
+    query_return: Tensor
+
+    def __init__(self, stock: Any, divided: list[Part], first_head: int, layout: ServedLayout, vllm_config: Any):
+        """Replace ``stock``, and take its place among the layers that have a cache.
+
+        Args:
+            stock: the ``Attention`` to replace.
+            divided: its KV heads on this rank, from 0.
+            first_head: KV heads on the ranks before this one.
+            layout: gives the window, and whether there are learned sinks.
+            vllm_config: config of the engine.
+        """
+        super().__init__()
+        self.head_size, self.group = stock.head_size, stock.num_heads // stock.num_kv_heads
+        self.num_heads, self.num_kv_heads = stock.num_heads, stock.num_kv_heads
+        self.has_sink = layout.learned_sinks
+        del vllm_config.compilation_config.static_forward_context[stock.layer_name]
+        # Global heads must not get the window of the whole model
+        cache_config = copy.copy(vllm_config.cache_config)
+        cache_config.sliding_window = None
+        # Make a layer for each part
+        self.parts = nn.ModuleList()
+        self.query_counts, self.head_counts = [], []
+        for number, part in enumerate(divided):
+            num_queries = len(part.heads) * self.group
+            sinks = None
+            if self.has_sink and part.kind == LOCAL:
+                sinks = nn.Parameter(torch.zeros(num_queries), requires_grad=False)
+                self.register_parameter(f"sinks_{number}", sinks)
+            names = "_".join(str(first_head + head) for head in part.heads)
+            self.parts.append(
+                Attention(
+                    num_queries,
+                    self.head_size,
+                    stock.impl.scale,
+                    num_kv_heads=len(part.heads),
+                    cache_config=cache_config,
+                    quant_config=stock.quant_config,
+                    logits_soft_cap=getattr(stock.impl, "logits_soft_cap", None) or None,
+                    per_layer_sliding_window=layout.window if part.kind == LOCAL else None,
+                    prefix=f"{stock.layer_name}.{part.kind}{names}",
+                    **({} if sinks is None else {"sinks": sinks}),
+                )
+            )
+            self.query_counts.append(num_queries)
+            self.head_counts.append(len(part.heads))
+        # Order of the heads in the parts, and back; None where it is that of the model
+        heads = [head for part in divided for head in part.heads]
+        queries = [head * self.group + query for head in heads for query in range(self.group)]
+        self.is_ordered = heads == sorted(heads)
+        self.local_heads = [part.heads if part.kind == LOCAL else () for part in divided]
+        self.first_head = first_head
+        self.register_buffer("head_order", torch.tensor(heads), persistent=False)
+        self.register_buffer("query_order", torch.tensor(queries), persistent=False)
+        self.register_buffer("query_return", torch.tensor(queries).argsort(), persistent=False)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [T, Hq * D].
+            key: [T, Hkv * D].
+            value: [T, Hkv * D].
+
+        Returns:
+            [T, Hq * D].
+        """
+        if len(self.parts) == 1:
+            output: Tensor = self.parts[0](query, key, value)
+            return output
+        num_tokens = query.shape[0]
+        query, key, value = (x.view(num_tokens, -1, self.head_size) for x in (query, key, value))
+        if not self.is_ordered:
+            query, key, value = query[:, self.query_order], key[:, self.head_order], value[:, self.head_order]
+        divided = (
+            torch.split(query, self.query_counts, 1),
+            torch.split(key, self.head_counts, 1),
+            torch.split(value, self.head_counts, 1),
+        )
+        outputs = [
+            part(*(x.flatten(1) for x in tensors)).view(num_tokens, -1, self.head_size)
+            for part, *tensors in zip(self.parts, *divided, strict=True)
+        ]
+        merged = torch.cat(outputs, 1)
+        return (merged if self.is_ordered else merged[:, self.query_return]).flatten(1)
+
+    @torch.no_grad()
+    def load_sinks(self, logits: Tensor, row: str) -> set[str]:
+        """Copy learned sinks, and return the names of the parameters.
+
+        Args:
+            logits: those of the local heads of all ranks, in order: [local KV heads * group].
+            row: letters of the KV heads of all ranks.
+        """
+        local_heads = [head for head, kind in enumerate(row) if kind == LOCAL]
+        by_head = dict(zip(local_heads, torch.split(logits, self.group), strict=True))
+        loaded = set()
+        for number, heads in enumerate(self.local_heads):
+            if heads:
+                name = f"sinks_{number}"
+                self.get_parameter(name).copy_(torch.cat([by_head[self.first_head + head] for head in heads]))
+                loaded.add(name)
+        return loaded
+
+
+def replace_attention(model: nn.Module, vllm_config: Any) -> None:
+    """Replace each ``Attention`` of a model of vLLM by one with the windows of the layout in its config.
+
+    Raises:
+        UserError: the model has an attention that cannot be replaced, or more ranks than KV heads.
+    """
+    layout = ServedLayout.of(vllm_config.model_config.hf_config.spkv)
+    stock_layers = {
+        extract_layer_index(child.layer_name): (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, Attention)
+    }
+    _check_layers(stock_layers, layout, vllm_config)
+    # Divide the heads alike on all ranks
+    ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+    for index, (_, _, stock) in stock_layers.items():
+        _check_layer(index, stock, layout.rows[index], ranks)
+    shards = [row[start : start + len(row) // ranks] for row in layout.rows.values() for start in _starts(row, ranks)]
+    unit = choose_unit(shards, _served_cache(layout, vllm_config))
+    for index, (module, name, stock) in stock_layers.items():
+        first = _starts(layout.rows[index], ranks)[rank]
+        divided = parts(layout.rows[index][first : first + stock.num_kv_heads], unit)
+        setattr(module, name, HeadwiseAttention(stock, divided, first, layout, vllm_config))
+
+
+def _starts(row: str, ranks: int) -> range:
+    """Return the first KV head of each rank."""
+    return range(0, len(row), len(row) // ranks)
+
+
+def _served_cache(layout: ServedLayout, vllm_config: Any) -> ServedCache:
+    """Return the sizes of the engine's cache; those of heads do not matter to the choice of parts."""
+    return ServedCache(
+        grid=(len(layout.rows), len(next(iter(layout.rows.values())))),
+        head_dim=1,
+        dtype="bfloat16",
+        window=layout.window,
+        context=vllm_config.model_config.max_model_len,
+        page_size=vllm_config.cache_config.block_size or _DEFAULT_BLOCK,
+        in_flight=vllm_config.max_in_flight_tokens,
+    )
+
+
+def _check_layers(stock_layers: dict[int, Any], layout: ServedLayout, vllm_config: Any) -> None:
+    """Raise ``UserError`` if vLLM's model has other attention layers than the layout."""
+    is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
+    missing = set(layout.rows) - set(stock_layers) if is_whole else set()
+    if missing or set(stock_layers) - set(layout.rows):
+        raise UserError(
+            f"vLLM's {type(vllm_config.model_config.hf_config).__name__} model has its attention in layers "
+            f"{sorted(stock_layers)}, but the layout is of layers {sorted(layout.rows)}: this architecture cannot be "
+            "served with a layout"
+        )
+
+
+def _check_layer(index: int, stock: Any, row: str, ranks: int) -> None:
+    """Raise ``UserError`` for an attention that the parts of its heads would not compute."""
+    if stock.num_kv_heads * ranks != len(row):
+        raise UserError(
+            f"layer {index}: {ranks} tensor-parallel ranks for {len(row)} KV heads\n"
+            f"choose a --tensor-parallel-size that divides {len(row)}"
+        )
+    reasons = {
+        "ALiBi": getattr(stock.impl, "alibi_slopes", None) is not None,
+        "a key-value cache shared with another layer": stock.kv_sharing_target_layer_name is not None,
+        "attention that is not causal": stock.attn_type != AttentionType.DECODER,
+        "learned sinks in the dense model": stock.has_sink,
+        "values of another size than keys": stock.head_size_v != stock.head_size,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError(f"layer {index}: vLLM cannot serve a layout of a model with {reason}")

@@ -1,0 +1,74 @@
+"""Choose how the KV heads of a layer are divided among vLLM's ``Attention`` layers. Imports no vLLM.
+
+An ``Attention`` has one window, so the heads of a mixed layer need several. Pages of vLLM's cache have one size, and
+all groups equally many ``Attention`` layers (``v1/core/kv_cache_utils.py`` of 0.32: ``unify_kv_cache_spec_page_size``,
+``_get_kv_cache_groups_uniform_page_size``; ``cost/engines/vllm.py`` has the rules). There are two ways, each of which
+wastes pages on some layouts:
+
+- "pair": one ``Attention`` for the global and one for the local heads of a layer. Fewest calls, but 3 heads beside 4
+  lose a quarter of each page, 1 head beside 3 gets blocks three times as long, and many kinds make small groups.
+- "units": ``Attention`` layers of g heads each, g the greatest common divisor of all counts. All pages are equal and
+  there are two kinds alone, for up to Hkv calls a layer.
+
+``choose_unit`` plans the cache of a request both ways, and takes the cheaper one, or pairs where both cost the same.
+Cache layouts that a platform packs block by block (``_get_packed_kv_cache_groups``) waste less with pairs than is
+planned here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from spkv_nas.cost.engines import vllm as cost
+from spkv_nas.cost.engines.engine import ServedCache
+
+GLOBAL, LOCAL = "G", "L"
+
+
+@dataclass(frozen=True)
+class Part:
+    """KV heads of a layer that one ``Attention`` computes.
+
+    Attributes:
+        kind: "G" global or "L" local.
+        heads: indices of the KV heads.
+    """
+
+    kind: str
+    heads: tuple[int, ...]
+
+
+def parts(row: str, unit: int) -> list[Part]:
+    """Divide the heads of a layer: by kind if ``unit`` is 0, else also into units of that many heads."""
+    divided = []
+    for kind in (GLOBAL, LOCAL):
+        heads = tuple(index for index, letter in enumerate(row) if letter == kind)
+        size = unit or len(heads) or 1
+        divided += [Part(kind, heads[start : start + size]) for start in range(0, len(heads), size)]
+    return divided
+
+
+def choose_unit(rows: Iterable[str], cache: ServedCache) -> int:
+    """Return the number of heads of a unit, or 0 for pairs, whichever needs less cache for the longest request.
+
+    Args:
+        rows: letters of the heads of every layer, and with tensor parallelism of every rank.
+        cache: gives the window, and the sizes of pages and of the longest request.
+    """
+    rows = list(rows)
+    counts = [row.count(kind) for row in rows for kind in (GLOBAL, LOCAL)]
+    unit = math.gcd(*counts)
+    if all(count in (0, unit) for count in counts):  # both ways are the same
+        return 0
+    return unit if request_bytes(rows, unit, cache) < request_bytes(rows, 0, cache) else 0
+
+
+def request_bytes(rows: Iterable[str], unit: int, cache: ServedCache) -> int:
+    """Return the cache that vLLM plans for the longest request, with padding, for one way to divide the heads."""
+    counts = Counter(
+        cost.Part(len(part.heads), is_local=part.kind == LOCAL) for row in rows for part in parts(row, unit)
+    )
+    return cost.plan_parts(cache, counts).request_bytes

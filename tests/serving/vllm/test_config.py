@@ -1,0 +1,165 @@
+"""Test what the plug-in for vLLM reads from a config, and what it refuses; vLLM is not needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny_model
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+import spkv_nas
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.model import custom_model_type
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.windows import add_learned_sinks, apply_layout
+from spkv_nas.serving.vllm import config as served
+from spkv_nas.serving.vllm.config import ServedLayout, prepare
+
+LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5)
+HEAVY = ("pandas", "scipy", "typer", "rich", "pydantic", "transformers", "torch", "vllm", "numpy")
+
+
+@pytest.fixture(autouse=True)
+def _tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "_vllm_version", lambda: f"{served.TESTED}.1")
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read configs as inside vLLM."""
+    monkeypatch.setattr(custom_model_type, "_prepare_for_engine", prepare)
+
+
+def saved(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama", **layout: Any) -> Path:
+    model = tiny_model(family, vocab_size=300)
+    apply_layout(model, Layout(LAYOUT.heads, LAYOUT.window, **layout))
+    save(model, tokenizer, folder)
+    return folder
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [
+        ("llama", "SPKVLlamaForCausalLM"),
+        ("qwen2", "SPKVQwen2ForCausalLM"),
+        ("gemma3_text", "SPKVGemma3ForCausalLM"),
+        ("olmo2", "SPKVTransformersForCausalLM"),
+    ],
+)
+def test_an_export_is_read_as_its_original_class(
+    family: str, architecture: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    config = AutoConfig.from_pretrained(saved(tmp_path / "hybrid", tiny_tokenizer, family))
+    assert type(config).__module__.startswith("transformers.")
+    assert config.num_hidden_layers == 4
+    assert config.architectures == [architecture]
+    assert ServedLayout.of(config.spkv) == ServedLayout(dict(enumerate(LAYOUT.heads)), 5, False)
+
+
+@pytest.mark.usefixtures("engine")
+def test_an_export_of_the_original_type_is_served_with_its_layout(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Earlier exports could keep the original type; inside vLLM they must not run dense."""
+    folder = saved(tmp_path / "hybrid", tiny_tokenizer)
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    content |= {"model_type": "llama", "num_hidden_layers": 4, "architectures": ["LlamaForCausalLM"]}
+    file.write_text(json.dumps(content))
+    assert AutoConfig.from_pretrained(folder).architectures == ["SPKVLlamaForCausalLM"]
+
+
+@pytest.mark.usefixtures("engine")
+def test_layers_are_ordered_by_number_not_by_name(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """config.json sorts layer 10 before layer 2."""
+    rows = ("GG", *["LL"] * 10, "GL")
+    model = tiny_model("llama", vocab_size=300, num_hidden_layers=12)
+    apply_layout(model, Layout(rows, 5))
+    save(model, tiny_tokenizer, tmp_path / "hybrid")
+    config = AutoConfig.from_pretrained(tmp_path / "hybrid")
+    assert ServedLayout.of(config.spkv).rows == dict(enumerate(rows))
+
+
+@pytest.mark.usefixtures("engine")
+def test_learned_sinks_are_read(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    model = tiny_model("llama", vocab_size=300)
+    apply_layout(model, LAYOUT)
+    add_learned_sinks(model)
+    save(model, tiny_tokenizer, tmp_path / "hybrid")
+    assert ServedLayout.of(AutoConfig.from_pretrained(tmp_path / "hybrid").spkv).learned_sinks
+
+
+@pytest.mark.usefixtures("engine")
+def test_sink_tokens_are_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match="see the first 2 tokens"):
+        AutoConfig.from_pretrained(saved(tmp_path / "hybrid", tiny_tokenizer, sinks=2))
+
+
+@pytest.mark.usefixtures("engine")
+def test_gates_are_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    model = tiny_model("llama", vocab_size=300)
+    spkv_nas.attach_gates(model, spkv_nas.GateConfig(window=5))
+    save(model, tiny_tokenizer, tmp_path / "gated")
+    with pytest.raises(UserError, match="decide token by token"):
+        AutoConfig.from_pretrained(tmp_path / "gated")
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "1.0"])
+def test_versions_that_were_not_tested_are_refused(
+    version: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "hybrid", tiny_tokenizer)
+    monkeypatch.setattr(served, "_vllm_version", lambda: version)
+    with pytest.raises(UserError, match=rf"{version} is installed"):
+        AutoConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({}, "has no layout"),
+        (
+            {"layout": {"heads": ["G"], "window": 4}, "layers": {"model.layers.0.a": {}, "model.layers.1.a": {}}},
+            "1 rows",
+        ),
+        ({"layout": {"heads": ["G"], "window": 4}, "layers": {"model.attention": {}}}, "one number"),
+    ],
+)
+def test_damaged_sections_are_refused(section: dict[str, Any], message: str) -> None:
+    config = tiny_model("llama").config
+    config.spkv = section
+    with pytest.raises(UserError, match=message):
+        prepare(config)
+
+
+def test_the_entry_point_imports_nothing_heavy() -> None:
+    program = "import sys, spkv_nas.serving.vllm.plugin, spkv_nas.serving.vllm.heads; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {name.partition(".")[0] for name in run.stdout.split()} & set(HEAVY)
+
+
+def test_reading_a_config_imports_no_model_code() -> None:
+    """As inside vLLM, where transformers is imported already."""
+    program = (
+        "import sys, transformers.models.auto.configuration_auto, spkv_nas.serving.vllm.plugin\n"
+        "from spkv_nas.model.custom_model_type import read_for_engine\n"
+        "print(*(name for name in sys.modules if name.startswith(('spkv_nas.', 'spkv_kernels.', 'pandas', 'typer'))))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    names = set(run.stdout.split())
+    assert names <= {
+        "spkv_kernels.threads",
+        *(f"spkv_nas.base{name}" for name in ("", ".errors", ".extras", ".on_import")),
+        *(f"spkv_nas.model{name}" for name in ("", ".config_limits", ".custom_model_type")),
+        *(f"spkv_nas.serving{name}" for name in ("", ".vllm", ".vllm.config", ".vllm.plugin")),
+        "spkv_nas.serving.vllm.heads",
+    }
+    assert "spkv_nas.model.custom_model_type" in names
