@@ -122,7 +122,7 @@ def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
         return []
     if layout is None or layout.global_mask.tobytes() != result.key:
         try:
-            bare = Layout.from_mask(result.mask, window=_window(inputs), strategy=name, sinks=table.sinks)
+            bare = Layout.from_mask(result.mask, window=_window(inputs), strategy=name, sinks=_sinks(inputs))
         except UserError:  # the name cannot be a file name
             return []
         layout = replace(bare, provenance=provenance(table, bare, int(bare.num_global), None))
@@ -134,6 +134,12 @@ def _window(inputs: ReportInputs) -> int:
     """Return the window of a search's layouts."""
     recorded = inputs.search_record.get("window")
     return recorded if isinstance(recorded, int) else inputs.table.window or DEFAULT_WINDOW
+
+
+def _sinks(inputs: ReportInputs) -> int:
+    """Return the sink tokens of a search's layouts; a record with a window has them only if there are any."""
+    recorded = inputs.search_record.get("sinks", 0 if "window" in inputs.search_record else None)
+    return recorded if isinstance(recorded, int) else inputs.table.sinks
 
 
 def layout_indices(choices: Mapping[str, Any] | None) -> dict[str, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,3 +100,25 @@ def test_a_file_of_the_map_has_the_sink_tokens_of_its_probe() -> None:
     assert (parts["window"], parts["sinks"]) == (layout.window, layout.sinks) == (8, 4)
     assert layout.text.startswith(parts["before"] + layout.rows + parts["between"])
     assert "\nsinks: 4 " in parts["before"]
+
+
+@pytest.mark.parametrize(
+    ("record", "window", "sinks"),
+    [({"window": 16, "sinks": 2}, 16, 2), ({"window": 16}, 16, 0), ({}, 8, 4)],
+)
+def test_files_of_retrained_layouts_have_window_and_sinks_of_the_search(
+    record: dict[str, Any], window: int, sinks: int
+) -> None:
+    """Those of the probe are for new layouts; only a record without a window leaves them to the probe."""
+    inputs = make_evidence()
+    table = replace(inputs.table, metadata={**inputs.table.metadata, "sinks": 4})
+    inputs = replace(inputs, table=table, probes=(table,), search_record={**inputs.search_record, **record})
+    data = explorer_data(inputs, conclude(inputs))
+    assert data is not None
+    before = {file[0]: file[3] for file in data["files"] if file}
+    retrained = before.keys() - inputs.layouts.keys()
+    assert retrained
+    for name in retrained:
+        lines = before[name].splitlines()
+        assert [line.split()[1] for line in lines if line.startswith("window:")] == [str(window)]
+        assert [line.split()[1] for line in lines if line.startswith("sinks:")] == ([str(sinks)] if sinks else [])
