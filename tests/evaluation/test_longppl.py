@@ -31,6 +31,7 @@ from spkv_nas.evaluation.longppl import reading
 from spkv_nas.evaluation.longppl.reading import Criterion, LongText, Reading, key_spans, key_tokens, read, stretches
 from spkv_nas.evaluation.longppl.table import longppl_table
 from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.loss import token_nll
 from spkv_nas.stages.evaluate.longppl import stage
 
 GOLDEN = json.loads((TESTS / "golden" / "longppl.json").read_text())
@@ -156,6 +157,40 @@ class TestKeys:
         """``--max-tokens`` bounds the tokens read, although documents are read whole."""
         documents = [Document(string.ascii_uppercase * n, "text", str(n)) for n in (4, 1, 5, 3)]
         assert [len(one.text) for one in stretches(documents, tiny_tokenizer, 40, 26, most)] == lengths
+
+
+def test_sequences_begin_as_the_tokenizer_begins_a_text(
+    tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short contexts, too. BOS has no loss of its own, and key tokens keep their places."""
+    text = "the fox jumps over the lazy dog, " * 6
+    with_bos = train_bpe([text], 262, bos=True)
+    bos, plain = with_bos.bos_token_id, with_bos(text, add_special_tokens=False)["input_ids"]
+    model, seen = tiny_model(vocab_size=400), []
+
+    def recorded(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+        seen.append(tokens.tolist())
+        return token_nll(model, tokens)
+
+    monkeypatch.setattr(reading, "token_nll", recorded)
+    criterion = Criterion(8, 4, alpha=-1e6, beta=-1e6)
+    assert key_spans(model, with_bos, text, criterion) == [(len(with_bos.decode(plain[:8])), len(text))]
+    assert len(seen) > 2
+    assert all(row[0] == bos and bos not in row[1:] for rows in seen for row in rows)
+    assert {len(row) for rows in seen for row in rows[:1]} >= {1 + 12, 1 + len(plain)}
+    result = read(model, with_bos, text, [(0, len(text))])
+    assert seen[-1] == [[bos, *plain]]
+    assert (result.num_tokens, result.num_keys) == (len(plain) - 1,) * 2
+    with torch.no_grad():
+        expected = token_nll(model, torch.tensor([[bos, *plain]]))[0, 1:]
+        assert not torch.allclose(token_nll(model, torch.tensor([plain]))[0], expected, atol=1e-4)
+    assert result.total == pytest.approx(float(expected.double().sum()), rel=1e-6)
+    assert [
+        len(with_bos(one.text)["input_ids"]) for one in stretches([Document(text, "text", "0")], with_bos, 12, 8, None)
+    ][:1] == [12]
+    # Tokenizers that begin a text with nothing read the text alone
+    read(model, tiny_tokenizer, text, [])
+    assert seen[-1] == [tiny_tokenizer(text)["input_ids"]]
 
 
 def texts(*documents: int, domains: str = "") -> list[LongText]:

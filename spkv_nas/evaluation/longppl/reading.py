@@ -3,10 +3,13 @@
 An evaluator model reads each text twice: whole, and with only ``short`` to ``short + stride`` tokens before each token.
 A token is a key token if its log-likelihood is more than ``alpha`` nats lower in the short context, and above ``beta``
 in the whole text. Key tokens are stored as spans of characters, so that every model of a comparison is evaluated on the
-same ones, whatever its tokenizer: its key tokens are those that lie inside a span. As in the authors' package
-``longppl``, the evaluator reads with its tokenizer's special tokens, and the models without. Log-likelihoods are
-computed in float32 from the model's logits, where the package computes them in the model's dtype: for bfloat16 models
-its LongPPL differs by 0.4 to 5 %, for float32 models it is the same.
+same ones, whatever its tokenizer: its key tokens are those that lie inside a span.
+
+Two things differ from the authors' package ``longppl``. Every sequence, short contexts included, begins with the tokens
+that the tokenizer puts before a text, such as BOS, as models of such tokenizers were trained; the package gives them to
+the evaluator's whole text only. Log-likelihoods are computed in float32 from the model's logits, where the package
+computes them in the model's dtype: for bfloat16 models its LongPPL differs by 0.4 to 5 %. For float32 models whose
+tokenizers begin a text with nothing it is the same.
 
 The SP-KV paper calls its validation text LongPPL, but reports the NLL of all tokens on it, which is not this measure.
 """
@@ -23,8 +26,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.limits import MAX_BLOCK_SIZE
 from spkv_nas.base.memory import AdaptiveBatchSize
+from spkv_nas.data.config import AUTO_BOS
 from spkv_nas.data.sources import Document
+from spkv_nas.data.tokenizer import opening_tokens
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.density_tracker import DensityTracker, layout_density
 from spkv_nas.model.loss import token_nll
@@ -92,6 +98,8 @@ def stretches(
 ) -> list[LongText]:
     """Cut the documents into texts of at most ``length`` tokens, leaving out those of at most ``short``.
 
+    The length includes the tokens that the tokenizer puts before a text.
+
     Args:
         documents: documents to cut.
         tokenizer: tokenizer that counts the tokens.
@@ -100,11 +108,11 @@ def stretches(
         most: maximum tokens of all texts together, where the last text ends; None reads everything.
     """
     texts: list[LongText] = []
-    num_seen = 0
+    num_seen, length = 0, length - len(text_opening(tokenizer))
     for number, document in enumerate(documents):
         if most is not None and most - num_seen <= short:
             break
-        _, offsets = _encoded(tokenizer, document.text, special=False)
+        _, offsets = _encoded(tokenizer, document.text)
         for first in range(0, len(offsets), length):
             text_offsets = offsets[first : first + length]
             text_offsets = text_offsets if most is None else text_offsets[: most - num_seen]
@@ -128,18 +136,21 @@ def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
     Raises:
         UserError: if the tokenizer does not support offsets, or an NLL is not finite.
     """
-    ids, offsets = _encoded(tokenizer, text, special=True)
+    ids, offsets = _encoded(tokenizer, text)
+    opening = text_opening(tokenizer)
     if len(ids) <= criterion.short:
         return []
     # Compare the NLL in the whole text with that in the short context
-    whole = _losses(evaluator, ids[None])[0]
-    short = _short_losses(evaluator, ids, criterion)
+    whole = _losses(evaluator, ids[None], opening)[0]
+    short = _short_losses(evaluator, ids, criterion, opening)
     whole = whole[criterion.short - 1 :]
     is_key = (short - whole > criterion.alpha) & (whole < -criterion.beta)
     return _merged(offsets[criterion.short + int(index)] for index in np.flatnonzero(is_key))
 
 
-def _short_losses(evaluator: PreTrainedModel, ids: NDArray[np.int64], criterion: Criterion) -> NDArray[np.float64]:
+def _short_losses(
+    evaluator: PreTrainedModel, ids: NDArray[np.int64], criterion: Criterion, opening: tuple[int, ...]
+) -> NDArray[np.float64]:
     """Compute the NLL of the tokens from ``short`` on, each after ``short`` to ``short + stride`` tokens of context."""
     short, size = criterion.short, criterion.short + criterion.stride
     windows = [ids[start : start + size] for start in range(0, len(ids) - short, criterion.stride)]
@@ -153,12 +164,12 @@ def _short_losses(evaluator: PreTrainedModel, ids: NDArray[np.int64], criterion:
     while num_done < len(full_windows):
 
         def attempt(number: int, num_done: int = num_done) -> NDArray[np.float64]:
-            return _losses(evaluator, np.stack(full_windows[num_done : num_done + number]))
+            return _losses(evaluator, np.stack(full_windows[num_done : num_done + number]), opening)
 
         losses = batching.run(attempt, len(full_windows) - num_done)
         parts += list(losses)
         num_done += len(losses)
-    parts += [_losses(evaluator, window[None])[0] for window in last_windows]
+    parts += [_losses(evaluator, window[None], opening)[0] for window in last_windows]
     return np.concatenate([part[short - 1 :] for part in parts])
 
 
@@ -175,12 +186,12 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, 
     Raises:
         UserError: if the tokenizer does not support offsets, or an NLL is not finite.
     """
-    ids, offsets = _encoded(tokenizer, text, special=False)
+    ids, offsets = _encoded(tokenizer, text)
     watch = DensityTracker(model) if gate_config(model) is not None else None
     if watch is not None:
         watch.start()
     try:
-        losses = _losses(model, ids[None])[0]
+        losses = _losses(model, ids[None], text_opening(tokenizer))[0]
         head_densities = None if watch is None else watch.stop(alone=True)
     finally:
         if watch is not None:
@@ -212,16 +223,19 @@ def _merged(offsets: Iterable[tuple[int, int]]) -> Spans:
     return spans
 
 
-def _encoded(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool
-) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
-    """Return (tokens, the characters of each).
+def text_opening(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that the tokenizer puts before a text, which every sequence begins with."""
+    return opening_tokens(tokenizer, AUTO_BOS, MAX_BLOCK_SIZE)
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
+    """Return (tokens, the characters of each), without special tokens.
 
     Raises:
         UserError: if the tokenizer does not support offsets.
     """
     try:
-        encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     except NotImplementedError as error:
         raise UserError(
             f"LongPPL needs the position of each token in the text, which {type(tokenizer).__name__} does not provide\n"
@@ -230,13 +244,14 @@ def _encoded(
     return np.array(encoding["input_ids"], dtype=np.int64), [tuple(pair) for pair in encoding["offset_mapping"]]
 
 
-def _losses(model: PreTrainedModel, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Compute the NLL [B, T - 1] of every token but the first of each row.
+def _losses(model: PreTrainedModel, ids: NDArray[np.int64], opening: tuple[int, ...]) -> NDArray[np.float64]:
+    """Compute the NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``.
 
     Raises:
         UserError: if one is not finite.
     """
-    losses = token_nll(model, torch.from_numpy(ids).to(model.device)).cpu().double().numpy()
+    begun = np.concatenate([np.tile(np.array(opening, np.int64), (len(ids), 1)), ids], axis=1)
+    losses = token_nll(model, torch.from_numpy(begun).to(model.device)).cpu().double().numpy()[:, len(opening) :]
     if not np.isfinite(losses).all():
         raise UserError(
             "the NLL of a token is not a finite number\n"

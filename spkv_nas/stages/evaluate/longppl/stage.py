@@ -21,7 +21,16 @@ from spkv_nas.base.version import environment
 from spkv_nas.data.heldout import heldout_share
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import Document, documents, heldout
-from spkv_nas.evaluation.longppl.reading import Criterion, LongText, Reading, Spans, key_spans, read, stretches
+from spkv_nas.evaluation.longppl.reading import (
+    Criterion,
+    LongText,
+    Reading,
+    Spans,
+    key_spans,
+    read,
+    stretches,
+    text_opening,
+)
 from spkv_nas.evaluation.longppl.table import longppl_table
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
@@ -131,7 +140,7 @@ def _keys(
     check_positions(model, length, "--block-size")
     texts = _texts(options, tokenizer, length, criterion.short)
     reporter.detail(f"{len(texts)} texts of at most {length} tokens")
-    answer_identity = identity(source, loaded, f"open {criterion} {_hash(texts)}")
+    answer_identity = identity(source, loaded, f"open {criterion} {_hash(texts)}{_opening(tokenizer)}")
 
     def line(text: LongText, number: int) -> Line:
         spans = key_spans(*loaded, text.text, criterion)
@@ -157,10 +166,12 @@ def _readings(
     from spkv_nas.model.modes import evaluation_mode
 
     # Load the checkpoint
-    loaded = model, _ = load(options, source, reporter)
+    loaded = model, tokenizer = load(options, source, reporter)
     check_positions(model, length, "--block-size")
     origin_record = origin(source, model, tau)
-    answer_identity = identity(source, loaded, f"{origin_record['tau']} {_hash(texts)} {_hash(spans)}")
+    answer_identity = identity(
+        source, loaded, f"{origin_record['tau']} {_hash(texts)} {_hash(spans)}{_opening(tokenizer)}"
+    )
 
     def line(text: LongText, number: int) -> Line:
         return {"text": number, "name": text.name, **asdict(read(*loaded, text.text, spans[number]))}
@@ -215,6 +226,12 @@ def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
     return iter(
         sorted((document for document in all_documents if heldout(document, share)), key=lambda document: document.id)
     )
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the part of an identity that says how sequences begin; empty where they begin with the text."""
+    opening = text_opening(tokenizer)
+    return f" opening {opening}" if opening else ""
 
 
 def _hash(value: object) -> str:
