@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -49,6 +49,7 @@ class _ProbeFile(Section):
     tau: float = Field(default=0.5, ge=0, le=1)
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW)
     sinks: int = Field(default=0, ge=0, le=MAX_WINDOW)
+    native_windows: list[Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None] | None = None
     head_dim: int | None = Field(default=None, ge=1, le=MAX_SIZE)
     dtype: str | None = None
     kind: Literal["density", "share", "gain", "score"] | None = None
@@ -109,6 +110,26 @@ class HeadScores(OnGrid):
     def sinks(self) -> int:
         """Return how many first tokens a local head saw besides its window while the scores were measured."""
         return int(self.metadata.get("sinks", 0))
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Return the layers whose heads can be global: all but those that are local by design."""
+        return [layer for layer, window in enumerate(self._native_windows) if window is None]
+
+    @property
+    def num_candidates(self) -> int:
+        """Return the number of KV heads that can be global."""
+        return len(self.layers) * self.num_kv_heads
+
+    @property
+    def native_heads(self) -> tuple[int, ...]:
+        """Return the window of every KV head that is local by design."""
+        return tuple(window for window in self._native_windows if window is not None for _ in range(self.num_kv_heads))
+
+    @property
+    def _native_windows(self) -> list[int | None]:
+        """Return the window by design of every layer, None where heads can be global."""
+        return self.metadata.get("native_windows") or [None] * self.num_layers
 
     @property
     def local_sinks(self) -> int | None:

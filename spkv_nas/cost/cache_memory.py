@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import ITEM_BYTES, format_bytes
-from spkv_nas.cost.formulas import head_bytes, visible_keys
+from spkv_nas.cost.formulas import head_bytes
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class CacheCost:
         head_dim: D, of keys and of values.
         dtype: of the cache, one of ``ITEM_BYTES``.
         sinks: first tokens that a local head keeps besides its window.
+        native_heads: windows of the KV heads that are local by design, whose letter in a layout has no effect.
     """
 
     context: int
@@ -31,6 +32,7 @@ class CacheCost:
     head_dim: int
     dtype: str
     sinks: int = 0
+    native_heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Validate the fields.
@@ -49,26 +51,29 @@ class CacheCost:
     @property
     def global_head(self) -> int:
         """Return the bytes of one global KV head, over all sequences."""
-        return self._head(density=1.0)
+        return self._head(self.context)
 
     @property
     def local_head(self) -> int:
         """Return the bytes of one local KV head, which stores only its window and sink tokens, over all sequences."""
-        return self._head(density=0.0)
+        return self._head(self.window + self.sinks)
 
     def total(self, num_global: int, num_heads: int) -> int:
         """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
-        return num_global * self.global_head + (num_heads - num_global) * self.local_head
+        num_local = num_heads - num_global - len(self.native_heads)
+        native = sum(self._head(window) for window in self.native_heads)
+        return num_global * self.global_head + num_local * self.local_head + native
 
     def largest_budget(self, limit: int, num_heads: int) -> int:
-        """Return the largest number of global heads, up to ``num_heads``, whose cache fits in ``limit`` bytes.
+        """Return the largest number of global heads, up to all that can be, whose cache fits in ``limit`` bytes.
 
         Raises:
             UserError: not even one global head fits.
         """
         extra = self.global_head - self.local_head
         spare = limit - self.total(0, num_heads)
-        number = num_heads if spare >= extra * num_heads else max(0, spare) // max(1, extra)
+        candidates = num_heads - len(self.native_heads)
+        number = candidates if spare >= extra * candidates else max(0, spare) // max(1, extra)
         if number < 1:
             raise UserError(
                 f"{format_bytes(limit)} is too small for a global KV head: {num_heads} local heads need "
@@ -77,7 +82,6 @@ class CacheCost:
             )
         return int(number)
 
-    def _head(self, density: float) -> int:
-        """Return the bytes of one KV head, over all sequences."""
-        keys = visible_keys(self.context, density=density, window=self.window + self.sinks)
-        return self.batch * int(head_bytes(keys, self.head_dim, ITEM_BYTES[self.dtype]))
+    def _head(self, reach: int) -> int:
+        """Return the bytes of one KV head that keeps up to ``reach`` keys, over all sequences."""
+        return self.batch * int(head_bytes(min(reach, self.context), self.head_dim, ITEM_BYTES[self.dtype]))

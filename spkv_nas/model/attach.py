@@ -34,6 +34,7 @@ from spkv_nas.model.config_section import remove_section, restore_section, write
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
 from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.learned_sinks import layer_learned_sinks
+from spkv_nas.model.local_layers import mark_local_layers
 from spkv_nas.model.modes import evaluation_mode
 
 
@@ -182,6 +183,7 @@ def hook_layers(model: PreTrainedModel) -> None:
     settings = GateSettings()
     for call in calls:
         install(call.module, LayerState(call.num_kv_heads, call.native_window, settings))
+    mark_local_layers([layer_state(call.module) for call in calls])
     prepare(model, before)
 
 

@@ -76,6 +76,7 @@ class LayerState:
         sinks: number of first tokens that each KV head sees besides its window, from a layout or of gates; empty: 0.
         learned_sinks: whether the layer's learned sinks act, which belong to the layout that they were added to.
         observer: called with each pass's queries, keys and values.
+        is_always_local: whether all heads keep the native window in every layout (``local_layers.py``).
     """
 
     num_kv_heads: int
@@ -86,6 +87,7 @@ class LayerState:
     sinks: tuple[int, ...] = ()
     learned_sinks: bool = False
     observer: Observer | None = None
+    is_always_local: bool = False
     _window_cache: tuple[tuple[int, ...], Tensor] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -96,8 +98,7 @@ class LayerState:
     def set_windows(self, windows: tuple[int, ...], sinks: int = 0) -> None:
         """Set the window of each KV head, and let local heads also see the first ``sinks`` tokens.
 
-        Heads of a layer with a native sliding window get no sink tokens, because they were trained without them.
-        Learned sinks cease to act.
+        Layers with a native sliding window were trained without sink tokens, and get none. Learned sinks cease to act.
         """
         sinks = sinks if self.native_window is None else 0
         self.windows, self.learned_sinks = windows, False

@@ -10,6 +10,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import allow_cache, check_hooks, dry_run, gate_rows, install_gates, prepare
 from spkv_nas.model.attention import GateSettings, LayerState, install, layer_states
 from spkv_nas.model.config_section import checkpoint_layout, has_learned_sinks, saved_gates, saved_layers
+from spkv_nas.model.local_layers import mark_local_layers
 from spkv_nas.model.weights import check_loaded, quiet_report
 from spkv_nas.model.windows import attach_learned_sinks, layout_windows
 
@@ -78,6 +79,7 @@ def _put_section(model: PreTrainedModel) -> None:
     settings = GateSettings()
     for name, layer in zip(names, layers, strict=True):
         install(layer, LayerState(saved[name].num_kv_heads, saved[name].native_window, settings))
+    mark_local_layers(layer_states(model))
     # Attach predictors or windows
     if gates is not None:
         rows = gate_rows(model, gates, [saved[name].num_kv_heads for name in names])

@@ -16,15 +16,16 @@ from spkv_nas.model.attach import allow_cache, check_heads, detach, detached, dr
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_state, layer_states
 from spkv_nas.model.config_section import checkpoint_layout, gate_config, write_section
 from spkv_nas.model.learned_sinks import LearnedSinks, layer_learned_sinks
+from spkv_nas.model.local_layers import layout_window
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 
 
 def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None, sinks: int | None = None) -> None:
     """Apply ``layout`` to ``model`` in place: local heads see sink tokens and a window, global heads all keys.
 
-    Gates are removed, because a hybrid has none. Layers with a native sliding window get no sink tokens: they were
-    trained without them. Learned sinks stay if the model has this layout already; others belong to another layout, and
-    are removed.
+    Gates are removed, because a hybrid has none. Layers with a native sliding window get no sink tokens, because they
+    were trained without them, and no wider window; beside layers of full attention they keep their window. Learned
+    sinks stay if the model has this layout already; others belong to another layout, and are removed.
 
     Args:
         model: dense, hybrid or gated.
@@ -142,7 +143,10 @@ def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
     """Return the window of every KV head, by layer. Raises ``UserError`` if the layout does not fit the model."""
     heads = [state.num_kv_heads for state in layer_states(model)]
     check_heads("the layout", [layout.num_kv_heads] * layout.num_layers, heads)
-    return [tuple(GLOBAL_WINDOW if head == GLOBAL else layout.window for head in row) for row in layout.heads]
+    return [
+        tuple(layout_window(state, layout.window, is_global=head == GLOBAL) for head in row)
+        for state, row in zip(layer_states(model), layout.heads, strict=True)
+    ]
 
 
 @contextmanager
@@ -174,13 +178,13 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
 
 @contextmanager
 def every_head_local(model: PreTrainedModel, window: int, sinks: int = 0) -> Iterator[None]:
-    """Limit every head to its last ``window`` keys and the first ``sinks`` tokens inside the ``with`` block.
+    """Make every head local inside the ``with`` block, as a layout with this window and these sink tokens.
 
     The model is restored after it. This shows what the model can do without long-range attention.
     """
     with full_attention(model) as states:
         for state in states:
-            state.set_windows((min(window, state.checkpoint_window),) * state.num_kv_heads, sinks)
+            state.set_windows((layout_window(state, window, is_global=False),) * state.num_kv_heads, sinks)
         yield
 
 

@@ -21,6 +21,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
+from spkv_nas.model.local_layers import layout_window
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadSums, attention_weights, check_window, signal_table
 
@@ -87,13 +88,14 @@ def attention_mass(
 
 def _observer(masses: list[Tensor], state: LayerState, window: int, sinks: int) -> Any:
     """Return an attention observer that appends one layer's masses [B, Hkv, T - w] to ``masses``."""
+    local_window = layout_window(state, window, is_global=False)
 
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
         parts = []
         shown: Any = {"window": state.checkpoint_window, "start": window, "sink_logits": sink_logits}
         for query, weights in attention_weights(q, k, scale, **shown):
             key = torch.arange(weights.shape[-1], device=q.device)
-            far = (query[:, None] - key >= window) & (key >= sinks)
+            far = (query[:, None] - key >= local_window) & (key >= sinks)
             parts.append((weights * far).sum(-1).mean(2))
         masses.append(torch.cat(parts, -1))
 

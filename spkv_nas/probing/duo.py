@@ -41,6 +41,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
+from spkv_nas.model.local_layers import layout_window
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.frozen import check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
 from spkv_nas.probing.heads import check_window
@@ -55,8 +56,12 @@ class AlphaMixture(Mixture):
     """
 
     def __init__(self, state: LayerState, window: int, sinks: int, device: torch.device) -> None:
-        """Start with alpha at 1; local attention sees the ``window`` most recent and the first ``sinks`` keys."""
-        alpha = torch.ones(state.num_kv_heads, device=device, requires_grad=True)
+        """Start with alpha at 1; local attention sees the ``window`` most recent and the first ``sinks`` keys.
+
+        Alpha stays 0 in layers that are always local.
+        """
+        alpha = torch.full((state.num_kv_heads,), float(not state.is_always_local), device=device, requires_grad=True)
+        window = layout_window(state, window, is_global=False)
         sinks = 0 if state.native_window else sinks  # sliding-window layers never see the first keys
         super().__init__(alpha, window=window, sinks=sinks, global_window=state.checkpoint_window)
         self.records = False

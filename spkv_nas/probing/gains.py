@@ -36,6 +36,7 @@ from spkv_nas.data.batches import num_own_blocks
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import Windows, score_windows
+from spkv_nas.model.local_layers import layout_window
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.flags import GRANULARITIES, HEAD, LAYER
 from spkv_nas.probing.heads import check_window, domain_means, signal_table
@@ -160,7 +161,7 @@ def _measure(
         detailed = num_layers if max_heads is None else min(max_heads // num_heads, num_layers)
         if detailed == 0:
             raise UserError(f"--max-heads {max_heads} is too small: give at least {num_heads}, the heads of a layer")
-        local = tuple(tuple(min(window, wide) for wide in row) for row in native)
+        local = tuple((layout_window(state, window, is_global=False),) * num_heads for state in states)
         score = partial(score_windows, model, states, blocks=blocks, batch_size=batch_size, sinks=sinks)
         rounds = _Rounds(score, local, native, opens, num_own_blocks(blocks.num_blocks, batch_size), progress)
         sums = np.zeros((num_layers, num_heads, len(blocks.documents)))

@@ -42,6 +42,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
+from spkv_nas.model.local_layers import candidate_layers, native_windows
 from spkv_nas.model.loss import mean_divergence
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.frozen import (
@@ -104,21 +105,21 @@ def head_gates(
         full_attention(model) as states,
         frozen_within_memory(model, blocks.block_size, size, mixes=True) as micro_batch,
     ):
-        grid, divergence = (len(states), states[0].num_kv_heads), math.nan
         # One projected gradient step per batch
-        learning = _Learning(grid, parse_budget(budget, math.prod(grid)), steps)
+        learning, divergence = _Learning(states, budget, steps), math.nan
         for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed), 1):
-            gates = learning.gates.detach().to(model.device).requires_grad_()
+            gates = learning.of_all_layers(learning.gates).to(model.device).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
                 state.observer = Mixture.of(state, gate.to(model.dtype), window, sinks)
             divergence, gradient = _slope(model, states, gates, blocks, np.sort(block_indices), micro_batch)
             check_finite("head gates: the loss", divergence, step, gradient)
-            learning.step(step, gradient)
+            learning.step(step, gradient[learning.layers])
             if progress is not None:
                 progress(step, steps)
     # Build the table; its divergence is in nats per token, in the last step
     table_metadata = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
-    table_metadata |= {"divergence": float(f"{divergence:.4g}"), **({"sinks": sinks, **sink_facts} if sinks else {})}
+    table_metadata |= {"divergence": float(f"{divergence:.4g}"), **native_windows(states)}
+    table_metadata |= {"sinks": sinks, **sink_facts} if sinks else {}
     scores, tokens_seen = learning.mean.numpy(), steps * size * blocks.block_size
     facts: dict[str, Any] = {"name": name, "metadata": table_metadata}
     return learned_table("head-gates", GATE_UNIT, scores, blocks, window, tokens_seen, **facts)
@@ -177,26 +178,35 @@ class _Learning:
     """Projected gradient descent on the gates, one ``step`` at a time.
 
     Attributes:
+        layers: indices of the layers with gates; those that are local by design have none.
         budget: sum of the gates.
-        gates: float64 [layers, KV heads], gates for the next step.
-        total: float64 [layers, KV heads], sum of the gates over the steps so far.
+        gates: float64 [layers with gates, KV heads], gates for the next step.
+        total: float64 [layers with gates, KV heads], sum of the gates over the steps so far.
     """
 
-    def __init__(self, grid: tuple[int, int], budget: int, steps: int) -> None:
+    def __init__(self, states: Sequence[LayerState], budget: int | str | None, steps: int) -> None:
         """Start with equal gates that sum to ``budget``."""
-        self.budget, self._steps = budget, steps
-        self.gates = torch.full(grid, budget / math.prod(grid), dtype=torch.float64)
+        self.layers, self._num_layers, self._steps = candidate_layers(states), len(states), steps
+        grid = len(self.layers), states[0].num_kv_heads
+        self.budget = parse_budget(budget, math.prod(grid))
+        self.gates = torch.full(grid, self.budget / math.prod(grid), dtype=torch.float64)
         self.total = torch.zeros_like(self.gates)
         self._direction = torch.zeros_like(self.gates)
         self._square = 0.0
 
     @property
     def mean(self) -> Tensor:
-        """Return the mean of the gates over all steps, float64 [layers, KV heads]."""
-        return self.total / self._steps
+        """Return the mean of the gates over all steps, float64 [all layers, KV heads]."""
+        return self.of_all_layers(self.total / self._steps)
+
+    def of_all_layers(self, gates: Tensor) -> Tensor:
+        """Return the gates of all layers, a copy, with 0 in layers that are local by design."""
+        all_gates = torch.zeros(self._num_layers, gates.shape[1], dtype=gates.dtype)
+        all_gates[self.layers] = gates
+        return all_gates
 
     def step(self, number: int, gradient: Tensor) -> None:
-        """Apply update ``number``, counted from 1, with the loss's ``gradient`` [layers, KV heads]."""
+        """Apply update ``number``, counted from 1, with the ``gradient`` of the loss, of the shape of ``gates``."""
         # Momentum, and a running mean square over all heads
         self._direction.lerp_(gradient, 1.0 - _MOMENTUM)
         self._square += (1.0 - _SCALE_MOMENTUM) * (float(gradient.square().mean()) - self._square)

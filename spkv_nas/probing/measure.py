@@ -18,7 +18,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.config_section import gate_config
-from spkv_nas.model.windows import default_window
+from spkv_nas.model.local_layers import native_windows
+from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.density import text_blocks
 from spkv_nas.probing.registry import SIGNALS, check_options
 from spkv_nas.probing.signals.density import DENSITY
@@ -119,4 +120,7 @@ def measure_signal(
     # Measure
     table = entry.measure(model, blocks, window, name=name, metadata=metadata, progress=progress, **set_options)
     sink_facts = {"sinks": number, **facts} if number else {}
-    return replace(table, metadata={**table.metadata, "kind": entry.kind, "unit": entry.unit, **sink_facts})
+    with full_attention(model) as states:
+        windows = native_windows(states)
+    table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}
+    return replace(table, metadata={**table.metadata, **table_facts})

@@ -11,6 +11,7 @@ from spkv_kernels import attention
 from torch import Tensor
 
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState
+from spkv_nas.model.local_layers import layout_window
 
 
 class Mixture:
@@ -34,8 +35,9 @@ class Mixture:
 
     @classmethod
     def of(cls, state: LayerState, share: Tensor, window: int, sinks: int) -> Mixture:
-        """Mix in one layer; heads of a layer with a native sliding window see no sink tokens."""
-        return cls(share, window=window, sinks=sinks if state.native_window is None else 0)
+        """Mix in one layer what a global and a local head of a layout see there (``local_layers.py``)."""
+        local, whole = (layout_window(state, window, is_global=is_global) for is_global in (False, True))
+        return cls(share, window=local, sinks=sinks if state.native_window is None else 0, global_window=whole)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         """Compute the attention output [B, Hq, T, D].

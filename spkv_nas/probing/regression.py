@@ -36,6 +36,7 @@ from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.ridge import Ridge
 from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
+from spkv_nas.model.local_layers import candidate_layers
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadMeans, check_window, domain_means, signal_table
 from spkv_nas.proposal.budget import parse_budget
@@ -83,19 +84,19 @@ def regression(
     Warns:
         UserWarning: the sum of the heads' gains hardly explains the layouts' NLLs.
     """
-    # Draw layouts and add cached ones
     check_window(blocks, window, sinks)
     with full_attention(model) as states:
-        grid = len(states), states[0].num_kv_heads
-    num_global = parse_budget(budget, grid[0] * grid[1])
+        grid, layers = (len(states), states[0].num_kv_heads), candidate_layers(states)
+    # Draw layouts and add cached ones
+    num_global = parse_budget(budget, len(layers) * grid[1])
     earlier = on_main(lambda: [] if cache is None else kept_layouts(cache))
     all_local = Layout.from_mask(np.zeros(grid, dtype=np.bool_), window=window, sinks=sinks)
-    layouts = _layouts(all_local, num_global, num_layouts, seed, earlier)
+    layouts = _layouts(all_local, layers, num_global, num_layouts, seed, earlier)
 
     # Score the layouts and fit the gains
     work = Work()
-    shown = _shown_by(progress)
-    scores = zero_shot(model, layouts, blocks, batch_size=batch_size, cache=cache, reporter=shown, work=work)
+    scoring: Any = {"batch_size": batch_size, "cache": cache, "reporter": _shown_by(progress), "work": work}
+    scores = zero_shot(model, layouts, blocks, **scoring)
     totals, counts = np.stack([score.total for score in scores]), scores[0].num_tokens
     fit = _fit(layouts, totals.sum(1) / counts.sum())
 
@@ -103,28 +104,37 @@ def regression(
     table_metadata = {**(metadata or {}), "budget": num_global, "layouts": len(layouts)}
     table_metadata |= {"reused_scores": work.reused, "penalty": float(f"{fit.penalty:.4g}")}
     table_metadata |= {"explained": round(fit.explained, 4), "seed": seed}
-    gains, size = _gains(fit, totals, counts, blocks, grid), blocks.tokens.size
+    gains, size = _gains(fit, totals, counts, blocks, grid, layers), blocks.tokens.size
     facts: Any = {"passes": work.passes, "tokens": size, "name": name, "metadata": table_metadata}
     return signal_table("regression", gains, window, kind=GAIN, unit=NATS, **facts)
 
 
-def _layouts(like: Layout, num_global: int, number: int, seed: int, earlier: list[Layout]) -> list[Layout]:
+def _layouts(
+    like: Layout, layers: list[int], num_global: int, number: int, seed: int, earlier: list[Layout]
+) -> list[Layout]:
     """Draw ``number`` random layouts ``like`` one, and add those of ``earlier`` with the same grid, budget and reach.
+
+    Global heads are drawn from ``layers``, those that are not local by design.
 
     Raises:
         UserError: there are too few distinct layouts.
     """
     grid, window, sinks = like.grid, like.window, like.sinks
-    order = np.random.default_rng(seed).random((number, grid[0] * grid[1])).argsort(1)
-    masks = ((row < num_global).reshape(grid) for row in order)
+    order = np.random.default_rng(seed).random((number, len(layers) * grid[1])).argsort(1)
+    masks = np.zeros((number, *grid), dtype=np.bool_)
+    masks[:, layers] = (order < num_global).reshape(number, -1, grid[1])
     drawn = [Layout.from_mask(mask, window=window, sinks=sinks) for mask in masks]
     sizes = (grid, num_global, window, sinks)
-    matching = [x for x in earlier if (x.grid, x.num_global, x.window, x.sinks) == sizes]
+    matching = [
+        x
+        for x in earlier
+        if (x.grid, x.num_global, x.window, x.sinks) == sizes and x.global_mask[layers].sum() == num_global
+    ]
     layouts = list(dict.fromkeys([*drawn, *matching]))
     if len(layouts) < _MIN_LAYOUTS:
         raise UserError(
             f"a regression needs at least {_MIN_LAYOUTS} distinct layouts; found {len(layouts)} with {num_global} of "
-            f"{grid[0] * grid[1]} heads global: give another --budget or a larger --num-layouts"
+            f"{len(layers) * grid[1]} heads global: give another --budget or a larger --num-layouts"
         )
     return layouts
 
@@ -148,15 +158,21 @@ def _fit(layouts: list[Layout], nll: Float) -> Ridge:
     return fit
 
 
-def _gains(fit: Ridge, totals: Float, counts: NDArray[np.int64], blocks: TokenBlocks, grid: Grid) -> list[HeadMeans]:
-    """Compute gains by domain from NLL ``totals`` [layouts, documents] over ``counts`` [documents] tokens."""
-    # Gains by document, shifted so that the least useful head has gain 0: [layers * KV heads, documents]
-    sums = -fit.operator @ totals
-    sums -= counts * (sums.sum(1) / counts.sum()).min()
+def _gains(
+    fit: Ridge, totals: Float, counts: NDArray[np.int64], blocks: TokenBlocks, grid: Grid, layers: list[int]
+) -> list[HeadMeans]:
+    """Compute gains by domain from NLL ``totals`` [layouts, documents] over ``counts`` [documents] tokens.
+
+    Gains are 0 outside ``layers``, where heads are local by design.
+    """
+    # Gains by document, shifted so that the least useful head has gain 0: [L, Hkv, documents]
+    fitted = (-fit.operator @ totals).reshape(*grid, -1)[layers]
+    sums = np.zeros((*grid, len(counts)))
+    sums[layers] = fitted - counts * (fitted.sum(-1) / counts.sum()).min()
     # Means by domain, adding the error of the fit
     domain_of = np.array([document.domain for document in blocks.documents])
     means = []
-    for part in domain_means(blocks, sums.reshape(*grid, -1), counts):
+    for part in domain_means(blocks, sums, counts):
         assert part.standard_error is not None
         fit_error = fit.error(totals[:, domain_of == part.domain].sum(1) / part.num_tokens).reshape(grid)
         means.append(replace(part, standard_error=np.hypot(part.standard_error, fit_error)))

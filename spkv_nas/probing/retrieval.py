@@ -244,7 +244,8 @@ def _observer(scores: list[Tensor], state: LayerState, source: Tensor, query_pos
         # Attention weight on the token after the current one's first occurrence
         copied = source.to(q.device)[:, None] + 1 + torch.arange(rows.shape[2], device=q.device)
         index = copied[:, None, :, None].expand(-1, rows.shape[1], -1, -1)
-        scores.append(rows.gather(-1, index)[..., 0])
+        weights = rows.gather(-1, index)[..., 0]
+        scores.append(torch.zeros_like(weights) if state.is_always_local else weights)
 
     return observe
 

@@ -15,7 +15,7 @@ def parse_budget(budget: int | str | None, num_heads: int) -> int:
 
     Args:
         budget: ``18``, ``"18"`` or ``"25%"``, rounded to the nearest head; None for the paper's share, 2 of 7 heads.
-        num_heads: number of KV heads in the model.
+        num_heads: number of KV heads in the model that can be global.
 
     Raises:
         UserError: not a number, or outside 1..``num_heads``.
@@ -30,8 +30,8 @@ def parse_budget(budget: int | str | None, num_heads: int) -> int:
     if not 1 <= number <= num_heads:
         budget_text, number_text = text[:40], str(number)[:40]
         raise UserError(
-            f"budget {budget_text} means {number_text} global KV heads, but the model has {num_heads} KV heads\n"
-            f"give 1 to {num_heads}, or a share such as 25%"
+            f"budget {budget_text} means {number_text} global KV heads, but the model has {num_heads} KV heads that "
+            f"can be global\ngive 1 to {num_heads}, or a share such as 25%"
         )
     return number
 
@@ -47,7 +47,7 @@ def parse_budgets(budget: str, num_heads: int) -> list[int]:
     Args:
         budget: a list such as ``"12,18,24"`` of budgets and ranges. Ranges include both ends: ``"6..40"``,
             ``"10%..50%"``, or with a step ``"6..40:4"``.
-        num_heads: number of KV heads in the model.
+        num_heads: number of KV heads in the model that can be global.
 
     Raises:
         UserError: the text is malformed, a number lies outside 1..``num_heads``, or a range is descending.

@@ -78,7 +78,7 @@ def curve_for(
     Raises:
         UserError: as ``parse_budgets``, ``resolve_tau`` and ``budget_curve``.
     """
-    budgets = parse_budgets(budget, table.num_heads)
+    budgets = parse_budgets(budget, table.num_candidates)
     table = resolve_tau(table, tau, budgets[0])
     return budget_curve(
         table, requirements or Requirements(), budgets, resampled=bootstrap(table), window=window, progress=progress

@@ -69,6 +69,21 @@ class Constraints:
             if value != default
         }
 
+    def on(self, table: HeadScores) -> Constraints:
+        """Return the constraints with ``local_layers`` extended by the layers that are local by design.
+
+        Raises:
+            UserError: one of them is in ``global_layers``.
+        """
+        if table.num_candidates == table.num_heads:
+            return self
+        native = set(range(table.num_layers)) - set(table.layers)
+        if wrong := native & set(self.global_layers):
+            raise UserError(
+                f"--global-layers: layer {min(wrong)} has a native sliding window, beyond which the model cannot attend"
+            )
+        return replace(self, local_layers=tuple(sorted(native | set(self.local_layers))))
+
     def broken_by(self, mask: NDArray[np.bool_]) -> list[str]:
         """Return the options, such as "--granularity layer", that a mask [L, Hkv] of global heads does not meet."""
         # Count the global heads of the layers that a minimum or maximum applies to, and of those that mix
@@ -171,6 +186,7 @@ def solve(
     # Check the inputs
     constraints = constraints or Constraints()
     constraints.check(table.grid)
+    constraints = constraints.on(table)
     if weights is not None and (weights.shape != table.grid or not (weights > 0).all()):
         raise UserError(f"weights must be above 0 and have shape {list(table.grid)}; found shape {list(weights.shape)}")
     density = np.stack([table.domain_density(domain) for domain in table.domains]) if robust else table.density[None]

@@ -6,6 +6,7 @@ The ``*_advice`` functions each return a warning for the user, or None if there 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def propose(
     Raises:
         UserError: the budget is not 1 to the number of heads, seed or num_random is negative, or the window is below 1.
     """
-    heads = parse_budget(budget, table.num_heads)
+    heads = parse_budget(budget, table.num_candidates)
     if seed < 0 or num_random < 0:
         raise UserError(f"seed and number of random layouts must be at least 0; found {seed} and {num_random}")
     # Choose heads by every strategy; the layouts of a random one take consecutive seeds
@@ -76,6 +77,8 @@ def layout_by(
 ) -> Layout:
     """Choose the global heads by one strategy, and record their provenance; sink tokens are the table's.
 
+    The strategy chooses among the heads that can be global (``HeadScores.layers``).
+
     Args:
         strategy: the strategy.
         table: head scores.
@@ -87,16 +90,31 @@ def layout_by(
     Raises:
         UserError: the strategy returns no mask of the table's grid.
     """
-    mask = strategy.choose(table, heads, seed=seed)
-    if mask.dtype != np.bool_ or mask.shape != table.grid:
+    candidates = _candidates(table)
+    chosen = strategy.choose(candidates, heads, seed=seed)
+    if chosen.dtype != np.bool_ or chosen.shape != candidates.grid:
         raise UserError(
-            f"the strategy '{strategy.name}' must return a bool mask of shape {list(table.grid)}; "
-            f"it returned {mask.dtype} of shape {list(mask.shape)}"
+            f"the strategy '{strategy.name}' must return a bool mask of shape {list(candidates.grid)}; "
+            f"it returned {chosen.dtype} of shape {list(chosen.shape)}"
         )
+    mask = np.zeros(table.grid, dtype=np.bool_)
+    mask[table.layers] = chosen
     if window is None:
         window = table.window or DEFAULT_WINDOW
     layout = Layout.from_mask(mask, window=window, strategy=name or strategy.name, sinks=table.sinks)
     return replace(layout, provenance=provenance(table, layout, heads, seed if strategy.is_random else None))
+
+
+def _candidates(table: HeadScores) -> HeadScores:
+    """Return the table without layers that are local by design, whose other layers count from 0."""
+    if table.num_candidates == table.num_heads:
+        return table
+    index = {layer: number for number, layer in enumerate(table.layers)}
+    rows = table.rows[table.rows["layer"].isin(index)].copy()
+    rows["layer"] = rows["layer"].map(index)
+    metadata = {key: value for key, value in table.metadata.items() if key != "native_windows"}
+    only_whole: Any = {"positions": None, "histogram": None, "documents": None, "gains": None}
+    return replace(table, rows=rows.reset_index(drop=True), metadata=metadata, **only_whole)
 
 
 def densest_layout(table: HeadScores, heads: int, *, name: str | None = None, window: int | None = None) -> Layout:
@@ -121,7 +139,7 @@ def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) ->
     if not table.is_density:
         raise UserError(f"--tau applies to densities only, but '{table.name}' holds scores of signal {table.signal}")
     if tau == MATCH_BUDGET:
-        share = parse_budget(budget, table.num_heads) / table.num_heads
+        share = parse_budget(budget, table.num_candidates) / table.num_heads
         return table if table.histogram is None else table.at_tau(rounded_tau(table.tau_for_density(share)))
     try:
         return table.at_tau(float(tau))
@@ -138,7 +156,7 @@ def unmatched(table: HeadScores, budget: int | str | None) -> str | None:
         table: densities at the closest threshold, see ``resolve_tau``.
         budget: number of global heads or share.
     """
-    share = parse_budget(budget, table.num_heads) / table.num_heads
+    share = parse_budget(budget, table.num_candidates) / table.num_heads
     if abs(table.mean - share) <= _MATCH_TOLERANCE:
         return None
     reason = "no threshold" if table.histogram is not None else "the only recorded threshold does not"
@@ -167,7 +185,7 @@ def layer_advice(table: HeadScores, granularity: str) -> str | None:
 
 def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
     """Warn that the table was learned for a very different budget, so its ranking may not apply to this one."""
-    share = parse_budget(budget, table.num_heads) / table.num_heads
+    share = parse_budget(budget, table.num_candidates) / table.num_heads
     priced, learned_for = table.priced_at, table.metadata.get("budget")
     if priced is not None and not 1 / _MAX_BUDGET_RATIO <= share / priced <= _MAX_BUDGET_RATIO:
         return (
@@ -210,7 +228,7 @@ def default_window(table: HeadScores, window: int | None) -> str | None:
 
 def tau_advice(table: HeadScores, budget: int | str | None) -> str | None:
     """Warn that the densest heads nearly tie: mean density far exceeds the budget's share, so tau is too low."""
-    share = parse_budget(budget, table.num_heads) / table.num_heads
+    share = parse_budget(budget, table.num_candidates) / table.num_heads
     if table.histogram is None or table.mean < _MIN_TIE_RATIO * share:
         return None
     return (

@@ -99,9 +99,10 @@ class Requirements:
             cache_facts[fact] = value
         window = window or table.window or DEFAULT_WINDOW
         sizes: tuple[int, int, int] = (self.context, self.batch, window)
+        sinks, native = table.sinks, table.native_heads
         if self.serving is None:
-            return CacheCost(*sizes, sinks=table.sinks, **cache_facts)
-        return EngineCost(*sizes, sinks=table.sinks, serving=self.serving, **cache_facts)
+            return CacheCost(*sizes, sinks=sinks, native_heads=native, **cache_facts)
+        return EngineCost(*sizes, sinks=sinks, native_heads=native, serving=self.serving, **cache_facts)
 
     def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> Limit:
         """Resolve the budget to a limit in heads, or in the unit of the weights.
@@ -117,7 +118,7 @@ class Requirements:
                 raise UserError("--kv-bytes needs --context, the number of tokens per sequence in the KV cache")
             return Limit(cost.largest_budget(parse_bytes(self.kv_bytes), table.num_heads))
         if self.head_costs is None:
-            return Limit(parse_budget(budget, table.num_heads))
+            return Limit(parse_budget(budget, table.num_candidates))
         weights = read_head_costs(self.head_costs, table)
         return Limit(_parse_weight(budget, float(weights.sum())), weights)
 
@@ -164,7 +165,9 @@ class Requirements:
         cost = self.cache_cost(table, window)
         if cost is None:
             return None
-        used, full, local = (format_bytes(cost.total(n, table.num_heads)) for n in (num_global, table.num_heads, 0))
+        used, full, local = (
+            format_bytes(cost.total(n, table.num_heads)) for n in (num_global, table.num_candidates, 0)
+        )
         room = f"{self.kv_bytes} has room for {num_global} global heads: " if self.kv_bytes else ""
         what, settings, serving = "of keys and values", "", self.serving
         if serving is not None:
@@ -181,7 +184,7 @@ class Requirements:
     def probability(self, resampled: Bootstrap, limit: Limit, *, progress: Progress | None = None) -> Float:
         """Return [L, Hkv], the share of bootstrap resamples whose solution makes a head global."""
         table = resampled.table
-        problem = Problem(table.grid, self.constraints.named, limit.budget, limit.weights)
+        problem = Problem(table.grid, self.constraints.on(table).named, limit.budget, limit.weights)
         gap = _ROUGH_GAP if self.robust and table.num_heads > _LARGE else _RESAMPLE_GAP
 
         def choose(density: Float) -> NDArray[np.bool_]:

@@ -19,7 +19,7 @@ def token_bytes(table: HeadScores) -> float | None:
 
 
 def cache_share(table: HeadScores, density: float) -> float:
-    """Return the cache of one sequence of ``CONTEXT`` tokens as a share of full attention's.
+    """Return the cache of one sequence of ``CONTEXT`` tokens as a share of the unchanged model's.
 
     Args:
         table: probe with the window and the sink tokens of local heads.
@@ -27,10 +27,24 @@ def cache_share(table: HeadScores, density: float) -> float:
             heads that are global.
     """
     local_keys = (table.window or DEFAULT_WINDOW) + table.sinks
-    return visible_keys(CONTEXT, density=density, window=local_keys) / CONTEXT
+    if not table.native_heads:
+        return visible_keys(CONTEXT, density=density, window=local_keys) / CONTEXT
+    num_local = max(0.0, (1.0 - density) * table.num_heads - len(table.native_heads))
+    keys = density * table.num_heads * CONTEXT + num_local * min(local_keys, CONTEXT) + _native_keys(table)
+    return keys / _full_keys(table)
 
 
 def full_bytes(table: HeadScores) -> float | None:
-    """Return the bytes of full attention's cache for one sequence of ``CONTEXT`` tokens; None if unknown."""
+    """Return the bytes of the unchanged model's cache for one sequence of ``CONTEXT`` tokens; None if unknown."""
     token = token_bytes(table)
-    return None if token is None else token * table.num_heads * CONTEXT
+    return None if token is None else token * _full_keys(table)
+
+
+def _full_keys(table: HeadScores) -> int:
+    """Return the keys that all heads of the unchanged model keep of one sequence of ``CONTEXT`` tokens."""
+    return table.num_candidates * CONTEXT + _native_keys(table)
+
+
+def _native_keys(table: HeadScores) -> int:
+    """Return those of the heads that are local by design."""
+    return sum(min(window, CONTEXT) for window in table.native_heads)

@@ -14,7 +14,9 @@ function duration(number) {
 }
 function count(mask) { return mask.reduce((number, isGlobal) => number + isGlobal, 0); }
 function bytes(cache, budget, total, context) {
-  return cache.token * (budget * context + (total - budget) * Math.min(cache.window + (cache.sinks || 0), context));
+  const native = cache.native || []; /* windows of heads that are local by design */
+  const local = Math.max(0, total - budget - native.length) * Math.min(cache.window + (cache.sinks || 0), context);
+  return cache.token * (budget * context + local + native.reduce((sum, window) => sum + Math.min(window, context), 0));
 }
 /* Seconds per decoded token over all layers: interpolated between measurements, or else the roofline bound. */
 function seconds(times, cache, heads, mask, context) {

@@ -230,10 +230,11 @@ def _origin(table: HeadScores) -> Mapping[str, Any]:
 
 
 def _cache(table: HeadScores) -> dict[str, Any] | None:
-    """Return the bytes of a token in a KV head, and window and sinks of local heads; None if they are not recorded."""
+    """Return the bytes of a token in a KV head, and what local heads see; None if they are not recorded."""
     token = token_bytes(table)
-    sinks = {"sinks": table.sinks} if table.sinks else {}
-    return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW, **sinks}
+    reach = {"sinks": table.sinks} if table.sinks else {}
+    native = {"native": table.native_heads} if table.native_heads else {}
+    return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW, **reach, **native}
 
 
 def _times(calibration: Calibration | None) -> dict[str, Any]:

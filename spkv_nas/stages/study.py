@@ -16,6 +16,7 @@ from spkv_nas.evaluation.paired import DocumentNLL, Score, paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.windows import default_window
 from spkv_nas.proposal.budget import parse_budget, parse_budgets
+from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import asks_for_several
 from spkv_nas.search.space import Space
 from spkv_nas.search.starts import starting_layouts
@@ -62,9 +63,10 @@ def search_layouts(
     """
     # Define the search space
     several = asks_for_several(budget, None)
-    budgets = parse_budgets(str(budget), table.num_heads) if several else [parse_budget(budget, table.num_heads)]
+    number = table.num_candidates
+    budgets = parse_budgets(str(budget), number) if several else [parse_budget(budget, number)]
     window = window or table.window or default_window(model, blocks.block_size)
-    space = Space(table, (budgets[0], budgets[-1]), window, signals=tuple(signals))
+    space = Space(table, (budgets[0], budgets[-1]), window, Constraints().on(table), signals=tuple(signals))
     space.check()
     # Choose and check the starts
     first = starting_layouts(space, budgets) if starts is None else starts

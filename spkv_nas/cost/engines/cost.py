@@ -26,13 +26,19 @@ class EngineCost(CacheCost):
         """Validate the fields.
 
         Raises:
-            UserError: as ``CacheCost``, or local heads see sink tokens, which engines do not keep.
+            UserError: as ``CacheCost``, local heads see sink tokens, which engines do not keep, or some heads are local
+                by design.
         """
         super().__post_init__()
         if self.sinks:
             raise UserError(
                 f"{self.serving.engine.title} keeps no sink tokens for local heads, but the layout has {self.sinks}\n"
                 "use --sinks 0, or leave out --engine"
+            )
+
+        if self.native_heads:
+            raise UserError(
+                "layers of the model have a sliding window by design, which --engine does not count\nleave out --engine"
             )
 
     def total(self, num_global: int, num_heads: int) -> int:

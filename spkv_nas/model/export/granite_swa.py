@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.model.export.native import (
-    check_whole_layers,
-    layer_kinds,
-    output_biases,
-    verified,
-    write_native_config,
-)
+from spkv_nas.model.export.native import layer_kinds, layer_window, output_biases, verified, write_native_config
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
@@ -90,10 +84,10 @@ def granite_swa_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedCo
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     # Check that the layout and the weights fit
-    check_whole_layers(layout)
     kind = config.model_type
     if kind not in _FAMILIES:
         raise TargetError(f"weights of model type '{kind}' do not fit a granite_swa, which is shaped like a Llama")
+    window = layer_window(config, layout)
     if _TYPE not in CONFIG_MAPPING:
         raise TargetError("the installed transformers has no granite_swa; version 5.23 has it")
     # Build the config
@@ -107,8 +101,8 @@ def granite_swa_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedCo
     target_keys = AutoConfig.for_model(_TYPE).to_dict().keys() - {"model_type", *_MULTIPLIERS}
     options: dict[str, Any] = {key: value for key, value in values.items() if key in target_keys}
     options |= {
-        "layer_types": layer_kinds(layout),
-        "sliding_window": layout.window,
+        "layer_types": layer_kinds(config, layout),
+        "sliding_window": window,
         "head_dim": head_dim,
         "rope_parameters": rotary,
         "layer_rope_theta": [rotary["rope_theta"] if has_rope else 0 for has_rope in uses_rope],

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from spkv_nas.model.export.engines import objection
 from spkv_nas.model.export.native import (
     NativeTarget,
-    check_whole_layers,
     layer_kinds,
+    layer_window,
     native_config,
     output_biases,
 )
@@ -74,8 +74,8 @@ def _smollm3_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfi
     from spkv_nas.model.config_section import has_learned_sinks
 
     # Check that the layout and the weights fit
-    check_whole_layers(layout)
-    if layout.num_global == 0:
+    window = layer_window(config, layout)
+    if "full_attention" not in layer_kinds(config, layout):
         raise TargetError("mlx-lm needs a layer of global heads")
     if has_learned_sinks(config):
         raise TargetError("its local heads have learned sinks, for which it has no parameters")
@@ -89,8 +89,8 @@ def _smollm3_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfi
     target_keys = AutoConfig.for_model(_TYPE).to_dict().keys() - {"model_type"}
     options: dict[str, Any] = {key: value for key, value in values.items() if key in target_keys}
     options |= {
-        "layer_types": layer_kinds(layout),
-        "sliding_window": layout.window,
+        "layer_types": layer_kinds(config, layout),
+        "sliding_window": window,
         "use_sliding_window": True,
         "no_rope_layers": [1] * config.num_hidden_layers,  # 1: the layer has RoPE
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,

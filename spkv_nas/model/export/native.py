@@ -42,7 +42,7 @@ class NativeTarget(ExportTarget):
 
     def form(self, config: PreTrainedConfig, layout: Layout) -> str:
         """Return the model type of the architecture, and whether its layers are not those of its family."""
-        return form_name(_SUCCESSOR.get(config.model_type, config.model_type), layer_kinds(layout))
+        return form_name(_SUCCESSOR.get(config.model_type, config.model_type), layer_kinds(config, layout))
 
     def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         """Return the config of the architecture. Raises ``TargetError`` if none can express the layout."""
@@ -100,12 +100,12 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     from spkv_nas.model.config_section import has_learned_sinks
 
     # Check that the layout can be expressed
-    check_whole_layers(layout)
-    if has_learned_sinks(config):
-        raise TargetError("its local heads have learned sinks, for which it has no parameters")
     kind = config.model_type
     if kind not in (*_NATIVE, *_SUCCESSOR):
         raise TargetError(f"no transformers architecture with layer_types is known for model type '{kind}'")
+    window = layer_window(config, layout)
+    if has_learned_sinks(config):
+        raise TargetError("its local heads have learned sinks, for which it has no parameters")
     # Build the config
     target = AutoConfig.for_model(_SUCCESSOR.get(kind, kind))
     target_keys = target.to_dict().keys() if kind in _SUCCESSOR else config.to_dict().keys()
@@ -114,8 +114,8 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     }
     options |= {
         "model_type": target.model_type,
-        "layer_types": layer_kinds(layout),
-        "sliding_window": layout.window,
+        "layer_types": layer_kinds(config, layout),
+        "sliding_window": window,
         "use_cache": True,  # hooks switch it off
         "architectures": [AutoModelForCausalLM._model_mapping[type(target)].__name__],
     }
@@ -140,22 +140,57 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     return native
 
 
-def check_whole_layers(layout: Layout) -> None:
-    """Raise ``TargetError`` if ``layer_types`` cannot express a layout: mixed layers, or sink tokens."""
-    if layout.sinks and layout.num_global < layout.num_heads:
+def layer_kinds(config: PreTrainedConfig, layout: Layout) -> list[str]:
+    """Return ``layer_types`` for a layout of whole layers of ``config``'s model."""
+    from spkv_nas.model.attention import GLOBAL_WINDOW
+
+    return [_FULL if GLOBAL_WINDOW in row else _SLIDING for row in _windows(config, layout)]
+
+
+def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
+    """Return ``sliding_window`` for a layout of ``config``'s model.
+
+    Raises:
+        TargetError: ``layer_types`` cannot express it: sink tokens, layers that mix heads, or more than one window.
+    """
+    from spkv_nas.model.attention import GLOBAL_WINDOW
+
+    windows, kinds = _windows(config, layout), _native_kinds(config, layout)
+    if layout.sinks and any(kind == _FULL and "L" in row for kind, row in zip(kinds, layout.heads, strict=True)):
         tokens = f"{layout.sinks} sink token{'s' if layout.sinks > 1 else ''}"
         raise TargetError(
             f"its local heads see {tokens}, which layer_types cannot express (remove them with "
             "layout convert --sinks 0 if the model does without)"
         )
-    if not layout.is_layerwise:
-        mixed = [i for i, row in enumerate(layout.heads) if len(set(row)) > 1]
+    if mixed := [layer for layer, row in enumerate(windows) if len(row) > 1]:
         raise TargetError(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot express")
+    local = sorted(set().union(*windows) - {GLOBAL_WINDOW})
+    if len(local) > 1:
+        raise TargetError(
+            f"its layers have windows of {' and '.join(map(str, local))} keys, of which layer_types can express one"
+        )
+    return local[0] if local else layout.window
 
 
-def layer_kinds(layout: Layout) -> list[str]:
-    """Return ``layer_types`` for a layout of whole layers."""
-    return [_FULL if "G" in row else _SLIDING for row in layout.heads]
+def _windows(config: PreTrainedConfig, layout: Layout) -> list[set[int]]:
+    """Return the windows of the heads of every layer, which layers with a native window limit (``local_layers.py``)."""
+    from spkv_nas.model.attention import LayerState
+    from spkv_nas.model.local_layers import layout_window, mark_local_layers
+
+    kinds = _native_kinds(config, layout)
+    states = [LayerState(layout.num_kv_heads, config.sliding_window if kind == _SLIDING else None) for kind in kinds]
+    mark_local_layers(states)
+    return [
+        {layout_window(state, layout.window, is_global=letter == "G") for letter in row}
+        for state, row in zip(states, layout.heads, strict=True)
+    ]
+
+
+def _native_kinds(config: PreTrainedConfig, layout: Layout) -> list[str]:
+    """Return ``layer_types`` of ``config``, as far as they are about attention."""
+    has_window = getattr(config, "sliding_window", None) is not None
+    kinds = getattr(config, "layer_types", None) or [_SLIDING if has_window else _FULL] * layout.num_layers
+    return list(kinds) if has_window and len(kinds) == layout.num_layers else [_FULL] * layout.num_layers
 
 
 def output_biases(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementRe
         )
     # Compare the heads that they choose
     first = next(iter(tables.values()))
-    rows = agreement(tables, parse_budget(options.budget, first.num_heads))
+    rows = agreement(tables, parse_budget(options.budget, first.num_candidates))
     folder = options.folders.report_dir(options.name or first.name)
     windows = {label: table.window for label, table in tables.items()}
     sinks = {label: table.local_sinks for label, table in tables.items()}

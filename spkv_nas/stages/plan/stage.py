@@ -169,7 +169,7 @@ def _generated(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
     """Yield export and generation, with full attention and with a layout of the budget."""
     size, context = stages.size, choose_context(options.context, stages.size.positions)
     heads = size.heads.num_layers * size.heads.num_kv_heads
-    budget = parse_budget(options.budget, heads)
+    budget = parse_budget(options.budget, (size.num_full or size.heads.num_layers) * size.heads.num_kv_heads)
     yield stages.export("export")
     yield stages.generate(
         f"generate at {context:,}", context, density=size.full_attention_share, window=size.sliding_window

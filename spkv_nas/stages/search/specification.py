@@ -79,7 +79,9 @@ def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecif
         reporter.caution(unmatched_budget)
     # Define the search space
     window = options.window or table.window or DEFAULT_WINDOW
-    space = Space(table, (budgets[0], budgets[-1]), window, requirements.constraints, _signals(options, table))
+    space = Space(
+        table, (budgets[0], budgets[-1]), window, requirements.constraints.on(table), _signals(options, table)
+    )
     space.check()
     windows = {f"signal {signal.name}": signal.window for signal in space.signals}
     sinks = {f"signal {signal.name}": signal.local_sinks for signal in space.signals}
@@ -134,8 +136,8 @@ def _signals(options: SearchOptions, table: HeadScores) -> tuple[HeadScores, ...
 def _budgets(options: SearchOptions, table: HeadScores) -> list[int]:
     """Return the numbers of global heads to try, ascending. Raises ``UserError`` if invalid."""
     if asks_for_several(options.budget, options.tau):
-        return parse_budgets(str(options.budget), table.num_heads)
-    return [parse_budget(options.budget, table.num_heads)]
+        return parse_budgets(str(options.budget), table.num_candidates)
+    return [parse_budget(options.budget, table.num_candidates)]
 
 
 def _candidates(options: SearchOptions, space: Space, budgets: list[int], announce: Announce) -> _Candidates:

@@ -92,7 +92,8 @@ def cache_bytes(requirements: Requirements, space: Space) -> LayoutCost:
     memory = requirements.cache_cost(space.table, space.window)
     assert memory is not None  # ``specify`` requires a context
     unit = "KV bytes" if requirements.serving is None else f"KV bytes in {requirements.serving.engine.title}"
-    return LayoutCost(unit, lambda layout: float(memory.total(layout.num_global, layout.num_heads)))
+    layers = space.table.layers
+    return LayoutCost(unit, lambda layout: float(memory.total(int(layout.global_mask[layers].sum()), layout.num_heads)))
 
 
 def _decode_time(

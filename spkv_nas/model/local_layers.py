@@ -1,0 +1,39 @@
+"""Layers that are local by design: those with a native sliding window beside layers of full attention.
+
+No layout widens a native window, because the model was never trained to attend farther there, and its RoPE may have
+another base. A layer that is local by design keeps its window whatever the letters and the window of a layout, so that
+no signal scores it and no budget is spent on it. Where every layer has a native window, as in Mistral, this window is
+the model's context, in which heads can be global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spkv_nas.model.attention import LayerState
+
+
+def mark_local_layers(states: Sequence[LayerState]) -> None:
+    """Mark the layers of a model that are local by design."""
+    has_full_attention = any(state.native_window is None for state in states)
+    for state in states:
+        state.is_always_local = has_full_attention and state.native_window is not None
+
+
+def candidate_layers(states: Sequence[LayerState]) -> list[int]:
+    """Return the indices of the layers whose heads can be global."""
+    return [layer for layer, state in enumerate(states) if not state.is_always_local]
+
+
+def layout_window(state: LayerState, window: int, *, is_global: bool) -> int:
+    """Return how many recent keys a head sees that a layout makes global, or local with ``window``."""
+    if is_global or state.is_always_local:
+        return state.checkpoint_window
+    return min(window, state.checkpoint_window)
+
+
+def native_windows(states: Sequence[LayerState]) -> dict[str, list[int | None]]:
+    """Return the entry ``native_windows`` for ``probe.yaml``, by layer; empty if no layer is local by design."""
+    if not any(state.is_always_local for state in states):
+        return {}
+    return {"native_windows": [state.native_window for state in states]}
