@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -62,9 +62,10 @@ class Proposal:
         warn_of_windows({**windows, **(others or {})}, sinks, remedy=remedy)
 
     def table(self, table: HeadScores) -> HeadScores:
-        """Return the head scores at the threshold of the proposal, to compute the coverage of its layouts.
+        """Return the head scores at the threshold of the proposal, with its number of sink tokens.
 
-        The table is returned unchanged if the proposal has no threshold, or if the table has no histogram.
+        Coverage of its layouts is computed at that threshold. The table's own stays if the proposal has no threshold,
+        or if the table has no histogram; the table's sink tokens stay if the layouts differ in theirs.
 
         Args:
             table: head scores of the probe.
@@ -86,6 +87,9 @@ class Proposal:
                 "propose them again at one threshold to compare their coverage",
                 stacklevel=2,
             )
+        numbers = {layout.sinks for layout in self.layouts.values()}
+        if len(numbers) == 1 and numbers != {table.sinks}:
+            table = replace(table, metadata={**table.metadata, "sinks": numbers.pop()})
         if self.tau is None or self.tau == rounded_tau(table.tau) or table.histogram is None:
             return table
         return table.at_tau(self.tau)

@@ -16,6 +16,11 @@ AUTO_BOS: Literal["auto"] = "auto"
 Bos = Literal["auto"] | bool
 
 
+def parse_bos(text: str | None) -> Bos:
+    """Return the value of ``--bos``: "auto" (also for None), "true" or "false"."""
+    return AUTO_BOS if text in (None, AUTO_BOS) else text == "true"
+
+
 class SourceConfig(Section):
     """Name a text source with options; exactly one of ``path`` and ``dataset``."""
 

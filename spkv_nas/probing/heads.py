@@ -33,8 +33,9 @@ def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
     """Raise ``UserError`` unless blocks are longer than the window and the sink tokens together."""
     if blocks.block_size <= window + sinks:
         sinks_text = f" and {sinks} sink token{'s' if sinks > 1 else ''}" if sinks else ""
+        keys = f"{window} key{'s' if window > 1 else ''}"
         raise UserError(
-            f"blocks of {blocks.block_size} tokens have no keys beyond a window of {window} keys{sinks_text}\n"
+            f"blocks of {blocks.block_size} tokens have no keys beyond a window of {keys}{sinks_text}\n"
             "give a smaller --window, or a larger --block-size"
         )
 

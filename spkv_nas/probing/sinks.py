@@ -122,11 +122,13 @@ class SinkReport:
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for ``probe.yaml``."""
-        largest = self.largest
+        largest, sinks = self.largest, max(1, self.number)
         activation = None if largest is None else {**asdict(largest), "ratio": float(f"{largest.ratio:.4g}")}
         return {
             "sink_mass": round(self.first_mass, 4),
+            **({"sink_tokens_mass": round(float(self.mass[..., :sinks].sum(-1).mean()), 4)} if sinks > 1 else {}),
             "sink_heads": self.num_strong,
+            "measured_heads": self.kv_mass.size,
             "massive_activation": activation,
         }
 
@@ -181,7 +183,7 @@ def measure_sinks(
     blocks = blocks.spread(max(1, tokens // blocks.block_size))
     window = default_window(model, blocks.block_size) if window is None else window
     start = max(1, min(window + _POSITIONS, blocks.block_size - 1))  # first query that counts
-    num_positions = min(_POSITIONS, start)
+    num_positions = min(_POSITIONS, max(1, start + 1 - window))  # of keys outside the window of the first query
     with full_attention(model) as states, _watch_activations(model) as activations:
         sums: dict[int, Tensor] = {}  # [Hq, positions] by layer, summed over queries and blocks
         for layer, state in enumerate(states):

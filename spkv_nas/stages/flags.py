@@ -46,7 +46,7 @@ _BUDGETS = Flag(
 _MAX_TOKENS = Flag("Use at most N tokens, taking one block from each document in turn.", low=1, high=MAX_WHOLE)
 _BLOCK_SIZE = Flag("Tokens per block (sequence) of --data.", low=2, high=MAX_BLOCK_SIZE)
 _BOS = Flag(
-    "Begin every block of --data with a BOS token: true, false, or auto, as the tokenizer begins a text.",
+    "Begin every block of the text with a BOS token: true, false, or auto, as the tokenizer begins a text.",
     values=("auto", "true", "false"),
 )
 _WINDOW = Flag("Window of a local head: recent keys it sees, including the query's.", low=1, high=MAX_WINDOW)

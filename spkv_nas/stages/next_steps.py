@@ -19,7 +19,15 @@ from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.init.options import InitOptions
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.propose.options import ProposeOptions
-from spkv_nas.stages.record import absolute, for_signal, is_of, model_identity, probe_records, read_options
+from spkv_nas.stages.record import (
+    absolute,
+    for_signal,
+    is_comparable,
+    is_of,
+    model_identity,
+    probe_records,
+    read_options,
+)
 from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.score.options import ScoreOptions
 from spkv_nas.stages.train.options import TrainOptions
@@ -47,10 +55,9 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
     identity = model_identity(table.metadata)
     if not table.is_density or identity is None:
         return None
-    # Propose by measured head gates of a comparable window
-    existing = _probe_by_signal(workspace, identity, RECOMMENDED)
-    measured = None if existing is None else probe_records(workspace)[existing].get("window")
-    if existing is not None and measured in (None, table.window):
+    # Propose by measured head gates of the same window and sink tokens
+    existing = _probe_by_signal(workspace, identity, RECOMMENDED, table)
+    if existing is not None:
         if (workspace.layout_dir(table.name) / f"{RECOMMENDED}.yaml").is_file():
             return None
         return Suggestion.of(ProposeOptions(probe=existing, budget=budget, workspace=workspace.root), RECOMMENDATION)
@@ -58,8 +65,8 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
     options = read_options(table.metadata, workspace.root)
     if options is None:
         return Suggestion("", f"{RECOMMENDATION}; {missing_options(table)}")
-    if existing is not None:  # measured with another window: their layouts are not comparable
-        options = replace(options, window=table.window)
+    if _probe_by_signal(workspace, identity, RECOMMENDED) is not None:  # of another window or other sink tokens
+        options = replace(options, window=table.window, sinks=str(table.sinks))
     cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
     measuring = for_signal(options, RECOMMENDED, budget, learns=True)
     return Suggestion.of(measuring, f"{RECOMMENDATION}; measuring them takes {cost}")
@@ -100,7 +107,7 @@ def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
     workspace, identity = options.folders, model_identity(table.metadata)
     chosen = table.name
     if table.is_density and identity is not None:
-        chosen = _probe_by_signal(workspace, identity, RECOMMENDED) or chosen
+        chosen = _probe_by_signal(workspace, identity, RECOMMENDED, table) or chosen
     suggestions = [Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=workspace.root))]
     recorded = read_options(table.metadata, workspace.root)
     is_alone = identity is not None and _probe_by_signal(workspace, identity, DENSITY) is None
@@ -127,6 +134,7 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
         data=recorded.data,
         block_size=recorded.block_size,
         max_tokens=recorded.max_tokens,
+        bos=recorded.bos,
         probe=table.name,
         dtype=recorded.dtype,
         workspace=workspace.root,
@@ -154,7 +162,8 @@ def first_recipe(recorded: ProbeOptions) -> InitOptions:
     while out.exists():
         number += 1
         out = Path(f"recipe-{number}.yaml")
-    return InitOptions(model=str(recorded.model), data=recorded.data or [], out=out, workspace=recorded.workspace)
+    sources = recorded.data or []
+    return InitOptions(model=str(recorded.model), data=sources, out=out, bos=recorded.bos, workspace=recorded.workspace)
 
 
 def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Suggestion]:
@@ -164,9 +173,12 @@ def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Sugge
     return [Suggestion.of(ReportOptions(probe=name, workspace=options.workspace))]
 
 
-def _probe_by_signal(workspace: Workspace, identity: str, signal: str) -> str | None:
-    """Return the name of a model's first probe by a signal; None without one."""
-    return next((name for name, record in probe_records(workspace).items() if is_of(record, identity, signal)), None)
+def _probe_by_signal(workspace: Workspace, identity: str, signal: str, like: HeadScores | None = None) -> str | None:
+    """Return the name of a model's first probe by a signal, of a table's window and sinks if any; None without one."""
+    for name, record in probe_records(workspace).items():
+        if is_of(record, identity, signal) and (like is None or is_comparable(record, like)):
+            return name
+    return None
 
 
 def _has_layouts(workspace: Workspace, name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from spkv_nas.artifacts.head_scores import RECORD
+from spkv_nas.artifacts.head_scores import RECORD, HeadScores
 from spkv_nas.artifacts.kinds import DENSITY
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
@@ -96,6 +96,11 @@ def probe_records(workspace: Workspace) -> dict[str, dict[str, Any]]:
 def is_of(record: Mapping[str, Any], identity: str, signal: str) -> bool:
     """Return whether a probe is of a model, as named by ``model_identity``, and of a signal."""
     return model_identity(record) == identity and record.get("signal", DENSITY) == signal
+
+
+def is_comparable(record: Mapping[str, Any], table: HeadScores) -> bool:
+    """Return whether layouts of a probe, by its record, have the window and the sink tokens of a table's."""
+    return record.get("window") in (None, table.window) and record.get("sinks", 0) == table.sinks
 
 
 def for_signal(options: ProbeOptions, signal: str, budget: str | None, *, learns: bool) -> ProbeOptions:

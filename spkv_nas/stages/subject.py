@@ -15,7 +15,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
-from spkv_nas.data.config import AUTO_BOS, Bos
+from spkv_nas.data.config import parse_bos
 from spkv_nas.data.readers import open_source
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
 from spkv_nas.model.source import check_checkpoint
@@ -203,7 +203,7 @@ class Subject:
         elif options.data:
             cache = options.folders.run_dir(self.name) / "blocks"
             read = partial(load_text, options.data, tokenizer, cache, Path(), block_size=length, max_tokens=limit)
-            whole = after_main(partial(read, bos=self._bos, reporter=reporter))
+            whole = after_main(partial(read, bos=parse_bos(options.bos), reporter=reporter))
         else:
             whole = self._held_out(tokenizer, limit and limit // length, reporter)
             text = recipe.data.model_dump(mode="json")
@@ -221,11 +221,6 @@ class Subject:
         count = f"{blocks.num_blocks} blocks of {length} tokens"
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {count}")
         return Measured(model, tokenizer, blocks, whole, text, saved_name, train, batch_size)
-
-    @property
-    def _bos(self) -> Bos:
-        """Return whether blocks of the user's text begin with a BOS token."""
-        return AUTO_BOS if self.options.bos in (None, AUTO_BOS) else self.options.bos == "true"
 
     def _held_out(self, tokenizer: PreTrainedTokenizerBase, max_blocks: int | None, reporter: Reporter) -> TokenBlocks:
         """Load the recipe's held-out text, mixed with RULER samples as its training text is.
@@ -258,7 +253,7 @@ class Subject:
 
         data, base, name, stretch = self.recipe.data, self.base, self.recipe.name, self.recipe.heldout_stretch
         if self.options.data:
-            data = DataConfig(sources=[*self.options.data], block_size=length, bos=self._bos)
+            data = DataConfig(sources=[*self.options.data], block_size=length, bos=parse_bos(self.options.bos))
             base, name = Path(), self.name
             stretch = length
         cache = self.options.folders.run_dir(name) / "blocks"

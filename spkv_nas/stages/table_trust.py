@@ -15,8 +15,9 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.trust import Mask, Trust
-from spkv_nas.stages.record import is_of, model_identity, probe_records
+from spkv_nas.stages.record import is_comparable, is_of, model_identity, probe_records
 
+_SINKS = ("sink tokens:", "--sinks")
 _OPENING = "opening"  # signal whose values are gains
 
 
@@ -45,17 +46,22 @@ def unknown_trust(table: HeadScores) -> str | None:
 
 
 def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
-    """Return a remark if the model's recommended probe has another window, so layouts do not compare; else None."""
+    """Return a remark if the model's recommended probe has another window or other sinks; else None.
+
+    Layouts of the two then do not compare.
+    """
     model = model_identity(table.metadata)
     if table.window is None or model is None or table.signal == RECOMMENDED:
         return None
     for name, record in probe_records(workspace).items():
-        window = record.get("window")
-        if is_of(record, model, RECOMMENDED) and window not in (None, table.window):
-            return (
-                f"layouts of '{table.name}' (window {table.window}) and of '{name}' ({RECOMMENDED} of the same model, "
-                f"window {window}) cannot be compared: probe again with --window {table.window}"
-            )
+        if not is_of(record, model, RECOMMENDED) or is_comparable(record, table):
+            continue
+        seen, flag = ("window", "--window") if record.get("window") not in (None, table.window) else _SINKS
+        mine, other = (table.window, record["window"]) if seen == "window" else (table.sinks, record.get("sinks", 0))
+        return (
+            f"layouts of '{table.name}' ({seen} {mine}) and of '{name}' ({RECOMMENDED} of the same model, "
+            f"{seen} {other}) cannot be compared: probe again with {flag} {mine}"
+        )
     return None
 
 

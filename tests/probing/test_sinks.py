@@ -11,7 +11,7 @@ import numpy as np
 import planted
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import make_table, tiny_model
 from spkv_kernels import attention
 from transformers import Qwen2ForCausalLM
 
@@ -34,6 +34,7 @@ from spkv_nas.probing.mixture import Mixture
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.retrieval import needles
 from spkv_nas.probing.sinks import MassiveActivation, SinkReport, choose_sinks, measure_sinks
+from spkv_nas.stages.probe.output import show
 
 WINDOW, LENGTH, BOS = 6, 48, 1
 FEW: dict[str, dict[str, Any]] = {
@@ -92,6 +93,13 @@ class TestMeasurement:
         measure_sinks(model, blocks)
         assert not attention_layers(model)
         assert not any(module._forward_hooks for module in model.modules())
+
+    @pytest.mark.parametrize(("window", "num_positions"), [(LENGTH - 9, 8), (LENGTH - 2, 2), (LENGTH, 1)])
+    def test_leaves_out_keys_in_the_window(self, window: int, num_positions: int, blocks: TokenBlocks) -> None:
+        """With few queries beyond a wide window, later keys of the first eight are in it."""
+        measured = measure_sinks(planted_tiny(), blocks, window)
+        assert measured.mass.shape[-1] == num_positions
+        assert measured.number == 1
 
     def test_leaves_out_layers_with_a_native_window(self, blocks: TokenBlocks) -> None:
         model = tiny_model("gemma3_text")
@@ -268,8 +276,8 @@ class TestCommand:
         few = ["--signal", "attention-mass", "--max-tokens", "1024", "--name", "mass"]
         main(["probe", *subject, *few, *workspace])
         output = " ".join("".join(capsys.readouterr()).split())
-        assert "% of attention is on the first token (" in output
-        assert "of 63 heads above 30 %): layouts get 1 sink token" in output
+        assert "% of attention is on the first token; " in output
+        assert "of 63 heads give the first four more than 30 %: layouts get 1 sink token" in output
         table = HeadScores.read(tmp_path / "probes" / "mass")
         assert table.sinks == 1
         assert table.metadata["sink_mass"] > 0.5
@@ -280,6 +288,35 @@ class TestCommand:
             output = " ".join("".join(capsys.readouterr()).split())
             assert ("local heads also see the first" in output) == bool(sinks)
             assert Layout.read(tmp_path / "layouts" / "mass" / "densest.yaml").sinks == sinks
+
+
+class TestMessage:
+    @pytest.mark.parametrize(
+        ("by_position", "message"),
+        [
+            (
+                (0.5, 0.0, 0.0, 0.0),
+                "50 % of attention is on the first token; 2 of 2 heads give the first four more than",
+            ),
+            ((0.1, 0.1, 0.1, 0.1), "40 % of attention is on the first 4 tokens; 2 of 2 heads give the first four more"),
+            ((0.05, 0.04, 0.0, 0.0), "9.0 % of attention is on the first 2 tokens; 0 of 2 heads give the first four"),
+        ],
+    )
+    def test_says_what_was_measured(
+        self, by_position: tuple[float, ...], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It gave the attention on the first token also where layouts get more."""
+        measured = report(by_position, by_position)
+        for num_layers, among in ((1, "2 heads give"), (3, "2 heads without a native sliding window give")):
+            table = make_table(np.full((num_layers, 2), 0.5))
+            show(replace(table, metadata={"sinks": measured.number, **measured.as_mapping()}))
+            printed = " ".join(capsys.readouterr().out.split())
+            assert message.replace("2 heads give", among) in printed
+            assert f"layouts get {measured.number} sink token" in printed
+
+    def test_of_short_blocks_names_the_sink_tokens(self, blocks: TokenBlocks) -> None:
+        with pytest.raises(UserError, match="window of 47 keys and 1 sink token\n"):
+            measure_signal("opening", planted_tiny(), blocks, window=LENGTH - 1)
 
 
 @pytest.mark.slow

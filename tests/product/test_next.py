@@ -19,6 +19,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.init.options import InitOptions
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.score.options import ScoreOptions
+from spkv_nas.training.recipe import Recipe
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 MAX_COMMANDS = 20
@@ -122,6 +123,35 @@ class TestProbe:
             "spkv-nas probe --model mine --data 'my project/text' --block-size 64 --signal density --budget 25% "
             "--workspace w",
         ]
+
+    def test_the_start_of_blocks_is_kept(
+        self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Scores and recipes began blocks with BOS whatever the probe did."""
+        _suggested(capsys, "probe", *subject, "--steps", 2, "--bos", "false")
+        suggested = _suggested(capsys, "propose")
+        assert [line.split()[1] for line in suggested] == ["score", "init"]
+        assert all("--bos false" in line for line in suggested)
+        main(shlex.split(suggested[1])[1:])
+        assert Recipe.read(Path("recipe.yaml")).data.bos is False
+
+    def test_head_gates_of_other_sink_tokens_do_not_count(
+        self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Their layout was among those by density, and the next command chose it."""
+        main(["probe", *subject, "--steps", "2", "--sinks", "2", "--name", "first"])
+        measured = ["--signal", "density", "--steps", "2", "--ablation-tokens", "0", "--sinks", "0"]
+        suggested = _suggested(capsys, "probe", *subject, *measured)
+        assert suggested == ["spkv-nas propose --probe mine"]
+        main(["propose", "--probe", "mine"])
+        printed = " ".join(capsys.readouterr().out.split())
+        assert not Path("layouts/mine/head-gates.yaml").exists()
+        assert "(sink tokens: 0) and of 'first' (head-gates of the same model, sink tokens: 2)" in printed
+        assert "cannot be compared: probe again with --sinks 0" in printed
+        line = next(line for line in _suggested(capsys, "propose", "--probe", "mine") if "head-gates" in line)
+        options = parsed(line)
+        assert isinstance(options, ProbeOptions)
+        assert (options.signal, options.sinks, options.window) == ("head-gates", "0", 8)
 
     @pytest.mark.slow
     def test_densities_lead_to_head_gates(

@@ -26,7 +26,9 @@ def show(table: HeadScores) -> None:
     )
     if "passes" in table.metadata:
         reused = f"; scores reused: {number}" if (number := table.metadata.get("reused_scores")) else ""
-        say(f"cost: {table.metadata['passes']:,g} forward passes over {table.metadata['tokens']:,} tokens{reused}")
+        passes = table.metadata["passes"]
+        noun = "pass" if passes == 1 else "passes"
+        say(f"cost: {passes:,g} forward {noun} over {table.metadata['tokens']:,} tokens{reused}")
     if (sinks := _about_sinks(table)) is not None:
         say(sinks)
     if (domain_warning := about_small_domains(table)) is not None:
@@ -42,8 +44,15 @@ def _about_sinks(table: HeadScores) -> str | None:
     layouts = f"layouts get {table.sinks} sink token{'s' if table.sinks > 1 else ''}"
     if (mass := table.metadata.get("sink_mass")) is None:
         return layouts
-    strong = f"{table.metadata['sink_heads']} of {table.num_heads} heads above {100 * STRONG_SINK:.0f} %"
-    return f"{100 * mass:.{0 if mass >= 0.1 else 1}f} % of attention is on the first token ({strong}): {layouts}"
+    # The tokens that layouts get, and the heads that were measured
+    share = 100 * table.metadata.get("sink_tokens_mass", mass)
+    first = "first token" if table.sinks == 1 else f"first {table.sinks} tokens"
+    strong, heads = table.metadata["sink_heads"], table.metadata["measured_heads"]
+    among = f"{heads} heads" + ("" if heads == table.num_heads else " without a native sliding window")
+    return (
+        f"{share:.{0 if share >= 10 else 1}f} % of attention is on the {first}; {strong} of {among} "
+        f"give the first four more than {100 * STRONG_SINK:.0f} %: {layouts}"
+    )
 
 
 def document(table: HeadScores, folder: Path) -> dict[str, Any]:

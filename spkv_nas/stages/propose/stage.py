@@ -75,7 +75,8 @@ class BudgetsResult:
 
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
     """Propose layouts for a budget by every strategy and write them to ``layouts/<name>/``."""
-    requirements, table = _requirements(options), _table(options, reporter)
+    requirements, measured = _requirements(options), chosen_table(options, reporter)
+    table = _with_sinks(measured, options.sinks)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
     # Solve for the layouts
@@ -88,7 +89,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
             window=options.window,
             seed=options.seed,
             num_random=options.num_random,
-            others=[_with_sinks(other, options.sinks) for other in _recommended(options.folders, table)],
+            others=[_with_sinks(other, options.sinks) for other in _recommended(options.folders, measured)],
             progress=progress,
         )
     # Write layouts and judge the ranking
@@ -99,7 +100,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     sentences = [
         *_sentences(answer, requirements, options),
         trust_sentence,
-        window_advice(options.folders, answer.table),
+        window_advice(options.folders, measured),
     ]
     # Suggest what to run next
     advice = _advice(answer, options)
@@ -116,21 +117,20 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     )
 
 
-def _table(options: ProposeOptions, reporter: Reporter) -> HeadScores:
-    """Return the table that options choose, with their number of sink tokens."""
-    return _with_sinks(chosen_table(options, reporter), options.sinks)
-
-
 def _with_sinks(table: HeadScores, sinks: int | None) -> HeadScores:
     """Return a table whose layouts get this number of sink tokens; unchanged for None."""
     return table if sinks is None else replace(table, metadata={**table.metadata, "sinks": sinks})
 
 
 def _recommended(workspace: Workspace, table: HeadScores) -> list[HeadScores]:
-    """Return the recommended signal's scores of the model that densities are of, if the workspace has them."""
+    """Return the recommended signal's scores of the model that densities are of, if the workspace has them.
+
+    They were measured with the densities' sink tokens: with others, layouts do not compare.
+    """
     if not table.is_density:
         return []
-    return [other for other in neighbours(workspace, table) if other.signal == RECOMMENDED][:1]
+    others = (other for other in neighbours(workspace, table) if other.sinks == table.sinks)
+    return [other for other in others if other.signal == RECOMMENDED][:1]
 
 
 def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
@@ -208,7 +208,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     from spkv_nas.report.budget_charts import budgets_chart
     from spkv_nas.report.figures import save_figure
 
-    table = _table(options, reporter)
+    table = _with_sinks(chosen_table(options, reporter), options.sinks)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
     # Solve at every budget
