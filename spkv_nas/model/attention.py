@@ -137,7 +137,7 @@ class LayerState:
         if self.windows is None:
             return 0
         pairs = zip(self.sinks, self.windows, strict=False)  # a layout's local heads have equal sinks
-        return max((sinks for sinks, window in pairs if window < GLOBAL_WINDOW), default=0)
+        return max([0, *(sinks for sinks, window in pairs if window < GLOBAL_WINDOW)])
 
     def check_gate_reach(self, num_tokens: int) -> None:
         """Raise ``UserError`` if gates would decide about keys that the checkpoint's own sliding window hides."""

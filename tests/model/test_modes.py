@@ -30,7 +30,7 @@ from spkv_nas.model.gates import predictors
 from spkv_nas.model.generation import generate
 from spkv_nas.model.hooks import watch_logits
 from spkv_nas.model.modes import gate_mode, gate_settings, set_gate_mode, set_price
-from spkv_nas.model.windows import apply_layout, full_attention
+from spkv_nas.model.windows import add_learned_sinks, apply_layout, full_attention
 from spkv_nas.probing.density import probe
 
 
@@ -210,6 +210,21 @@ class TestCompile:
             layer.compile(fullgraph=True, backend="aot_eager")
         compiled = self.gradients(model, tokens)
         for one, other in zip(expected, compiled, strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+        torch.compiler.reset()
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore")  # of torch, about what it traces
+    def test_layers_of_a_hybrid_compile_without_a_graph_break(self, tokens: Tensor) -> None:
+        """With sink tokens and learned sinks; on a CPU, windows that differ within a layer are read from a tensor."""
+        torch.compiler.reset()
+        model = tiny_model().train()
+        apply_layout(model, Layout(("GG", "LL", "LL", "GG"), 4, sinks=1))
+        add_learned_sinks(model)
+        expected = self.gradients(model, tokens)
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+        for one, other in zip(expected, self.gradients(model, tokens), strict=True):
             assert torch.allclose(one, other, atol=1e-5)
         torch.compiler.reset()
 
