@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from spkv_nas.base.limits import MAX_BATCH, MAX_STEPS
 from spkv_nas.base.schema import Section
@@ -51,12 +51,16 @@ class BranchConfig(Section):
     extend: ExtendConfig | None = Field(
         None, description="switch to longer blocks, with RoPE changed to fit, during the branch"
     )
-    distill: DistillConfig | None = Field(None, description="also learn from the dense checkpoint's predictions")
+    distill: DistillConfig | None = Field(
+        None,
+        description="also learn from the dense checkpoint's predictions",
+        exclude_if=lambda distill: distill is None,  # hashes and records of recipes stay as before the key existed
+    )
     sinks: Literal["learned"] | None = Field(
         None,
         description="learned: train a logit in the softmax's denominator of every local query head of a layout, from "
         "the measured log-sum-exp of what the head does not see; default: the layout's sink tokens alone",
-        exclude_if=lambda sinks: sinks is None,  # hashes and records of recipes stay as before the key existed
+        exclude_if=lambda sinks: sinks is None,  # as above
     )
 
     @model_validator(mode="after")
@@ -68,8 +72,3 @@ class BranchConfig(Section):
         if self.extend is not None:
             raise ValueError("'distill' and 'extend' exclude each other: the dense checkpoint knows no longer blocks")
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_absent_teacher(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave ``distill`` out of records and hashes if it is absent, so that they stay as before the key existed."""
-        return {key: value for key, value in handler(self).items() if key != "distill" or value is not None}
