@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.units import ITEM_BYTES, parse_bytes
 from spkv_nas.cost.engines.engine import Serving
 from spkv_nas.cost.engines.registry import ENGINES
 from spkv_nas.stages.options import EngineOptions
@@ -21,3 +22,19 @@ def chosen_engine(options: EngineOptions) -> Serving | None:
         if value is not None:
             raise UserError(f"{name} needs --engine, such as --engine {ENGINES.names[0]}")
     return None
+
+
+def check_engine(options: EngineOptions, *, kv_bytes: str | None, kv_dtype: str | None = None) -> None:
+    """Check the engine of options, and that those which only apply to one have one.
+
+    Raises:
+        UserError: an option is wrong or lacks an engine.
+    """
+    engine = chosen_engine(options)
+    for name, value in (("--kv-bytes", kv_bytes), ("--kv-dtype", kv_dtype)):
+        if engine is None and value is not None:
+            raise UserError(f"{name} needs --engine")
+    if kv_bytes is not None:
+        parse_bytes(kv_bytes)
+    if kv_dtype is not None and kv_dtype not in ITEM_BYTES:
+        raise UserError(f"--kv-dtype '{kv_dtype}' is unknown; expected one of {', '.join(ITEM_BYTES)}")

@@ -80,6 +80,34 @@ class TestVllm:
         assert VLLM.plan(cache, 2).tokens(cache, GIB) < VLLM.plan(cache, 7).tokens(cache, GIB)
 
 
+class TestLayouts:
+    cache = replace(LAYERS, grid=(21, 4))
+
+    def test_whole_layers(self) -> None:
+        layout = VLLM.plan_layout(self.cache, [4] * 9 + [0] * 12)
+        assert (layout.form, layout.plan) == ("whole layers", VLLM.plan(self.cache, 36))
+
+    def test_the_largest_units(self) -> None:
+        """A single layer of another kind than the others sets groups of one module, so units take less."""
+        counts = [2] * 20 + [4]
+        layout = VLLM.plan_layout(self.cache, counts)
+        by_kind = plan_parts(self.cache, kind_parts(self.cache, counts))
+        assert (layout.form, layout.plan) == ("units of 2 heads", VLLM.plan(self.cache, 44))
+        assert layout.plan.request_bytes < by_kind.request_bytes
+
+    def test_by_kind(self) -> None:
+        """With 2 of 4 heads global in every layer, both give two groups; the split by kind has fewer modules."""
+        layout = VLLM.plan_layout(self.cache, [2] * 21)
+        assert layout.form == "split by kind"
+        assert layout.plan.request_bytes == VLLM.plan(self.cache, 42).request_bytes
+
+    def test_engines_for_whole_layers(self) -> None:
+        assert SGLANG.plan_layout(self.cache, [4] + [0] * 20).plan == SGLANG.plan(self.cache, 4)
+        for engine in (SGLANG, LLAMACPP):
+            with pytest.raises(UserError, match=r"runs whole layers only, but the layout mixes global and local heads"):
+                engine.plan_layout(self.cache, [2] * 21)
+
+
 class TestSglang:
     cache = replace(LAYERS, page_size=1, in_flight=16384)
 

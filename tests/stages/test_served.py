@@ -101,6 +101,46 @@ class TestPlan:
         assert "10 layers of the model have a sliding window by design" in message
 
 
+class TestPlanAttention:
+    """Level 8 of the paper's ladder has 21 layers of 3 KV heads of size 128."""
+
+    @pytest.fixture
+    def layouts(self, tmp_path: Path) -> list[str]:
+        """Write layouts of whole layers and of single heads; return the options that name them."""
+        files = {"layers": ("GGG",) * 9 + ("LLL",) * 12, "heads": ("GLL",) * 8 + ("GGL",) * 5 + ("LLL",) * 8}
+        for name, heads in files.items():
+            Layout(heads, window=128, strategy=name).write(tmp_path / f"{name}.yaml")
+        return [option for name in files for option in ("--layout", str(tmp_path / f"{name}.yaml"))]
+
+    def attention(self, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+        """Return what ``plan attention`` prints, on one line."""
+        main(["plan", "attention", "level-8", "--context", "32k", *options])
+        return " ".join(capsys.readouterr().out.split())
+
+    def test_layouts_in_an_engine(self, layouts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        document = json.loads(self.attention(capsys, *layouts, *CPU, "--kv-bytes", "24GiB", "--json"))["engine"]
+        forms = {row["name"]: (row["form"], row["tokens"]) for row in document["layouts"]}
+        assert forms["full attention"] == ("whole layers", 798_848)  # six times the bytes of 64 numbers a token
+        assert forms["layers, 27 of 63 heads"] == ("whole layers", 1_306_175)
+        assert forms["heads, 18 of 63 heads"][0] == "units of 1 head"
+
+    def test_a_table_for_people(self, layouts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        shown = self.attention(capsys, *layouts, *CPU, "--kv-bytes", "24GiB")
+        assert "KV cache in vLLM 0.32: requests of 32,768 tokens" in shown
+        assert "1,306,175" in shown
+        assert "KV cache in" not in self.attention(capsys, *layouts)
+
+    def test_mistakes(self, layouts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        def refused(*options: str) -> str:
+            return fails(capsys, "plan", "attention", "level-8", "--context", "1k", *options)
+
+        assert "--kv-bytes needs --engine" in refused("--kv-bytes", "1GiB")
+        assert "runs whole layers only, but the layout mixes" in refused(*layouts, "--engine", "llamacpp")
+        assert "counts numbers of 1, 2, 4 bytes; found --element-size 3" in refused(*CPU, "--element-size", "3")
+        Layout(("GLL",) * 21, window=128, strategy="mine", sinks=4).write(tmp_path / "sinks.yaml")
+        assert "keeps no sink tokens" in refused(*CPU, "--layout", str(tmp_path / "sinks.yaml"))
+
+
 class TestPropose:
     @pytest.fixture
     def workspace(self, tmp_path: Path) -> Path:

@@ -7,10 +7,11 @@ a larger number can cost the same as a smaller one, or less.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from spkv_nas.artifacts.grid import Grid
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import ITEM_BYTES
 
 
@@ -68,6 +69,24 @@ class CachePlan(ABC):
         return int(self.concurrency(memory) * cache.context)
 
 
+@dataclass(frozen=True)
+class LayoutPlan:
+    """Cache that an engine plans for a layout.
+
+    Attributes:
+        form: how the layout is served, such as "whole layers".
+        plan: the cache.
+    """
+
+    form: str
+    plan: CachePlan
+
+
+def is_mixed(cache: ServedCache, layer_counts: Sequence[int]) -> bool:
+    """Return whether a layer has global and local heads."""
+    return any(0 < count < cache.grid[1] for count in layer_counts)
+
+
 class Engine(ABC):
     """Serving engine.
 
@@ -92,6 +111,23 @@ class Engine(ABC):
     @abstractmethod
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
         """Plan the cache of a model with ``num_global`` global KV heads."""
+
+    def plan_layout(self, cache: ServedCache, layer_counts: Sequence[int]) -> LayoutPlan:
+        """Plan the cache of a layout, served in the form that takes the least memory.
+
+        Args:
+            cache: sizes of the cache.
+            layer_counts: number of global heads in each layer.
+
+        Raises:
+            UserError: the engine runs whole layers only, and the layout has others.
+        """
+        if is_mixed(cache, layer_counts) and not self.per_head:
+            raise UserError(
+                f"{self.title} runs whole layers only, but the layout mixes global and local heads in a layer\n"
+                "leave it out, or use an engine that runs layouts per head"
+            )
+        return LayoutPlan("whole layers", self.plan(cache, sum(layer_counts)))
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.cost.engines.engine import CachePlan, Engine, ServedCache
+from spkv_nas.cost.engines.engine import CachePlan, Engine, LayoutPlan, ServedCache, is_mixed
 
 _FEW_PADDING = 1.5  # the largest bucket sets the size of groups below this multiple of the smallest
 
@@ -128,6 +129,16 @@ class Vllm(Engine):
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
         """Plan the cache of a model in units of one head, or in whole layers."""
         return plan_parts(cache, unit_parts(cache, num_global))
+
+    def plan_layout(self, cache: ServedCache, layer_counts: Sequence[int]) -> LayoutPlan:
+        """Plan the cache of a layout, split by kind or into the largest units, whichever takes less memory."""
+        if not is_mixed(cache, layer_counts):
+            return super().plan_layout(cache, layer_counts)
+        size = gcd(cache.grid[1], *layer_counts)
+        by_kind = LayoutPlan("split by kind", plan_parts(cache, kind_parts(cache, layer_counts)))
+        heads = "head" if size == 1 else "heads"
+        units = LayoutPlan(f"units of {size} {heads}", plan_parts(cache, unit_parts(cache, sum(layer_counts), size)))
+        return min(by_kind, units, key=lambda layout: layout.plan.request_bytes)
 
 
 VLLM = Vllm()

@@ -53,6 +53,7 @@ def check(options: PlanOptions) -> None:
     from spkv_nas.cost.roofline import find_hardware
     from spkv_nas.model.source import check_config
     from spkv_nas.stages.checks import check_recipe, check_text
+    from spkv_nas.stages.engines import check_engine
 
     if (options.recipe is None) == (options.model is None):
         raise UserError("give either a recipe, or --model with a folder, an ID or a config file")
@@ -60,7 +61,7 @@ def check(options: PlanOptions) -> None:
         find_hardware(options.hardware)
     if options.context is not None:
         parse_context(options.context)
-    _check_engine(options)
+    check_engine(options, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype)
     if options.recipe is None:
         check_config(str(options.model))
         check_text(options.data or ())
@@ -68,18 +69,3 @@ def check(options: PlanOptions) -> None:
         raise UserError("the recipe sets the text, block size and steps: remove --data, --block-size and --steps")
     else:
         check_recipe(options.recipe, needs_text=options.heldout_tokens is None)
-
-
-def _check_engine(options: PlanOptions) -> None:
-    """Check the engine, and that options which only apply to one have one."""
-    from spkv_nas.base.units import ITEM_BYTES, parse_bytes
-    from spkv_nas.stages.engines import chosen_engine
-
-    engine = chosen_engine(options)
-    for name, value in (("--kv-bytes", options.kv_bytes), ("--kv-dtype", options.kv_dtype)):
-        if engine is None and value is not None:
-            raise UserError(f"{name} needs --engine")
-    if options.kv_bytes is not None:
-        parse_bytes(options.kv_bytes)
-    if options.kv_dtype is not None and options.kv_dtype not in ITEM_BYTES:
-        raise UserError(f"--kv-dtype '{options.kv_dtype}' is unknown; expected one of {', '.join(ITEM_BYTES)}")

@@ -8,13 +8,13 @@ from typing import Annotated
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import LONGEST, REFERENCE, InWorkspace
+from spkv_nas.stages.options import LONGEST, REFERENCE, EngineOptions, InWorkspace
 
 ElementSize = Annotated[int, Flag("Bytes per number in the KV cache (2: bfloat16).", low=1, high=1024)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions(InWorkspace):
+class AttentionOptions(InWorkspace, EngineOptions):
     """Options of the ``plan attention`` command."""
 
     level: flags.Level = None
@@ -26,6 +26,7 @@ class AttentionOptions(InWorkspace):
     element_size: ElementSize = 2
     calibration: flags.CalibrationName = default(None, "the level's or model's, if one matches")
     hardware: flags.Hardware = default(None, "h200, uncalibrated")
+    kv_bytes: flags.KvBytes = default(None, note="Applies to --engine.")
 
 
 def check(options: AttentionOptions) -> None:
@@ -35,7 +36,9 @@ def check(options: AttentionOptions) -> None:
     from spkv_nas.cost.formulas import visible_keys
     from spkv_nas.cost.roofline import find_hardware
     from spkv_nas.stages.checks import check_model_size
+    from spkv_nas.stages.engines import check_engine
 
+    check_engine(options, kv_bytes=options.kv_bytes)
     check_model_size(options.level, options.model)
     if options.hardware is not None:
         find_hardware(options.hardware)

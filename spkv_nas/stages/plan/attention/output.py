@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out
-from spkv_nas.base.units import format_microseconds
+from spkv_nas.base.console import out, say
+from spkv_nas.base.units import format_bytes, format_microseconds
 
 if TYPE_CHECKING:
+    from spkv_nas.stages.plan.attention.served import ServedLayouts
     from spkv_nas.stages.plan.attention.stage import AttentionCosts
 
 
@@ -48,14 +49,59 @@ def costs(result: AttentionCosts) -> None:
     out.print(f"times: attention of all layers, {escape(result.times.source)}")
     if result.costs[0].prefill_seconds is None:
         out.print(f"-: prefill was not measured at {result.context:,} tokens")
+    if result.served is not None:
+        _served(result.served)
+
+
+def _served(result: ServedLayouts) -> None:
+    """Print the memory that a serving engine plans for full attention and for layouts."""
+    engine, cache, memory = result.engine, result.cache, result.memory
+    limited = [] if memory is None else [f"requests in\n{format_bytes(memory)}", "tokens"]
+    title = f"KV cache in {engine.title}: requests of {cache.context:,} tokens"
+    grid = Table("attention", "served as", "one request", *limited, title=title)
+    for name, layout in result.layouts:
+        plan = layout.plan
+        numbers = [] if memory is None else [f"{plan.concurrency(memory):,.2f}", f"{plan.tokens(cache, memory):,}"]
+        grid.add_row(escape(name), layout.form, format_bytes(plan.request_bytes), *numbers)
+    out.print(grid)
+    say(
+        f"pages of {cache.page_size} tokens (--page-size), {cache.in_flight:,} tokens in flight (--in-flight-tokens); "
+        f"{engine.title}: {engine.evidence}"
+    )
 
 
 def document(result: AttentionCosts) -> dict[str, Any]:
     """Return KV bytes, FLOPs and times of full attention, of the layouts and of a density."""
+    served = result.served
+    engine = {} if served is None else {"engine": _served_document(served)}
     return {
         "name": result.name,
         "shape": result.shape,
         "context": result.context,
         "costs": result.costs,
         "times": result.times.source,
+        **engine,
+    }
+
+
+def _served_document(result: ServedLayouts) -> dict[str, Any]:
+    """Return the memory that a serving engine plans for full attention and for layouts."""
+    memory = result.memory
+    layouts = [
+        {
+            "name": name,
+            "form": layout.form,
+            "request_bytes": layout.plan.request_bytes,
+            "concurrency": None if memory is None else layout.plan.concurrency(memory),
+            "tokens": None if memory is None else layout.plan.tokens(result.cache, memory),
+        }
+        for name, layout in result.layouts
+    ]
+    engine = result.engine
+    return {
+        "name": engine.title,
+        "evidence": engine.evidence,
+        "cache": result.cache,
+        "memory": memory,
+        "layouts": layouts,
     }

@@ -14,6 +14,7 @@ from spkv_nas.stages.attention_times import find_times
 from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.plan.attention.options import AttentionOptions
+from spkv_nas.stages.plan.attention.served import ServedLayouts, plan_layouts
 from spkv_nas.stages.sized_model import SizedModel
 
 
@@ -27,6 +28,7 @@ class AttentionCosts:
         context: tokens in the cache.
         costs: costs of full attention, of each layout and of a density, in this order.
         times: source of the seconds in ``costs``.
+        served: caches of full attention and of layouts in a serving engine; None without one.
     """
 
     name: str
@@ -34,6 +36,7 @@ class AttentionCosts:
     context: int
     costs: list[Cost]
     times: AttentionTimes
+    served: ServedLayouts | None = None
 
 
 def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> AttentionCosts:
@@ -72,11 +75,12 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
         row = formulas.cost(title, shape, tokens, density=share, window=layout.local_keys, element_size=size)
         rows.append(_timed(row, shape, tokens, times, layout))
+    served = plan_layouts(options, shape, [row.name for row in rows], layouts, tokens)
     if options.density is not None:
         title = f"SP-KV, density {options.density:g}"
         row = formulas.cost(title, shape, tokens, density=options.density, window=options.window, element_size=size)
         rows.append(_timed(row, shape, tokens, times, window=options.window))
-    return AttentionCosts(subject.title, shape, tokens, rows, times)
+    return AttentionCosts(subject.title, shape, tokens, rows, times, served)
 
 
 def _timed(
