@@ -68,6 +68,8 @@ _QWEN_VLLM = Cell(Outcome.EXACT, "with --model-impl transformers; refused withou
 _UNGUARDED = Cell(Outcome.EXACT, "run without the keys lm_config and model_file")
 _PLUGIN = Cell(Outcome.EXACT, "with spkv-nas in its environment and without sink tokens; refused otherwise")
 _IMPORTED = Cell(Outcome.REFUSED, "exact after import spkv_nas")
+_ONE_MORE = Cell(Outcome.DIFFERENT, "one key more than the window; exact with --model-impl transformers")
+_SQUARE = Cell(Outcome.EXACT, "refused where head_dim is not hidden_size / num_attention_heads")
 _ROUNDED = Cell(Outcome.EXACT, "tokens equal, log-probabilities within 4e-4")
 
 ENGINES = (
@@ -85,16 +87,16 @@ _ROWS: dict[str, tuple[Cell, ...]] = {
     "ministral": (_EXACT, _EXACT, _EXACT, _REFUSED, _REFUSED, _REFUSED, _REFUSED),
     "qwen2": (_QWEN_VLLM, _EXACT, _EXACT, _REFUSED, _REFUSED, _UNGUARDED, _UNGUARDED),
     "qwen3": (_QWEN_VLLM, _EXACT, _EXACT, _REFUSED, _REFUSED, _UNGUARDED, _UNGUARDED),
-    "gemma3_text": (_EXACT, _EXACT, _UNTRIED, _ROUNDED, _UNTRIED, _REFUSED, _REFUSED),
+    "gemma3_text": (_EXACT, _EXACT, _UNTRIED, _ROUNDED, _EXACT, _REFUSED, _REFUSED),
     "gemma3_text with other layers": (_EXACT, _EXACT, _EXACT, _REFUSED, _REFUSED, _REFUSED, _REFUSED),
     "olmo3": (_EXACT, _EXACT, _EXACT, _EXACT, _EXACT, _REFUSED, _REFUSED),
     "smollm3": (_EXACT, _EXACT, _UNTRIED, _EXACT, _REFUSED, _UNTRIED, _UNTRIED),
-    "cohere2": (_UNTRIED, _EXACT, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED),
-    "cohere2 with other layers": (_UNTRIED, _EXACT, _UNTRIED, _REFUSED, _REFUSED, _UNTRIED, _UNTRIED),
-    "exaone4": (_UNTRIED, _EXACT, _UNTRIED, _REFUSED, _REFUSED, _UNTRIED, _UNTRIED),
+    "cohere2": (_ONE_MORE, _EXACT, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED),
+    "cohere2 with other layers": (_ONE_MORE, _EXACT, _UNTRIED, _REFUSED, _REFUSED, _UNTRIED, _UNTRIED),
+    "exaone4": (_EXACT, _EXACT, _UNTRIED, _REFUSED, _REFUSED, _UNTRIED, _UNTRIED),
     "gpt_oss": (_UNTRIED, _EXACT, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED),
     "gpt_oss with other layers": (_UNTRIED, _EXACT, _UNTRIED, _UNTRIED, _REFUSED, _UNTRIED, _UNTRIED),
-    "granite_swa": (_EXACT, _EXACT, _UNTRIED, _REFUSED, _EXACT, _UNTRIED, _UNTRIED),
+    "granite_swa": (_EXACT, _EXACT, _UNTRIED, _REFUSED, _SQUARE, _UNTRIED, _UNTRIED),
     "spkv": (_PLUGIN, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED),
 }
 

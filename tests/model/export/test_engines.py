@@ -34,14 +34,16 @@ def dense(family: str, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path
 
 
 def test_every_form_that_is_written_has_a_row() -> None:
-    """No engine runs any of them dense or differently."""
+    """No engine runs any of them dense; vLLM's Cohere 2, whose window has one key more, is the only different one."""
     kinds = {*native._NATIVE, *native._SUCCESSOR.values(), "granite_swa", "spkv"}
     assert {form.partition(" ")[0] for form in engines._ROWS} == kinds
     assert {form for forms in engines._GUARDED.values() for form in forms} <= engines._ROWS.keys()
     for form in engines._ROWS:
         outcomes = {engine.name: cell.outcome for engine, cell in cells(form).items()}
         assert outcomes.keys() == {engine.name for engine in ENGINES}
-        assert not {Outcome.DENSE, Outcome.DIFFERENT} & set(outcomes.values())
+        assert Outcome.DENSE not in outcomes.values()
+        different = [engine for engine, outcome in outcomes.items() if outcome is Outcome.DIFFERENT]
+        assert different == (["vllm"] if form.startswith("cohere2") else [])
         for engine, forms in engines._GUARDED.items():
             assert form not in forms or outcomes[engine] is Outcome.REFUSED
     assert {cell.outcome for cell in cells("third-party").values()} == {Outcome.UNTRIED}
