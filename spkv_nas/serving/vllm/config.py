@@ -41,7 +41,11 @@ class ServedLayout:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> ServedLayout:
-        """Read a section. Raises ``UserError`` if its rows do not match its layers."""
+        """Read a section.
+
+        Raises:
+            UserError: its rows do not match its layers, or it has layers with another window than the layout's.
+        """
         layout = section["layout"]
         indices = sorted(layer_index(name) for name in section["layers"])
         if len(indices) != len(layout["heads"]) or len(set(indices)) != len(indices):
@@ -49,8 +53,28 @@ class ServedLayout:
                 f"section 'spkv' of the config has {len(layout['heads'])} rows of heads for {len(indices)} layers\n"
                 "the config is damaged: export the checkpoint again"
             )
-        rows = dict(zip(indices, layout["heads"], strict=True))
-        return cls(rows, int(layout["window"]), bool(layout.get("learned_sinks", False)))
+        rows, window = dict(zip(indices, layout["heads"], strict=True)), int(layout["window"])
+        native = {layer_index(name): layer.get("native_window") for name, layer in section["layers"].items()}
+        rows = {index: _native_row(row, index, native, window) for index, row in rows.items()}
+        return cls(rows, window, bool(layout.get("learned_sinks", False)))
+
+
+def _native_row(row: str, index: int, native: Mapping[int, int | None], window: int) -> str:
+    """Return the letters of a layer, all L if it has a native window (``model/local_layers.py``).
+
+    Raises:
+        UserError: its heads do not have the layout's window.
+    """
+    size = native[index]
+    if size is None:
+        return row
+    is_local = None in native.values()  # by design, beside layers of full attention, whatever its letters
+    if size == window if is_local else "G" not in row and window <= size:
+        return "L" * len(row)
+    raise UserError(
+        f"layer {index} has a native window of {size} keys, the layout's local heads one of {window}: the plug-in "
+        f"serves one window\nuse a layout of that window (propose --window {size})"
+    )
 
 
 def architectures() -> list[str]:

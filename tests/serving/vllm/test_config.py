@@ -38,7 +38,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def saved(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama", **layout: Any) -> Path:
     model = tiny_model(family, vocab_size=300)
-    apply_layout(model, Layout(LAYOUT.heads, LAYOUT.window, **layout))
+    apply_layout(model, Layout(LAYOUT.heads, **{"window": LAYOUT.window, **layout}))
     save(model, tokenizer, folder)
     return folder
 
@@ -49,7 +49,6 @@ def saved(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama
     [
         ("llama", "SPKVLlamaForCausalLM"),
         ("qwen2", "SPKVQwen2ForCausalLM"),
-        ("gemma3_text", "SPKVGemma3ForCausalLM"),
         ("olmo2", "SPKVTransformersForCausalLM"),
     ],
 )
@@ -61,6 +60,16 @@ def test_an_export_is_read_as_its_original_class(
     assert config.num_hidden_layers == 4
     assert config.architectures == [architecture]
     assert ServedLayout.of(config.spkv) == ServedLayout(dict(enumerate(LAYOUT.heads)), 5, False)
+
+
+@pytest.mark.usefixtures("engine")
+def test_layers_with_a_native_window_are_local(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Layers 0 and 2 of a Gemma see 4 keys, whatever the letters; the plug-in has one window for local heads."""
+    config = AutoConfig.from_pretrained(saved(tmp_path / "same", tiny_tokenizer, "gemma3_text", window=4))
+    assert config.architectures == ["SPKVGemma3ForCausalLM"]
+    assert ServedLayout.of(config.spkv) == ServedLayout({0: "LL", 1: "LL", 2: "LL", 3: "GG"}, 4, False)
+    with pytest.raises(UserError, match="layer 0 has a native window of 4 keys, the layout's local heads one of 5"):
+        AutoConfig.from_pretrained(saved(tmp_path / "other", tiny_tokenizer, "gemma3_text"))
 
 
 @pytest.mark.usefixtures("engine")
