@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
 
-_FORMAT, _DIGEST = "spkv-nas/cache/1", "sha256"  # metadata of the file
+_FORMAT, _DIGEST, _HEADS = "spkv-nas/cache/1", "sha256", "heads"  # metadata of the file
 _RING = 128  # ring size of a model without local heads
 _SIZES = ("window", "page_size", "tokens", "batch_size", "num_kv_heads", "head_dim", "sinks")
 
@@ -50,6 +50,11 @@ class SPKVCacheLayer(CacheLayerMixin):
         self.local_sinks = state.operator_sinks  # sink tokens of a layout's local heads
         self.paged: PagedKVCache | None = None
         self.tokens = 0  # length of the longest sequence, including padding
+
+    @property
+    def heads(self) -> str:
+        """Return the letters of the KV heads: G for those that keep every key unless gates decide, else L."""
+        return "".join("G" if keep else "L" for keep in self._keep[:, 0].tolist())
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the batch size, heads, dtype and device of the first keys, [B, Hkv, T, D]."""
@@ -266,6 +271,7 @@ class SPKVCache(Cache):
             values = (layer.window, layer.page_size, layer.tokens, *layer.paged.ring_k.shape[:2], layer.paged.head_dim)
             values += (layer.local_sinks,) if layer.local_sinks else ()
             sizes[str(index)] = " ".join(str(value) for value in values)
+        sizes[_HEADS] = " ".join(layer.heads for layer in self.layers)
         # Write a temporary file and rename it
         path = Path(path)
         partial = path.with_name(f".{path.name}.partial")
@@ -291,12 +297,13 @@ class SPKVCache(Cache):
             with safe_open(path, "pt", device=str(model.device)) as file:
                 sizes = file.metadata() or {}
                 digest = sizes.pop(_DIGEST, None)
-                if sizes.pop("format", None) != _FORMAT or len(sizes) != len(cache.layers):
+                if sizes.pop("format", None) != _FORMAT or len(sizes.keys() - {_HEADS}) != len(cache.layers):
                     raise UserError(f"cache {path} belongs to another model, or is not a cache of spkv-nas")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if digest is not None and digest != _digest(sizes, tensors):
                 raise UserError(f"cache {path} is damaged: it differs from its recorded SHA-256")
-            # Restore each layer
+            # Restore each layer; earlier versions did not record the heads
+            _check_heads(path, sizes.get(_HEADS, "").split(), [layer.heads for layer in cache.layers])
             for index, layer in enumerate(cache.layers):
                 prefix = f"{index}."
                 state = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
@@ -315,6 +322,16 @@ class SPKVCache(Cache):
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
             raise UserError(f"cannot read cache {path}: {first_line(error)}") from error
         return cache
+
+
+def _check_heads(path: Path | str, saved: list[str], heads: list[str]) -> None:
+    """Raise ``UserError`` if the letters of a file's heads differ from the model's; older files do not have them."""
+    for layer, (file_row, row) in enumerate(zip(saved, heads, strict=False)):
+        if len(file_row) == len(row) and file_row != row:  # other numbers of heads have their own message
+            raise UserError(
+                f"cache {path} belongs to a model with another layout: its heads in layer {layer} are {file_row}; "
+                f"this model has {row}\napply the layout that the cache was filled with, or fill a new one"
+            )
 
 
 def _digest(sizes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:

@@ -15,9 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas import GateConfig, attach_gates
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.modes import set_gate_mode
+from spkv_nas.model.windows import apply_layout
 
 Sizes, Tensors = dict[str, str], dict[str, Tensor]
 Change = Callable[[Sizes, Tensors], None]
@@ -96,6 +98,23 @@ def test_any_flipped_bit(model: PreTrainedModel, file: Path) -> None:
         except UserError:
             refused += 1
     assert refused >= 58
+
+
+def test_of_another_layout(tmp_path: Path, tokens: Tensor) -> None:
+    """The same number of global heads in every layer; files of earlier versions do not say which."""
+    model, file = tiny_model(), tmp_path / "cache.safetensors"
+    layout = Layout(("GL", "LL", "LG", "GG"), 6)
+    apply_layout(model, layout)
+    cache = SPKVCache(model)
+    model.generate(tokens[:, :12], past_key_values=cache, max_new_tokens=2, min_new_tokens=2, pad_token_id=0)
+    cache.save(file)
+    assert SPKVCache.load(model, file).get_seq_length() == 13
+    apply_layout(model, Layout(("GL", "LL", "GL", "GG"), 6))
+    with pytest.raises(UserError, match="another layout: its heads in layer 2 are LG; this model has GL"):
+        SPKVCache.load(model, file)
+    rewrite(file, lambda sizes, _: sizes.pop("heads"))
+    apply_layout(model, layout)
+    assert SPKVCache.load(model, file).get_seq_length() == 13
 
 
 def test_of_another_model(model: PreTrainedModel, file: Path) -> None:
