@@ -19,6 +19,7 @@ DUO_STEPS, DUO_STEP_BLOCKS = 200, 2
 REGRESSION_LAYOUTS = 200  # number of random layouts to score
 SCORING_TOKENS = 12_288  # tokens of text for signals that score layouts
 STRONG_SINK = 0.3  # share of a head's attention on the first tokens above which it has an attention sink
+SINK_TOKENS = 2048  # tokens of text that attention sinks are measured on
 ABLATION_TOKENS = 4096  # for validating a table; reports/LOG.md has the accuracy
 
 # evaluation

@@ -63,21 +63,24 @@ class AttentionTimes(ABC):
                 f"the times were measured for {self.num_kv_heads}"
             )
         layers = Counter(row.count("G") for row in layout.heads)
-        shares = {n: _with_sinks(n / self.num_kv_heads, layout, context, phase) for n in layers}
+        shares = {
+            n: with_sinks(n / self.num_kv_heads, context, window=layout.window, sinks=layout.sinks, phase=phase)
+            for n in layers
+        }
         return sum(
             number * self.layer_seconds(context, density=shares[num_global], window=layout.window, phase=phase)
             for num_global, number in sorted(layers.items())
         )
 
 
-def _with_sinks(share: float, layout: Layout, context: int, phase: Phase) -> float:
+def with_sinks(share: float, context: int, *, window: int, sinks: int, phase: Phase) -> float:
     """Return the share of global heads that reads as many keys as ``share`` of them and the sink tokens of the others.
 
-    Times are measured for windows alone, and depend on the number of keys.
+    Times are measured for windows alone (``calibrate``), and depend on the number of keys.
     """
-    if not layout.sinks:
+    if not sinks:
         return share
     count = visible_keys if phase == "decode" else mean_visible_keys
-    keys = count(context, density=share, window=layout.local_keys)
-    local, full = count(context, density=0.0, window=layout.window), count(context)
+    keys = count(context, density=share, window=window + sinks)
+    local, full = count(context, density=0.0, window=window), count(context)
     return (keys - local) / (full - local) if full > local else share

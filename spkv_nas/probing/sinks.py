@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import STRONG_SINK
+from spkv_nas.artifacts.defaults import SINK_TOKENS, STRONG_SINK
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.batches import block_tokens
@@ -33,7 +33,6 @@ from spkv_nas.model.config_section import checkpoint_layout, gate_config
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.heads import attention_weights
 
-SINK_TOKENS = 2048  # tokens of text that sinks are measured on
 NUM_SINKS = (1, 2, 4)  # numbers of sink tokens to choose from
 _POSITIONS = 8  # first tokens whose attention is measured
 _WITHIN = 4  # first tokens that can be sinks

@@ -15,6 +15,7 @@ from spkv_nas.artifacts.defaults import (
     LEARNING_TOKENS,
     PRICED_STEPS,
     SCORING_TOKENS,
+    SINK_TOKENS,
 )
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.shape import ModelSize
@@ -28,6 +29,7 @@ from spkv_nas.cost.stage_costs import Site, StageCost, Stages
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
+from spkv_nas.probing.flags import parse_sinks
 from spkv_nas.probing.frozen import ROOM
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
@@ -115,6 +117,8 @@ def gate_training(stages: Stages, steps: int | None) -> Iterator[StageCost]:
 def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:
     """Yield the stages of ``probe`` on a text of ``tokens`` tokens."""
     signal, values = SIGNALS[str(options.signal)], chosen_options(options)
+    if parse_sinks(options.sinks) is None and not stages.gates.sinks:
+        yield _measured_sinks(stages, tokens)
     limit = options.max_tokens or _most_tokens(signal, tokens)
     yield signal.cost(stages, min(limit, tokens), **values)
     if signal.option("ablation_tokens") and options.ablation_tokens != 0:
@@ -123,6 +127,8 @@ def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[Stag
 
 def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
     """Yield the stages that need no training, on ``tokens`` tokens of text."""
+    if not stages.gates.sinks:
+        yield _measured_sinks(stages, tokens)
     yield DENSITY.cost(stages, tokens)
     yield _judging(stages, min(ABLATION_TOKENS, tokens))
     for signal in SIGNALS:
@@ -130,6 +136,12 @@ def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
             yield signal.cost(stages, _most_tokens(signal, tokens))
     yield stages.measure("score each layout", tokens, shares=_OF_LAYOUTS)
     yield stages.measure("evaluate", tokens, gated=True)
+
+
+def _measured_sinks(stages: Stages, tokens: int) -> StageCost:
+    """Return the cost of the pass that measures how many sink tokens layouts need."""
+    num_blocks = max(1, min(SINK_TOKENS, tokens) // stages.block_size)
+    return stages.measure("measure sink tokens", num_blocks * stages.block_size, scored=False)
 
 
 def _most_tokens(signal: Signal, tokens: int) -> int:

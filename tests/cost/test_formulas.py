@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,20 @@ class TestCostCommand:
         for number in ("32,256", "4,032.00", "10.57", "12.68", "9,216", "1,154.81", "6,451", "809.55"):
             assert f" {number} " in output
         assert not (tmp_path / "reports").exists()
+
+    def test_sink_tokens_of_a_density(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """They count as a window that is as much longer, and their time as that share of a global head."""
+        line = ["plan", "attention", "level-8", "--context", "4k", "--density", "0.2", "-w", str(tmp_path), "--json"]
+
+        def costs(*options: str) -> dict[str, float]:
+            main([*line, *options])
+            row: dict[str, float] = json.loads(capsys.readouterr().out)["costs"][-1]
+            return row
+
+        plain, sinks, longer = costs(), costs("--sinks", "72"), costs("--window", "200")
+        assert sinks == pytest.approx(longer)
+        assert sinks["kv_cache_bytes"] > plain["kv_cache_bytes"]
+        assert "--sinks applies to --density alone" in fails(capsys, *line[:5], "--sinks", "2")
 
     def test_the_ladder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["reproduce", "ladder", "--density", "0.2", "--workspace", str(tmp_path)])

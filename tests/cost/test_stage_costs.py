@@ -234,6 +234,7 @@ class TestCommand:
         for stage in slow["stages"]:
             if stage["seconds"] and not stage["name"].startswith("generate"):
                 assert stage["seconds"] == pytest.approx(2 * stages[stage["name"]]["seconds"])
+        assert stages["measure sink tokens"]["tokens"] == 2048
         opening = stages["signal opening"]
         assert opening["tokens"] == 12_288 * (1 + 33 / 2 * 8)
         assert opening["seconds"] == pytest.approx(opening["flops"] / (0.4 * 312e12))
@@ -302,25 +303,28 @@ class TestDryRunOfAProbe:
         self, model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         size = ("--model", model, "--data", text, "--block-size", "32")
-        assert list(self.run(capsys, tmp_path, *size)) == ["signal head-gates"]
+        sinks = "measure sink tokens"
+        assert list(self.run(capsys, tmp_path, *size)) == [sinks, "signal head-gates"]
+        assert self.run(capsys, tmp_path, *size)[sinks]["tokens"] == 2048
+        assert list(self.run(capsys, tmp_path, *size, "--sinks", "2")) == ["signal head-gates"]
         stages = self.run(capsys, tmp_path, *size, "--signal", "density", "--steps", "3")
-        assert list(stages) == ["train gates, frozen model", "probe", "validate the ranking"]
+        assert list(stages) == ["train gates, frozen model", sinks, "probe", "validate the ranking"]
         assert stages["train gates, frozen model"]["tokens"] == 3 * 2048
         assert all(stage["fits"] and stage["seconds"] for stage in stages.values())
-        assert list(self.run(capsys, tmp_path, *size, "--signal", "closing")) == ["signal closing"]
+        assert list(self.run(capsys, tmp_path, *size, "--signal", "closing")) == [sinks, "signal closing"]
         regression = self.run(capsys, tmp_path, *size, "--signal", "regression", "--num-layouts", "9")
-        assert list(regression) == ["signal regression, at most"]
+        assert list(regression) == [sinks, "signal regression, at most"]
         gates = self.run(capsys, tmp_path, *size, "--signal", "head-gates", "--steps", "3")
         assert gates["signal head-gates"]["tokens"] == 3 * 2048
         duo = self.run(capsys, tmp_path, *size, "--signal", "duo", "--steps", "3")
         assert duo["signal duo"]["tokens"] == 3 * 2 * 32
         for signal in ("retrieval", "attention-mass"):
-            (stage,) = self.run(capsys, tmp_path, *size, "--signal", signal, "--max-tokens", "320").values()
+            _, stage = self.run(capsys, tmp_path, *size, "--signal", signal, "--max-tokens", "320").values()
             assert (stage["name"], stage["tokens"], stage["fits"]) == (f"signal {signal}", 320, True)
 
     def test_of_the_embedded_reference(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         stages = self.run(capsys, tmp_path, "--max-tokens", "4096", "--ablation-tokens", "0")
-        assert list(stages) == ["probe"]
+        assert list(stages) == ["measure sink tokens", "probe"]
         assert stages["probe"]["tokens"] == 4096
 
 

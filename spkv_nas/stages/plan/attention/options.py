@@ -23,6 +23,7 @@ class AttentionOptions(InWorkspace, EngineOptions):
     density: flags.Density = None
     context: flags.OptionalContext = default(None, LONGEST)
     window: flags.Window = default(128, note="Applies to --density.")
+    sinks: flags.OptionalSinks = default(None, "0", note="Applies to --density.")
     element_size: ElementSize = 2
     calibration: flags.CalibrationName = default(None, "the level's or model's, if one matches")
     hardware: flags.Hardware = default(None, "h200, uncalibrated")
@@ -44,7 +45,9 @@ def check(options: AttentionOptions) -> None:
         find_hardware(options.hardware)
     tokens = 1 if options.context is None else parse_context(options.context)
     if options.density is not None:
-        visible_keys(tokens, density=options.density, window=options.window)
+        visible_keys(tokens, density=options.density, window=options.window + (options.sinks or 0))
+    elif options.sinks is not None:
+        raise UserError("--sinks applies to --density alone; layouts have their own: remove it")
     for file in options.layout or ():
         Layout.read(file)
     if options.calibration is not None and options.hardware is not None:

@@ -9,7 +9,7 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost import formulas
 from spkv_nas.cost.formulas import Cost, layout_density
-from spkv_nas.cost.times import AttentionTimes, Phase
+from spkv_nas.cost.times import AttentionTimes, Phase, with_sinks
 from spkv_nas.stages.attention_times import find_times
 from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.contexts import beyond_positions, choose_context
@@ -78,13 +78,21 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     served = plan_layouts(options, shape, [row.name for row in rows], layouts, tokens)
     if options.density is not None:
         title = f"SP-KV, density {options.density:g}"
-        row = formulas.cost(title, shape, tokens, density=options.density, window=options.window, element_size=size)
-        rows.append(_timed(row, shape, tokens, times, window=options.window))
+        sinks, reach = options.sinks or 0, options.window + (options.sinks or 0)
+        row = formulas.cost(title, shape, tokens, density=options.density, window=reach, element_size=size)
+        rows.append(_timed(row, shape, tokens, times, window=options.window, sinks=sinks))
     return AttentionCosts(subject.title, shape, tokens, rows, times, served)
 
 
 def _timed(
-    row: Cost, shape: Shape, context: int, times: AttentionTimes, layout: Layout | None = None, *, window: int = 0
+    row: Cost,
+    shape: Shape,
+    context: int,
+    times: AttentionTimes,
+    layout: Layout | None = None,
+    *,
+    window: int = 0,
+    sinks: int = 0,
 ) -> Cost:
     """Add times to a cost: those of the layout, or of the cost's density in every layer."""
 
@@ -94,6 +102,7 @@ def _timed(
             return None
         if layout is not None:
             return times.layout_seconds(layout, context, phase)
-        return shape.num_layers * times.layer_seconds(context, density=row.density, window=window, phase=phase)
+        density = with_sinks(row.density, context, window=window, sinks=sinks, phase=phase)
+        return shape.num_layers * times.layer_seconds(context, density=density, window=window, phase=phase)
 
     return replace(row, decode_seconds=seconds("decode"), prefill_seconds=seconds("prefill"))
