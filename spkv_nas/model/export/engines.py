@@ -6,7 +6,7 @@ package's model. A cell that was only read in the engine's source says so, and w
 tried. ``docs/support-matrix.md`` shows the same table.
 
 Some engines ignore ``layer_types`` and would run a form dense without an error. ``guards`` returns keys of the config
-that only such an engine reads, and on which its loader fails.
+that only such an engine reads, and on which its loader fails. None is known for SGLang, which was read and not run.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ _PLUGIN = Cell(Outcome.EXACT, "with spkv-nas in its environment and without sink
 _IMPORTED = Cell(Outcome.REFUSED, "exact after import spkv_nas")
 _ONE_MORE = Cell(Outcome.DIFFERENT, "one key more than the window; exact with --model-impl transformers")
 _SQUARE = Cell(Outcome.EXACT, "refused where head_dim is not hidden_size / num_attention_heads")
+_DENSE_AS_READ, _REFUSED_AS_READ = Cell(Outcome.DENSE, is_read=True), Cell(Outcome.REFUSED, is_read=True)
+_ONE_MORE_AS_READ = Cell(Outcome.DIFFERENT, "one key more than the window", is_read=True)
 _ROUNDED = Cell(Outcome.EXACT, "tokens equal, log-probabilities within 4e-4")
 
 ENGINES = (
@@ -80,24 +82,25 @@ ENGINES = (
     Engine("llamacpp", "llama.cpp (llama-cpp-python 0.3.36)"),
     Engine("openvino", "OpenVINO GenAI 2026.4.1"),
     Engine("onnxruntime", "ONNX Runtime GenAI 0.18"),
+    Engine("sglang", "SGLang 0.5.23"),
 )
 
 # One row per form, with a cell per engine in the order of ENGINES. Each export is compared with plain transformers.
 _ROWS: dict[str, tuple[Cell, ...]] = {
-    "ministral": (_EXACT, _EXACT, _EXACT, _REFUSED, _REFUSED, _REFUSED, _REFUSED),
-    "qwen2": (_QWEN_VLLM, _EXACT, _EXACT, _REFUSED, _REFUSED, _UNGUARDED, _UNGUARDED),
-    "qwen3": (_QWEN_VLLM, _EXACT, _EXACT, _REFUSED, _REFUSED, _UNGUARDED, _UNGUARDED),
-    "gemma3_text": (_EXACT, _EXACT, _UNTRIED, _ROUNDED, _EXACT, _REFUSED, _REFUSED),
-    "gemma3_text with other layers": (_EXACT, _EXACT, _EXACT, _REFUSED, _REFUSED, _REFUSED, _REFUSED),
-    "olmo3": (_EXACT, _EXACT, _EXACT, _EXACT, _EXACT, _REFUSED, _REFUSED),
-    "smollm3": (_EXACT, _EXACT, _UNTRIED, _EXACT, _REFUSED, _UNTRIED, _UNTRIED),
-    "cohere2": (_ONE_MORE, _EXACT, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED),
-    "cohere2 with other layers": (_ONE_MORE, _EXACT, _UNTRIED, _REFUSED, _REFUSED, _UNTRIED, _UNTRIED),
-    "exaone4": (_EXACT, _EXACT, _UNTRIED, _REFUSED, _REFUSED, _UNTRIED, _UNTRIED),
-    "gpt_oss": (_UNTRIED, _EXACT, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED),
-    "gpt_oss with other layers": (_UNTRIED, _EXACT, _UNTRIED, _UNTRIED, _REFUSED, _UNTRIED, _UNTRIED),
-    "granite_swa": (_EXACT, _EXACT, _UNTRIED, _REFUSED, _SQUARE, _UNTRIED, _UNTRIED),
-    "spkv": (_PLUGIN, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED),
+    "ministral": (_EXACT, _EXACT, _EXACT, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _ONE_MORE_AS_READ),
+    "qwen2": (_QWEN_VLLM, _EXACT, _EXACT, _REFUSED, _REFUSED, _UNGUARDED, _UNGUARDED, _DENSE_AS_READ),
+    "qwen3": (_QWEN_VLLM, _EXACT, _EXACT, _REFUSED, _REFUSED, _UNGUARDED, _UNGUARDED, _DENSE_AS_READ),
+    "gemma3_text": (_EXACT, _EXACT, _UNTRIED, _ROUNDED, _EXACT, _REFUSED, _REFUSED, _UNTRIED),
+    "gemma3_text with other layers": (_EXACT, _EXACT, _EXACT, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _UNTRIED),
+    "olmo3": (_EXACT, _EXACT, _EXACT, _EXACT, _EXACT, _REFUSED, _REFUSED, _UNTRIED),
+    "smollm3": (_EXACT, _EXACT, _UNTRIED, _EXACT, _REFUSED, _UNTRIED, _UNTRIED, _UNTRIED),
+    "cohere2": (_ONE_MORE, _EXACT, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED),
+    "cohere2 with other layers": (_ONE_MORE, _EXACT, _UNTRIED, _REFUSED, _REFUSED, _UNTRIED, _UNTRIED, _UNTRIED),
+    "exaone4": (_EXACT, _EXACT, _UNTRIED, _REFUSED, _REFUSED, _UNTRIED, _UNTRIED, _UNTRIED),
+    "gpt_oss": (_UNTRIED, _EXACT, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED, _UNTRIED),
+    "gpt_oss with other layers": (_UNTRIED, _EXACT, _UNTRIED, _UNTRIED, _REFUSED_AS_READ, _UNTRIED, _UNTRIED, _UNTRIED),
+    "granite_swa": (_EXACT, _EXACT, _UNTRIED, _REFUSED, _SQUARE, _UNTRIED, _UNTRIED, _UNTRIED),
+    "spkv": (_PLUGIN, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _UNTRIED),
 }
 
 # Forms of families that have a window in all but every n-th layer, by n; engines that ignore layer_types assume it
@@ -107,6 +110,7 @@ _GUARDED = {
     "mlx": ("qwen2", "qwen3", f"gemma3_text{_OTHER_LAYERS}", f"cohere2{_OTHER_LAYERS}"),
     "llamacpp": ("qwen2", "qwen3", "smollm3", "exaone4", *(f"{kind}{_OTHER_LAYERS}" for kind in _PERIODS)),
 }
+GUARD_KEYS = ("model_file", "lm_config")
 
 
 def form_name(model_type: str, layer_types: Sequence[str]) -> str:
@@ -127,9 +131,9 @@ def guards(form: str) -> dict[str, Any]:
     reason = f"layer_types of {form.partition(' ')[0]} are ignored by"
     keys: dict[str, Any] = {}
     if form in _GUARDED["mlx"]:
-        keys["model_file"] = f"{reason} mlx-lm"
+        keys[GUARD_KEYS[0]] = f"{reason} mlx-lm"
     if form in _GUARDED["llamacpp"]:
-        keys["lm_config"] = {"architectures": [f"{reason} llama.cpp"]}
+        keys[GUARD_KEYS[1]] = {"architectures": [f"{reason} llama.cpp"]}
     return keys
 
 

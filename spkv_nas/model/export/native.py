@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.model.export.engines import form_name, guards
+from spkv_nas.model.export.engines import GUARD_KEYS, form_name, guards
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     target = AutoConfig.for_model(_SUCCESSOR.get(kind, kind))
     target_keys = target.to_dict().keys() if kind in _SUCCESSOR else config.to_dict().keys()
     options: dict[str, Any] = {
-        key: value for key, value in config.to_dict().items() if key in target_keys and key != "spkv"
+        key: value for key, value in config.to_dict().items() if key in target_keys and key not in ("spkv", *GUARD_KEYS)
     }
     options |= {
         "model_type": target.model_type,
