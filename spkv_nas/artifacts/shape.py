@@ -80,6 +80,11 @@ class ModelSize:
         return Shape(heads.num_layers, heads.num_heads, heads.num_kv_heads, heads.head_dim, self.without_embeddings)
 
     @property
+    def num_sliding(self) -> int:
+        """Return the number of layers with a sliding window by design."""
+        return self.heads.num_layers - self.num_full
+
+    @property
     def num_multiplied(self) -> int:
         """Return the number of parameters that a token is multiplied with: N, and those of the logits."""
         return self.without_embeddings + self.vocabulary * self.hidden_size

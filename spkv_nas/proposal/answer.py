@@ -17,6 +17,7 @@ from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
+from spkv_nas.cost.engines.cost import EngineCost
 from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST, Constraints
 from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
 from spkv_nas.proposal.earlier import keep_other_budget, replaced_layouts
@@ -36,7 +37,7 @@ class Answer:
     Attributes:
         table: densities at the threshold used to choose the layouts.
         layouts: layouts by strategy name.
-        rows: the table of ``coverage_table``.
+        rows: the table of ``coverage_table``; with an engine also kv_bytes, missing where it does not run a layout.
         certainty: stability of the choice of heads under resampling; None where it cannot be estimated
             (``stability.caution`` says why).
     """
@@ -87,7 +88,7 @@ def propose_for(
     """
     # Resolve the budget and the threshold
     requirements = requirements or Requirements()
-    requirements.cache_cost(table, window)  # raises before anything is solved
+    cost = requirements.cache_cost(table, window)  # raises before anything is solved
     limit = requirements.limit(table, budget, window)
     table = resolve_tau(table, tau, limit.heads(table))
     # Solve for the layout that meets the requirements
@@ -110,6 +111,9 @@ def propose_for(
         probabilities = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
         certainty = Certainty.of(resampled, layouts, heads, probabilities)
     rows = coverage_table(table, layouts, heads, resampled, requirements.constraints)
+    if isinstance(cost, EngineCost):
+        rows["kv_bytes"] = [cost.layout_total(layouts[name]) for name in rows["strategy"]]
+        rows["kv_bytes"] = rows["kv_bytes"].astype("Int64")
     return Answer(table, layouts, rows, certainty)
 
 

@@ -38,3 +38,16 @@ def check_engine(options: EngineOptions, *, kv_bytes: str | None, kv_dtype: str 
         parse_bytes(kv_bytes)
     if kv_dtype is not None and kv_dtype not in ITEM_BYTES:
         raise UserError(f"--kv-dtype '{kv_dtype}' is unknown; expected one of {', '.join(ITEM_BYTES)}")
+
+
+def check_no_sliding_layers(num_sliding: int) -> None:
+    """Check that no layer of a model has a sliding window by design, which engines' memory is not planned for.
+
+    Raises:
+        UserError: there are such layers.
+    """
+    if num_sliding:
+        raise UserError(
+            f"{num_sliding} layers of the model have a sliding window by design, which --engine does not count: leave "
+            "it out"
+        )

@@ -20,12 +20,14 @@ class SizedModel:
         title: name to show to users.
         shape: shape of the model.
         positions: maximum number of tokens that the model was made for; None: unknown.
+        num_sliding: layers with a sliding window by design.
     """
 
     name: str
     title: str
     shape: Shape
     positions: int | None = None
+    num_sliding: int = 0
 
     @classmethod
     def of(cls, level: str | None, model: str | None) -> SizedModel:
@@ -39,4 +41,4 @@ class SizedModel:
         source = model or REFERENCE
         size = read_size(source)
         check_dense(size, source)
-        return cls(model_name(source), source, size.shape, size.positions)
+        return cls(model_name(source), source, size.shape, size.positions, size.num_sliding)

@@ -14,6 +14,7 @@ from helpers import fails, make_table
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
+from spkv_nas.cost.engines.cost import EngineCost
 from spkv_nas.cost.engines.engine import Serving
 from spkv_nas.cost.engines.vllm import VLLM
 from spkv_nas.proposal.requirements import Requirements
@@ -25,6 +26,7 @@ CONFIG = {
     "num_hidden_layers": 21, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128,
     "max_position_embeddings": 32768,
 }  # fmt: skip
+SERVING = Serving(VLLM, page_size=128, in_flight=2048)
 CPU = ["--engine", "vllm", "--page-size", "128", "--in-flight-tokens", "2048"]  # settings of vLLM on a CPU
 
 
@@ -97,8 +99,9 @@ class TestPlan:
     def test_sliding_windows_by_design_are_refused(self, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         sliding = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 11}
         config.write_text(json.dumps({**CONFIG, **sliding, "architectures": ["Qwen2ForCausalLM"]}))
-        message = fails(capsys, "plan", "--model", config, "--engine", "vllm", "--device", "cpu")
-        assert "10 layers of the model have a sliding window by design" in message
+        for command in (["plan", "--device", "cpu"], ["plan", "attention", "--context", "1k"]):
+            message = fails(capsys, *command, "--model", config, "--engine", "vllm")
+            assert "10 layers of the model have a sliding window by design" in message
 
 
 class TestPlanAttention:
@@ -168,6 +171,26 @@ class TestPropose:
         assert "take no more memory" not in self.propose(capsys, *options, "--budget", "24")
         assert "3.01 GiB in vLLM 0.32" in self.propose(capsys, *options, "--budget", "36")
 
+    def test_the_memory_of_every_layout(
+        self, workspace: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A layout of whole layers takes what the budget does; a scattered one at most as much."""
+        shown = self.propose(capsys, *options, "--budget", "27")
+        memory = pd.read_csv(workspace / "layouts" / "p" / "coverage.csv").set_index("strategy")["kv_bytes"]
+        total = EngineCost(32768, 10, 128, 64, "bfloat16", serving=SERVING).total(27, 63)
+        assert memory["interleaved-first"] == memory.max() == total
+        assert memory["densest"] <= total
+        assert "coverage % ┃ memory" in shown
+
+    def test_layouts_that_an_engine_does_not_run(
+        self, workspace: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        layers = ["--granularity", "layer", "--engine", "sglang", "--budget", "27"]
+        self.propose(capsys, *options, *layers)
+        memory = pd.read_csv(workspace / "layouts" / "p" / "coverage.csv").set_index("strategy")["kv_bytes"]
+        assert memory[["constrained", "interleaved-first"]].notna().all()
+        assert memory[["densest", "random-0"]].isna().all()
+
     def test_a_budget_in_bytes(self, workspace: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         shown = self.propose(capsys, *options, "--kv-bytes", "3.02GiB")
         assert "3.02GiB has room for 36 global heads: 3.01 GiB in vLLM 0.32" in shown
@@ -222,9 +245,7 @@ def test_a_search_needs_the_objective(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_search_counts_what_an_engine_pays() -> None:
     table = replace(make_table(np.full((21, 3), 0.5)), window=128)
-    requirements = Requirements(
-        context=32768, batch=10, head_dim=64, kv_dtype="bfloat16", serving=Serving(VLLM, page_size=128, in_flight=2048)
-    )
+    requirements = Requirements(context=32768, batch=10, head_dim=64, kv_dtype="bfloat16", serving=SERVING)
     cost = cache_bytes(requirements, Space(table, (9, 36), 128))
     layouts = [Layout(("GGG",) * number + ("LLL",) * (21 - number), window=128) for number in (9, 11, 12)]
     assert cost.name == "KV bytes in vLLM 0.32"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_memory import CacheCost
-from spkv_nas.cost.engines.engine import CachePlan, Serving
+from spkv_nas.cost.engines.engine import CachePlan, Serving, is_mixed
 
 
 @dataclass(frozen=True)
 class EngineCost(CacheCost):
     """Bytes that a serving engine needs for ``batch`` requests of ``context`` tokens.
 
-    Layouts are served as whole layers or in units of equal numbers of heads: only the number of global heads counts.
+    Budgets are counted for whole layers or units of equal numbers of heads, where only the number of global heads
+    matters. ``layout_total`` counts a layout, which can take less.
 
     Attributes:
         serving: the engine and its settings.
@@ -69,6 +71,16 @@ class EngineCost(CacheCost):
                 "use more memory, a shorter --context, a smaller --batch or another --kv-dtype"
             )
         return budget
+
+    def layout_total(self, layout: Layout) -> int | None:
+        """Return the bytes of a layout in the form that takes least; None where the engine does not run it."""
+        cache = self.serving.cache(
+            layout.grid, head_dim=self.head_dim, dtype=self.dtype, window=layout.window, context=self.context
+        )
+        layer_counts = layout.global_mask.sum(1).tolist()
+        if is_mixed(cache, layer_counts) and not self.serving.engine.per_head:
+            return None
+        return self.serving.engine.plan_layout(cache, layer_counts).plan.memory(self.batch)
 
     def no_dearer(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:
         """Return the largest number of global heads that takes no more memory than ``num_global``.

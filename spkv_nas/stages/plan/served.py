@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import parse_bytes
-from spkv_nas.stages.engines import chosen_engine
+from spkv_nas.stages.engines import check_no_sliding_layers, chosen_engine
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.shape import ModelSize
@@ -44,11 +43,7 @@ def plan_served(options: PlanOptions, size: ModelSize, *, window: int, context: 
     if serving is None:
         return None
     heads = size.heads
-    if size.num_full < heads.num_layers:
-        raise UserError(
-            f"{heads.num_layers - size.num_full} layers of the model have a sliding window by design, which --engine "
-            "does not count: leave it out"
-        )
+    check_no_sliding_layers(size.num_sliding)
     dtype = options.kv_dtype or "bfloat16"
     cache = serving.cache(heads.grid, head_dim=heads.head_dim, dtype=dtype, window=window, context=context)
     memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)

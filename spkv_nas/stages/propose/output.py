@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
@@ -31,11 +32,14 @@ def _layouts(result: ProposalResult) -> None:
     answer = result.answer
     table, spread = answer.table, random_spread(answer.rows)
     measure = f"density coverage at tau {table.tau:g}" if table.is_density else f"coverage of {table.signal}"
-    grid = Table("strategy", "global heads", "density %", "coverage %", "note", title=measure)
+    has_memory = "kv_bytes" in answer.rows
+    columns = ["strategy", "global heads", "density %", "coverage %", *(["memory"] if has_memory else []), "note"]
+    grid = Table(*columns, title=measure)
     for row in answer.rows.itertuples():
-        grid.add_row(
-            row.strategy, str(row.num_global), f"{row.density_percent:.1f}", f"{100 * row.coverage:.2f}", row.note
-        )
+        cells = [row.strategy, str(row.num_global), f"{row.density_percent:.1f}", f"{100 * row.coverage:.2f}"]
+        if has_memory:
+            cells.append("-" if pd.isna(row.kv_bytes) else format_bytes(int(row.kv_bytes)))
+        grid.add_row(*cells, row.note)
     out.print(grid)
     if spread is not None and spread.standard_deviation > 0:
         out.print(

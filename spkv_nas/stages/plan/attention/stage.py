@@ -13,6 +13,7 @@ from spkv_nas.cost.times import AttentionTimes, Phase, with_sinks
 from spkv_nas.stages.attention_times import find_times
 from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.contexts import beyond_positions, choose_context
+from spkv_nas.stages.engines import check_no_sliding_layers
 from spkv_nas.stages.plan.attention.options import AttentionOptions
 from spkv_nas.stages.plan.attention.served import ServedLayouts, plan_layouts
 from spkv_nas.stages.sized_model import SizedModel
@@ -75,6 +76,8 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
         row = formulas.cost(title, shape, tokens, density=share, window=layout.local_keys, element_size=size)
         rows.append(_timed(row, shape, tokens, times, layout))
+    if options.engine is not None:
+        check_no_sliding_layers(subject.num_sliding)
     served = plan_layouts(options, shape, [row.name for row in rows], layouts, tokens)
     if options.density is not None:
         title = f"SP-KV, density {options.density:g}"
