@@ -9,30 +9,45 @@ the model's context, in which heads can be global.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from spkv_nas.model.attention import LayerState
+
+class WindowedLayer(Protocol):
+    """Windows of an attention layer: a ``LayerState``, or what an engine reads from a config.
+
+    Attributes:
+        native_window: sliding window of the layer in the checkpoint; None: full attention.
+        is_always_local: whether all heads keep it in every layout.
+    """
+
+    native_window: int | None
+    is_always_local: bool
+
+    @property
+    def checkpoint_window(self) -> int:
+        """Return how many recent keys a head sees in the checkpoint."""
 
 
-def mark_local_layers(states: Sequence[LayerState]) -> None:
+def mark_local_layers(states: Sequence[WindowedLayer]) -> None:
     """Mark the layers of a model that are local by design."""
     has_full_attention = any(state.native_window is None for state in states)
     for state in states:
         state.is_always_local = has_full_attention and state.native_window is not None
 
 
-def candidate_layers(states: Sequence[LayerState]) -> list[int]:
+def candidate_layers(states: Sequence[WindowedLayer]) -> list[int]:
     """Return the indices of the layers whose heads can be global."""
     return [layer for layer, state in enumerate(states) if not state.is_always_local]
 
 
-def layout_window(state: LayerState, window: int, *, is_global: bool) -> int:
+def layout_window(state: WindowedLayer, window: int, *, is_global: bool) -> int:
     """Return how many recent keys a head sees that a layout makes global, or local with ``window``."""
     if is_global or state.is_always_local:
         return state.checkpoint_window
     return min(window, state.checkpoint_window)
 
 
-def native_windows(states: Sequence[LayerState]) -> dict[str, list[int | None]]:
+def native_windows(states: Sequence[WindowedLayer]) -> dict[str, list[int | None]]:
     """Return the entry ``native_windows`` for ``probe.yaml``, by layer; empty if no layer is local by design."""
     if not any(state.is_always_local for state in states):
         return {}

@@ -14,8 +14,8 @@ from vllm.v1.attention.backend import AttentionType
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.engines.engine import ServedCache
-from spkv_nas.serving.vllm.config import ServedLayout
-from spkv_nas.serving.vllm.heads import LOCAL, Part, choose_unit, parts
+from spkv_nas.serving.vllm.config import ServedLayer, served_layers
+from spkv_nas.serving.vllm.heads import Part, choose_unit, parts
 
 _DEFAULT_BLOCK = 16  # tokens, where the platform chooses after the model is built
 
@@ -32,20 +32,20 @@ class HeadwiseAttention(nn.Module):
     query_order: Tensor
     query_return: Tensor
 
-    def __init__(self, stock: Any, divided: list[Part], first_head: int, layout: ServedLayout, vllm_config: Any):
+    def __init__(self, stock: Any, divided: list[Part], first_head: int, layer: ServedLayer, vllm_config: Any):
         """Replace ``stock``, and take its place among the layers that have a cache.
 
         Args:
             stock: the ``Attention`` to replace.
             divided: its KV heads on this rank, from 0.
             first_head: KV heads on the ranks before this one.
-            layout: gives the window, and whether there are learned sinks.
+            layer: says whether its local heads have learned sinks.
             vllm_config: config of the engine.
         """
         super().__init__()
         self.head_size, self.group = stock.head_size, stock.num_heads // stock.num_kv_heads
         self.num_heads, self.num_kv_heads = stock.num_heads, stock.num_kv_heads
-        self.has_sink = layout.learned_sinks
+        self.has_sink = layer.learned_sinks
         del vllm_config.compilation_config.static_forward_context[stock.layer_name]
         # Global heads must not get the window of the whole model
         cache_config = copy.copy(vllm_config.cache_config)
@@ -56,7 +56,7 @@ class HeadwiseAttention(nn.Module):
         for number, part in enumerate(divided):
             num_queries = len(part.heads) * self.group
             sinks = None
-            if self.has_sink and part.kind == LOCAL:
+            if self.has_sink and part.window is not None:
                 sinks = nn.Parameter(torch.zeros(num_queries), requires_grad=False)
                 self.register_parameter(f"sinks_{number}", sinks)
             names = "_".join(str(first_head + head) for head in part.heads)
@@ -69,8 +69,8 @@ class HeadwiseAttention(nn.Module):
                     cache_config=cache_config,
                     quant_config=stock.quant_config,
                     logits_soft_cap=getattr(stock.impl, "logits_soft_cap", None) or None,
-                    per_layer_sliding_window=layout.window if part.kind == LOCAL else None,
-                    prefix=f"{stock.layer_name}.{part.kind}{names}",
+                    per_layer_sliding_window=part.window,
+                    prefix=f"{stock.layer_name}.{'G' if part.window is None else 'L'}{names}",
                     **({} if sinks is None else {"sinks": sinks}),
                 )
             )
@@ -80,7 +80,7 @@ class HeadwiseAttention(nn.Module):
         heads = [head for part in divided for head in part.heads]
         queries = [head * self.group + query for head in heads for query in range(self.group)]
         self.is_ordered = heads == sorted(heads)
-        self.local_heads = [part.heads if part.kind == LOCAL else () for part in divided]
+        self.local_heads = [() if part.window is None else part.heads for part in divided]
         self.first_head = first_head
         self.register_buffer("head_order", torch.tensor(heads), persistent=False)
         self.register_buffer("query_order", torch.tensor(queries), persistent=False)
@@ -117,14 +117,14 @@ class HeadwiseAttention(nn.Module):
         return (merged if self.is_ordered else merged[:, self.query_return]).flatten(1)
 
     @torch.no_grad()
-    def load_sinks(self, logits: Tensor, row: str) -> set[str]:
+    def load_sinks(self, logits: Tensor, layer: ServedLayer) -> set[str]:
         """Copy learned sinks, and return the names of the parameters.
 
         Args:
             logits: those of the local heads of all ranks, in order: [local KV heads * group].
-            row: letters of the KV heads of all ranks.
+            layer: gives the windows of the KV heads of all ranks.
         """
-        local_heads = [head for head, kind in enumerate(row) if kind == LOCAL]
+        local_heads = [head for head, window in enumerate(layer.windows) if window is not None]
         by_head = dict(zip(local_heads, torch.split(logits, self.group), strict=True))
         loaded = set()
         for number, heads in enumerate(self.local_heads):
@@ -141,62 +141,68 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
     Raises:
         UserError: the model has an attention that cannot be replaced, or more ranks than KV heads.
     """
-    layout = ServedLayout.of(vllm_config.model_config.hf_config.spkv)
+    layers = served_layers(vllm_config.model_config.hf_config.spkv)
     stock_layers = {
         extract_layer_index(child.layer_name): (module, name, child)
         for module in model.modules()
         for name, child in module.named_children()
         if isinstance(child, Attention)
     }
-    _check_layers(stock_layers, layout, vllm_config)
+    _check_layers(stock_layers, layers, vllm_config)
     # Divide the heads alike on all ranks
     ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
     for index, (_, _, stock) in stock_layers.items():
-        _check_layer(index, stock, layout.rows[index], ranks)
-    shards = [row[start : start + len(row) // ranks] for row in layout.rows.values() for start in _starts(row, ranks)]
-    unit = choose_unit(shards, _served_cache(layout, vllm_config))
+        _check_layer(index, stock, len(layers[index].windows), ranks)
+    shards = [
+        layer.windows[start : start + len(layer.windows) // ranks]
+        for layer in layers.values()
+        for start in _starts(layer, ranks)
+    ]
+    unit = choose_unit(shards, _served_cache(layers, vllm_config))
     for index, (module, name, stock) in stock_layers.items():
-        first = _starts(layout.rows[index], ranks)[rank]
-        divided = parts(layout.rows[index][first : first + stock.num_kv_heads], unit)
-        setattr(module, name, HeadwiseAttention(stock, divided, first, layout, vllm_config))
+        layer = layers[index]
+        first = _starts(layer, ranks)[rank]
+        divided = parts(layer.windows[first : first + stock.num_kv_heads], unit)
+        setattr(module, name, HeadwiseAttention(stock, divided, first, layer, vllm_config))
 
 
-def _starts(row: str, ranks: int) -> range:
+def _starts(layer: ServedLayer, ranks: int) -> range:
     """Return the first KV head of each rank."""
-    return range(0, len(row), len(row) // ranks)
+    return range(0, len(layer.windows), len(layer.windows) // ranks)
 
 
-def _served_cache(layout: ServedLayout, vllm_config: Any) -> ServedCache:
+def _served_cache(layers: dict[int, ServedLayer], vllm_config: Any) -> ServedCache:
     """Return the sizes of the engine's cache; those of heads do not matter to the choice of parts."""
+    windows = [window for layer in layers.values() for window in layer.windows]
     return ServedCache(
-        grid=(len(layout.rows), len(next(iter(layout.rows.values())))),
+        grid=(len(layers), len(windows) // len(layers)),
         head_dim=1,
         dtype="bfloat16",
-        window=layout.window,
+        window=max((window for window in windows if window is not None), default=1),
         context=vllm_config.model_config.max_model_len,
         page_size=vllm_config.cache_config.block_size or _DEFAULT_BLOCK,
         in_flight=vllm_config.max_in_flight_tokens,
     )
 
 
-def _check_layers(stock_layers: dict[int, Any], layout: ServedLayout, vllm_config: Any) -> None:
+def _check_layers(stock_layers: dict[int, Any], layers: dict[int, ServedLayer], vllm_config: Any) -> None:
     """Raise ``UserError`` if vLLM's model has other attention layers than the layout."""
     is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
-    missing = set(layout.rows) - set(stock_layers) if is_whole else set()
-    if missing or set(stock_layers) - set(layout.rows):
+    missing = set(layers) - set(stock_layers) if is_whole else set()
+    if missing or set(stock_layers) - set(layers):
         raise UserError(
             f"vLLM's {type(vllm_config.model_config.hf_config).__name__} model has its attention in layers "
-            f"{sorted(stock_layers)}, but the layout is of layers {sorted(layout.rows)}: this architecture cannot be "
+            f"{sorted(stock_layers)}, but the layout is of layers {sorted(layers)}: this architecture cannot be "
             "served with a layout"
         )
 
 
-def _check_layer(index: int, stock: Any, row: str, ranks: int) -> None:
+def _check_layer(index: int, stock: Any, num_heads: int, ranks: int) -> None:
     """Raise ``UserError`` for an attention that the parts of its heads would not compute."""
-    if stock.num_kv_heads * ranks != len(row):
+    if stock.num_kv_heads * ranks != num_heads:
         raise UserError(
-            f"layer {index}: {ranks} tensor-parallel ranks for {len(row)} KV heads\n"
-            f"choose a --tensor-parallel-size that divides {len(row)}"
+            f"layer {index}: {ranks} tensor-parallel ranks for {num_heads} KV heads\n"
+            f"choose a --tensor-parallel-size that divides {num_heads}"
         )
     reasons = {
         "ALiBi": getattr(stock.impl, "alibi_slopes", None) is not None,

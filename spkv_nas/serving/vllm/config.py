@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.model.local_layers import layout_window, mark_local_layers
 
 TESTED = "0.32"  # versions of vLLM, as major.minor
 PREFIX = "SPKV"  # of names of architectures
@@ -21,60 +22,55 @@ NATIVE = {  # architecture: module below vllm.model_executor.models; each has on
     "Phi3ForCausalLM": "phi3",
     "GraniteForCausalLM": "granite",
 }
+_ALL_KEYS = 1 << 62  # longer than any window
 BACKEND = "TransformersForCausalLM"  # serves every other architecture with the code of transformers
 _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's classes refuse layers of several kinds, which mean windows alone here
 
 
-@dataclass(frozen=True)
-class ServedLayout:
-    """Layout in the section of a config.
+@dataclass
+class ServedLayer:
+    """Attention layer in the section of a config.
 
     Attributes:
-        rows: letters of the KV heads, "G" global and "L" local, by index of the layer in the model.
-        window: recent keys that a local head sees, its query's own included.
-        learned_sinks: whether local heads have learned sinks.
+        native_window: sliding window of the layer in the dense checkpoint; None: full attention.
+        is_always_local: whether all heads keep it in every layout.
+        windows: recent keys that each KV head sees, its query's included; None: all.
+        learned_sinks: whether its local heads have learned sinks.
     """
 
-    rows: Mapping[int, str]
-    window: int
-    learned_sinks: bool
+    native_window: int | None
+    is_always_local: bool = False
+    windows: tuple[int | None, ...] = ()
+    learned_sinks: bool = False
 
-    @classmethod
-    def of(cls, section: Mapping[str, Any]) -> ServedLayout:
-        """Read a section.
-
-        Raises:
-            UserError: its rows do not match its layers, or it has layers with another window than the layout's.
-        """
-        layout = section["layout"]
-        indices = sorted(layer_index(name) for name in section["layers"])
-        if len(indices) != len(layout["heads"]) or len(set(indices)) != len(indices):
-            raise UserError(
-                f"section 'spkv' of the config has {len(layout['heads'])} rows of heads for {len(indices)} layers\n"
-                "the config is damaged: export the checkpoint again"
-            )
-        rows, window = dict(zip(indices, layout["heads"], strict=True)), int(layout["window"])
-        native = {layer_index(name): layer.get("native_window") for name, layer in section["layers"].items()}
-        rows = {index: _native_row(row, index, native, window) for index, row in rows.items()}
-        return cls(rows, window, bool(layout.get("learned_sinks", False)))
+    @property
+    def checkpoint_window(self) -> int:
+        """Return how many recent keys a head sees in the checkpoint."""
+        return self.native_window or _ALL_KEYS
 
 
-def _native_row(row: str, index: int, native: Mapping[int, int | None], window: int) -> str:
-    """Return the letters of a layer, all L if it has a native window (``model/local_layers.py``).
+def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
+    """Return the attention layers in a section by their index in the model.
 
     Raises:
-        UserError: its heads do not have the layout's window.
+        UserError: the section's rows of heads do not match its layers.
     """
-    size = native[index]
-    if size is None:
-        return row
-    is_local = None in native.values()  # by design, beside layers of full attention, whatever its letters
-    if size == window if is_local else "G" not in row and window <= size:
-        return "L" * len(row)
-    raise UserError(
-        f"layer {index} has a native window of {size} keys, the layout's local heads one of {window}: the plug-in "
-        f"serves one window\nuse a layout of that window (propose --window {size})"
-    )
+    # Match rows and layers
+    layout = section["layout"]
+    by_index = {layer_index(name): ServedLayer(saved.get("native_window")) for name, saved in section["layers"].items()}
+    if len(by_index) != len(layout["heads"]):
+        raise UserError(
+            f"section 'spkv' of the config has {len(layout['heads'])} rows of heads for {len(by_index)} layers\n"
+            "the config is damaged: export the checkpoint again"
+        )
+    layers = dict(sorted(by_index.items()))
+    # Choose windows and sinks as the model does
+    mark_local_layers(list(layers.values()))
+    for layer, row in zip(layers.values(), layout["heads"], strict=True):
+        windows = [layout_window(layer, int(layout["window"]), is_global=head == "G") for head in row]
+        layer.windows = tuple(None if window == _ALL_KEYS else window for window in windows)
+        layer.learned_sinks = bool(layout.get("learned_sinks")) and layer.native_window is None and "L" in row
+    return layers
 
 
 def architectures() -> list[str]:
@@ -95,7 +91,7 @@ def prepare(config: Any) -> None:
     _check_section(section)
     if config.get_text_config() is not config:
         raise UserError("vLLM serves layouts of text models only: this checkpoint is a vision-language model")
-    ServedLayout.of(section)
+    served_layers(section)
     if config.model_type in _ONE_WINDOW:
         config.layer_types, config.sliding_window = ["full_attention"] * config.num_hidden_layers, None
         config.use_sliding_window = False

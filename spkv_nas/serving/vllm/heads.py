@@ -12,7 +12,7 @@ wastes pages on some layouts:
 
 ``choose_unit`` plans the cache of a request both ways, and takes the cheaper one, or pairs where both cost the same.
 Cache layouts that a platform packs block by block (``_get_packed_kv_cache_groups``) waste less with pairs than is
-planned here.
+planned here. Local heads of two windows are planned as if they had the larger one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from spkv_nas.cost.engines import vllm as cost
 from spkv_nas.cost.engines.engine import ServedCache
 
-GLOBAL, LOCAL = "G", "L"
+Windows = tuple[int | None, ...]  # of the KV heads of a layer; None: all keys
 
 
 @dataclass(frozen=True)
@@ -33,42 +33,42 @@ class Part:
     """KV heads of a layer that one ``Attention`` computes.
 
     Attributes:
-        kind: "G" global or "L" local.
+        window: recent keys that they see; None: all.
         heads: indices of the KV heads.
     """
 
-    kind: str
+    window: int | None
     heads: tuple[int, ...]
 
 
-def parts(row: str, unit: int) -> list[Part]:
-    """Divide the heads of a layer: by kind if ``unit`` is 0, else also into units of that many heads."""
+def parts(windows: Windows, unit: int) -> list[Part]:
+    """Divide the heads of a layer: by window if ``unit`` is 0, else also into units of that many heads."""
     divided = []
-    for kind in (GLOBAL, LOCAL):
-        heads = tuple(index for index, letter in enumerate(row) if letter == kind)
-        size = unit or len(heads) or 1
-        divided += [Part(kind, heads[start : start + size]) for start in range(0, len(heads), size)]
+    for window in sorted(set(windows), key=lambda window: window or 0):
+        heads = tuple(head for head, other in enumerate(windows) if other == window)
+        size = unit or len(heads)
+        divided += [Part(window, heads[start : start + size]) for start in range(0, len(heads), size)]
     return divided
 
 
-def choose_unit(rows: Iterable[str], cache: ServedCache) -> int:
+def choose_unit(rows: Iterable[Windows], cache: ServedCache) -> int:
     """Return the number of heads of a unit, or 0 for pairs, whichever needs less cache for the longest request.
 
     Args:
-        rows: letters of the heads of every layer, and with tensor parallelism of every rank.
+        rows: windows of the heads of every layer, and with tensor parallelism of every rank.
         cache: gives the window, and the sizes of pages and of the longest request.
     """
     rows = list(rows)
-    counts = [row.count(kind) for row in rows for kind in (GLOBAL, LOCAL)]
+    counts = [len(part.heads) for row in rows for part in parts(row, 0)]
     unit = math.gcd(*counts)
-    if all(count in (0, unit) for count in counts):  # both ways are the same
+    if set(counts) == {unit}:  # both ways are the same
         return 0
     return unit if request_bytes(rows, unit, cache) < request_bytes(rows, 0, cache) else 0
 
 
-def request_bytes(rows: Iterable[str], unit: int, cache: ServedCache) -> int:
+def request_bytes(rows: Iterable[Windows], unit: int, cache: ServedCache) -> int:
     """Return the cache that vLLM plans for the longest request, with padding, for one way to divide the heads."""
     counts = Counter(
-        cost.Part(len(part.heads), is_local=part.kind == LOCAL) for row in rows for part in parts(row, unit)
+        cost.Part(len(part.heads), is_local=part.window is not None) for row in rows for part in parts(row, unit)
     )
     return cost.plan_parts(cache, counts).request_bytes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
 
 from spkv_nas.serving.vllm.attention import HeadwiseAttention, replace_attention
-from spkv_nas.serving.vllm.config import NATIVE, PREFIX, ServedLayout, architectures, layer_index
+from spkv_nas.serving.vllm.config import NATIVE, PREFIX, ServedLayer, architectures, layer_index, served_layers
 
 _SINKS = ".learned_sinks.logits"  # end of the name of a layer's learned sinks in a checkpoint
 
@@ -35,12 +35,12 @@ def _with_layout(class_name: str, base: Any) -> Any:
             """Build the model, then replace its attention."""
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             replace_attention(self, vllm_config)
-            self._spkv_layout = ServedLayout.of(vllm_config.model_config.hf_config.spkv)
+            self._spkv_layers = served_layers(vllm_config.model_config.hf_config.spkv)
 
         def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
             """Load weights, learned sinks among them, and return the names of loaded parameters."""
             sinks: set[str] = set()
-            loaded = super().load_weights(_without_sinks(self, self._spkv_layout, weights, sinks))
+            loaded = super().load_weights(_without_sinks(self, self._spkv_layers, weights, sinks))
             return None if loaded is None else loaded | sinks
 
     Served.__name__ = Served.__qualname__ = class_name
@@ -49,7 +49,7 @@ def _with_layout(class_name: str, base: Any) -> Any:
 
 
 def _without_sinks(
-    model: nn.Module, layout: ServedLayout, weights: Iterable[tuple[str, Tensor]], loaded: set[str]
+    model: nn.Module, layers: Mapping[int, ServedLayer], weights: Iterable[tuple[str, Tensor]], loaded: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights but learned sinks, which are loaded, and the names of their parameters added to ``loaded``."""
     attention = {
@@ -64,4 +64,4 @@ def _without_sinks(
         index = layer_index(name)
         if index in attention:  # with pipeline parallelism not every layer is here
             prefix, module = attention[index]
-            loaded |= {f"{prefix}.{parameter}" for parameter in module.load_sinks(tensor, layout.rows[index])}
+            loaded |= {f"{prefix}.{parameter}" for parameter in module.load_sinks(tensor, layers[index])}

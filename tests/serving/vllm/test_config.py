@@ -16,10 +16,11 @@ import spkv_nas
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import custom_model_type
-from spkv_nas.model.checkpoint import save
+from spkv_nas.model.attention import GLOBAL_WINDOW, layer_states
+from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.windows import add_learned_sinks, apply_layout
 from spkv_nas.serving.vllm import config as served
-from spkv_nas.serving.vllm.config import ServedLayout, prepare
+from spkv_nas.serving.vllm.config import ServedLayer, prepare, served_layers
 
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5)
 HEAVY = ("pandas", "scipy", "typer", "rich", "pydantic", "transformers", "torch", "vllm", "numpy")
@@ -49,27 +50,39 @@ def saved(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama
     [
         ("llama", "SPKVLlamaForCausalLM"),
         ("qwen2", "SPKVQwen2ForCausalLM"),
+        ("gemma3_text", "SPKVGemma3ForCausalLM"),
         ("olmo2", "SPKVTransformersForCausalLM"),
     ],
 )
 def test_an_export_is_read_as_its_original_class(
-    family: str, architecture: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    family: str,
+    architecture: str,
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = AutoConfig.from_pretrained(saved(tmp_path / "hybrid", tiny_tokenizer, family))
+    folder = saved(tmp_path / "hybrid", tiny_tokenizer, family)
+    config = AutoConfig.from_pretrained(folder)
     assert type(config).__module__.startswith("transformers.")
     assert config.num_hidden_layers == 4
     assert config.architectures == [architecture]
-    assert ServedLayout.of(config.spkv) == ServedLayout(dict(enumerate(LAYOUT.heads)), 5, False)
+    layers = served_layers(config.spkv)
+    assert list(layers) == [0, 1, 2, 3]
+    with monkeypatch.context() as patch:  # our own model has the same windows
+        patch.setattr(custom_model_type, "_prepare_for_engine", None)
+        states = layer_states(load(folder)[0])
+    assert [layer.windows for layer in layers.values()] == [
+        tuple(None if window == GLOBAL_WINDOW else window for window in state.head_windows(gated=False))
+        for state in states
+    ]
 
 
 @pytest.mark.usefixtures("engine")
-def test_layers_with_a_native_window_are_local(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Layers 0 and 2 of a Gemma see 4 keys, whatever the letters; the plug-in has one window for local heads."""
-    config = AutoConfig.from_pretrained(saved(tmp_path / "same", tiny_tokenizer, "gemma3_text", window=4))
-    assert config.architectures == ["SPKVGemma3ForCausalLM"]
-    assert ServedLayout.of(config.spkv) == ServedLayout({0: "LL", 1: "LL", 2: "LL", 3: "GG"}, 4, False)
-    with pytest.raises(UserError, match="layer 0 has a native window of 4 keys, the layout's local heads one of 5"):
-        AutoConfig.from_pretrained(saved(tmp_path / "other", tiny_tokenizer, "gemma3_text"))
+def test_layers_with_a_native_window_keep_it(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Layers 0 and 2 of a Gemma see 4 keys, whatever the letters and the window of the layout."""
+    config = AutoConfig.from_pretrained(saved(tmp_path / "hybrid", tiny_tokenizer, "gemma3_text"))
+    windows = [layer.windows for layer in served_layers(config.spkv).values()]
+    assert windows == [(4, 4), (5, 5), (4, 4), (None, None)]
 
 
 @pytest.mark.usefixtures("engine")
@@ -93,7 +106,9 @@ def test_layers_are_ordered_by_number_not_by_name(tmp_path: Path, tiny_tokenizer
     apply_layout(model, Layout(rows, 5))
     save(model, tiny_tokenizer, tmp_path / "hybrid")
     config = AutoConfig.from_pretrained(tmp_path / "hybrid")
-    assert ServedLayout.of(config.spkv).rows == dict(enumerate(rows))
+    windows = {"G": None, "L": 5}
+    expected = {index: ServedLayer(None, False, tuple(windows[head] for head in row)) for index, row in enumerate(rows)}
+    assert served_layers(config.spkv) == expected
 
 
 @pytest.mark.usefixtures("engine")
@@ -102,7 +117,8 @@ def test_learned_sinks_are_read(tmp_path: Path, tiny_tokenizer: PreTrainedTokeni
     apply_layout(model, LAYOUT)
     add_learned_sinks(model)
     save(model, tiny_tokenizer, tmp_path / "hybrid")
-    assert ServedLayout.of(AutoConfig.from_pretrained(tmp_path / "hybrid").spkv).learned_sinks
+    layers = served_layers(AutoConfig.from_pretrained(tmp_path / "hybrid").spkv)
+    assert [layer.learned_sinks for layer in layers.values()] == ["L" in row for row in LAYOUT.heads]
 
 
 @pytest.mark.usefixtures("engine")
@@ -167,7 +183,7 @@ def test_reading_a_config_imports_no_model_code() -> None:
     assert names <= {
         "spkv_kernels.threads",
         *(f"spkv_nas.base{name}" for name in ("", ".errors", ".extras", ".on_import")),
-        *(f"spkv_nas.model{name}" for name in ("", ".config_limits", ".custom_model_type")),
+        *(f"spkv_nas.model{name}" for name in ("", ".config_limits", ".custom_model_type", ".local_layers")),
         *(f"spkv_nas.serving{name}" for name in ("", ".vllm", ".vllm.config", ".vllm.plugin")),
         "spkv_nas.serving.vllm.heads",
     }

@@ -5,20 +5,27 @@ from __future__ import annotations
 import pytest
 
 from spkv_nas.cost.engines.engine import ServedCache
-from spkv_nas.serving.vllm.heads import Part, choose_unit, parts, request_bytes
+from spkv_nas.serving.vllm.heads import Part, Windows, choose_unit, parts, request_bytes
 
 CACHE = ServedCache((6, 4), 32, "float32", window=32, context=8192, page_size=32, in_flight=256)
-MIXED = ("GLLL", "LLGL", "LLLL", "GLGL", "LLLL", "LGLL")
+
+
+def windows(*rows: str) -> list[Windows]:
+    """Windows of letters of heads."""
+    return [tuple({"G": None, "L": 32}[head] for head in row) for row in rows]
+
+
+MIXED = windows("GLLL", "LLGL", "LLLL", "GLGL", "LLLL", "LGLL")
 
 
 def test_heads_are_divided_by_kind() -> None:
-    assert parts("GLGL", 0) == [Part("G", (0, 2)), Part("L", (1, 3))]
-    assert parts("LLLL", 0) == [Part("L", (0, 1, 2, 3))]
+    assert parts((None, 32, None, 32), 0) == [Part(None, (0, 2)), Part(32, (1, 3))]
+    assert parts((32,) * 4, 0) == [Part(32, (0, 1, 2, 3))]
 
 
 def test_heads_are_divided_into_units() -> None:
-    assert parts("LGLL", 1) == [Part("G", (1,)), Part("L", (0,)), Part("L", (2,)), Part("L", (3,))]
-    assert parts("LLLLGG", 2) == [Part("G", (4, 5)), Part("L", (0, 1)), Part("L", (2, 3))]
+    assert parts((32, None, 32, 32), 1) == [Part(None, (1,)), Part(32, (0,)), Part(32, (2,)), Part(32, (3,))]
+    assert parts((32,) * 4 + (None,) * 2, 2) == [Part(None, (4, 5)), Part(32, (0, 1)), Part(32, (2, 3))]
 
 
 @pytest.mark.parametrize("unit", [0, 1])
@@ -26,11 +33,11 @@ def test_every_head_is_in_one_part(unit: int) -> None:
     for row in MIXED:
         divided = parts(row, unit)
         assert sorted(head for part in divided for head in part.heads) == [0, 1, 2, 3]
-        assert all(row[head] == part.kind for part in divided for head in part.heads)
+        assert all(row[head] == part.window for part in divided for head in part.heads)
 
 
 def test_whole_layers_need_no_units() -> None:
-    assert choose_unit(("GGGG", "LLLL", "LLLL"), CACHE) == 0
+    assert choose_unit(windows("GGGG", "LLLL", "LLLL"), CACHE) == 0
 
 
 def test_units_are_chosen_where_pages_of_pairs_do_not_divide() -> None:
@@ -41,18 +48,18 @@ def test_units_are_chosen_where_pages_of_pairs_do_not_divide() -> None:
 
 def test_pairs_are_chosen_where_units_cost_the_same() -> None:
     """Two global and two local heads in each layer: equal pages either way, and a unit has two heads."""
-    rows = ("GGLL", "LGGL", "LLGG")
+    rows = windows("GGLL", "LGGL", "LLGG")
     assert choose_unit(rows, CACHE) == 0
 
 
 def test_units_have_the_greatest_common_divisor_of_heads() -> None:
-    assert choose_unit(("GGLLLL", "LLLLLL", "LLLLLL", "LLGGLL"), CACHE) in (0, 2)
-    assert choose_unit(("GGGGLL", "LLLLLL", "LLLLLL", "LLLLLL"), CACHE) == 2
+    assert choose_unit(windows("GGLLLL", "LLLLLL", "LLLLLL", "LLGGLL"), CACHE) in (0, 2)
+    assert choose_unit(windows("GGGGLL", "LLLLLL", "LLLLLL", "LLLLLL"), CACHE) == 2
 
 
 def test_the_way_with_fewer_bytes_is_chosen() -> None:
     """One global head of four in every layer: pairs give local parts of three heads, whose pages are the largest."""
-    for rows in (("GLLL",) * 6, ("GGLL", "GLLL"), ("GGGL",) * 3, MIXED):
+    for rows in (windows("GLLL") * 6, windows("GGLL", "GLLL"), windows("GGGL") * 3, MIXED):
         unit = choose_unit(rows, CACHE)
         other = 1 - unit
         assert request_bytes(rows, unit, CACHE) <= request_bytes(rows, other, CACHE)
