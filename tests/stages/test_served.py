@@ -16,6 +16,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
 from spkv_nas.cost.engines.cost import EngineCost
 from spkv_nas.cost.engines.engine import Serving
+from spkv_nas.cost.engines.registry import ENGINES
 from spkv_nas.cost.engines.vllm import VLLM
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.search.space import Space
@@ -84,7 +85,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--engine", "none"], "unknown engine 'none'; expected one of vllm, sglang, llamacpp"),
+            (["--engine", "none"], f"unknown engine 'none'; expected one of {', '.join(ENGINES.names)}"),
             (["--page-size", "16"], "--page-size needs --engine"),
             (["--in-flight-tokens", "16"], "--in-flight-tokens needs --engine"),
             (["--kv-bytes", "1GiB"], "--kv-bytes needs --engine"),

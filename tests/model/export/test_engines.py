@@ -17,6 +17,7 @@ from spkv_nas.model.export import engines, native, verify_export
 from spkv_nas.model.export.engines import ENGINES, Outcome, cells, form_name, guards, objection
 from spkv_nas.model.export.export import export
 from spkv_nas.model.export.native import native_config
+from spkv_nas.model.export.registry import AUTO, chosen_targets
 
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -128,7 +129,7 @@ def test_what_an_engine_would_run_wrong_is_not_for_it(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("unchecked")
 def test_mlx_is_a_smollm3_for_weights_like_llama(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     exported = export(LAYERWISE, dense("llama", tmp_path / "dense", tiny_tokenizer), tmp_path / "out", engine="mlx")
-    assert (exported.target, list(exported.rejected)) == ("mlx", ["native", "granite_swa", "spkv"])
+    assert (exported.target, list(exported.rejected)) == ("mlx", [one.name for one in chosen_targets(AUTO, {})])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["no_rope_layers"], config["sliding_window"]) == ("smollm3", [1] * 4, 6)
     assert config["layer_types"] == [FULL, SLIDING, SLIDING, FULL]

@@ -21,6 +21,8 @@ from spkv_nas.model.export.export import export
 from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets, target_flags
 from spkv_nas.model.export.spkv import SpkvTarget
 
+FOR_ALL = [target for target in TARGETS.built_in if target.engine is None]
+
 MIXED = Layout(("GL", "LL", "LG", "GG"), 6)
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
 PACKAGE = """
@@ -92,9 +94,9 @@ def test_a_form_that_only_this_package_loads_can_be_chosen(dense: Path, tmp_path
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [
-        ("gguf", {}, "unknown export target 'gguf'; expected one of auto, native, granite_swa, spkv, mlx"),
+        ("gguf", {}, f"unknown export target 'gguf'; expected one of auto, {', '.join(TARGETS.names)}$"),
         ("native", {"bits": 4}, "an export to native has no option 'bits'"),
-        (AUTO, {"bits": 4}, "an export to native or granite_swa or spkv has no option 'bits'"),
+        (AUTO, {"bits": 4}, f"an export to {' or '.join(one.name for one in FOR_ALL)} has no option 'bits'"),
     ],
 )
 def test_choices_that_cannot_be(to: str, options: dict[str, object], message: str) -> None:
@@ -134,7 +136,12 @@ def test_two_targets_cannot_declare_an_option_differently(monkeypatch: pytest.Mo
 
 
 def test_a_target_for_one_engine_is_taken_for_it_alone() -> None:
-    assert [target.name for target in chosen_targets(AUTO, {})] == ["native", "granite_swa", "spkv"]
+    assert chosen_targets(AUTO, {}) == FOR_ALL
+    assert [target.name for target in FOR_ALL if target.name in ("native", "granite_swa", "spkv", "mlx")] == [
+        "native",
+        "granite_swa",
+        "spkv",
+    ]
     assert chosen_targets(AUTO, {}, "vllm") == chosen_targets(AUTO, {})
     assert chosen_targets(AUTO, {}, "mlx")[-1].name == "mlx"
 
