@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(Path(__file__).parent)]
 
@@ -37,6 +39,18 @@ write_reference(Path(__file__).parent / "reference")
 def setup(app: Any) -> None:
     """Register what the settings above cannot say."""
     app.connect("autodoc-process-docstring", _keep_colon, priority=400)  # before napoleon
+    app.connect("doctree-resolved", _label_cells)
+
+
+def _label_cells(_app: Any, doctree: nodes.document, page: str) -> None:
+    """Label the cells of the support matrix by their columns, which ``pages.css`` shows where a row is a block."""
+    if page != "support-matrix":
+        return
+    for table in doctree.findall(nodes.table):
+        (names,) = ([entry.astext() for entry in row] for head in table.findall(nodes.thead) for row in head)
+        for row in (row for body in table.findall(nodes.tbody) for row in body):
+            for name, entry in [*zip(names, row, strict=True)][1:]:
+                entry[0].insert(0, nodes.inline("", f"{name}: ", classes=["cell-label"]))
 
 
 def _keep_colon(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
