@@ -44,6 +44,7 @@ from spkv_nas.stages.result import Results
 from spkv_nas.stages.schema.command import schema
 from spkv_nas.stages.score.command import score
 from spkv_nas.stages.search.command import search
+from spkv_nas.stages.serve_check.command import serve_check
 from spkv_nas.stages.train.command import train
 from spkv_nas.stages.train_hybrid.command import train_hybrid
 
@@ -60,6 +61,7 @@ ORDER = (  # of --help: the workflow, then what goes beside it
     "report",
     "generate",
     "export",
+    "serve-check",
     "layout",
     "plan",
     "plan attention",
@@ -111,6 +113,7 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     calibrate,
     train,
     export,
+    serve_check,
     schema,
 )
 NAMES: dict[Callable[..., Any], str] = {attention: "plan attention"}  # of commands not called as their functions

@@ -126,6 +126,11 @@ OptionalSinks = Annotated[
     Flag("First tokens of a sequence that a local head sees besides its window (sink tokens).", low=0, high=MAX_WINDOW),
 ]
 
+# Inference engines
+EnginePython = Annotated[
+    Path | None, Flag("Python of the environment in which the engine is installed.", ("--python",))
+]
+
 # Constraints and memory
 Context = Annotated[str, _CONTEXT]
 OptionalContext = Annotated[str | None, _CONTEXT]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
 from spkv_nas.stages.export.options import ExportOptions
-from spkv_nas.stages.result import Result
+from spkv_nas.stages.result import Result, Results
 
 
-def export(options: ExportOptions, reporter: Reporter) -> Result:
+def export(options: ExportOptions, reporter: Reporter) -> Results:
     """Export a checkpoint with a layout as a Hugging Face folder, in a native architecture where one fits.
 
     A separate process checks that plain transformers computes the same. A layout that no native architecture can
     express gets a custom model type. Without a layout argument, exports a retrained hybrid with the layout that it was
-    trained with (see reports/NAME/checkpoints.csv).
+    trained with (see reports/NAME/checkpoints.csv). --check also runs the folder in an inference engine.
     """
     from spkv_nas.stages.export import output, stage
 
-    return Result(stage.export(options, reporter), output.show)
+    exported = Result(stage.export(options, reporter), output.show)
+    if options.check_in is None:
+        return exported
+    checked = stage.check_in_engine(options, reporter)
+    return iter((exported, Result(checked, output.show_check, exit_code=int(not checked.passed))))

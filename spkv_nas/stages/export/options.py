@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.model.export.engines import ENGINES, check_engine
 from spkv_nas.model.export.registry import AUTO, TARGETS, target_flags
+from spkv_nas.serving.programs import PROGRAMS
 from spkv_nas.stages import flags
 from spkv_nas.stages.export.target_flags import with_target_options
 
@@ -31,6 +33,14 @@ ForEngine = Annotated[
         values=tuple(engine.name for engine in ENGINES),
     ),
 ]
+EngineOfCheck = Annotated[
+    str | None,
+    Flag(
+        "Run the folder in this engine, compare it with our own model, and exit with 1 if they differ.",
+        ("--check",),
+        values=tuple(PROGRAMS),
+    ),
+]
 Link = Annotated[
     bool,
     Flag("Hard-link the checkpoint's weights; a program that modifies one then changes both.", ("--link",)),
@@ -48,6 +58,8 @@ class ExportOptions:
     to: ExportTo = AUTO
     engine: ForEngine = default(None, "none")
     link: Link = False
+    check_in: EngineOfCheck = default(None, "none")
+    python: flags.EnginePython = default(None, "this one")
 
     @property
     def target_options(self) -> dict[str, Any]:
@@ -62,8 +74,13 @@ def check(options: ExportOptions) -> None:
     from spkv_nas.base.replace import check_new
     from spkv_nas.model.export.registry import chosen_targets
     from spkv_nas.model.source import check_checkpoint
+    from spkv_nas.stages.checks import check_exist
 
     check_engine(options.engine)
+    if options.python is not None:
+        if options.check_in is None:
+            raise UserError("--python is the environment of the engine that --check names")
+        check_exist([options.python], "Python")
     chosen_targets(options.to, options.target_options, options.engine)
     if options.layout is not None:
         Layout.read(options.layout)

@@ -11,6 +11,7 @@ from spkv_nas.stages.export.options import ExportOptions
 
 if TYPE_CHECKING:
     from spkv_nas.model.export.export import Exported
+    from spkv_nas.serving.engine_check import EngineCheck
 
 
 def export(options: ExportOptions, reporter: Reporter = SILENT) -> Exported:
@@ -28,3 +29,14 @@ def export(options: ExportOptions, reporter: Reporter = SILENT) -> Exported:
         link=options.link,
         **options.target_options,
     )
+
+
+def check_in_engine(options: ExportOptions, reporter: Reporter = SILENT) -> EngineCheck:
+    """Run the written folder in the engine of ``--check``, and compare it with the model."""
+    from spkv_nas.serving.engine_check import check_engine
+
+    assert options.check_in is not None
+    reporter.announce(f"running {options.out} in {options.check_in}")
+    layout = None if options.layout is None else Layout.read(options.layout)
+    python = None if options.python is None else str(options.python)
+    return check_engine(options.out, options.check_in, layout=layout, python=python)

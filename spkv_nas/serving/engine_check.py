@@ -1,0 +1,301 @@
+"""Check that an inference engine computes what the model does, by running the engine on the exported folder.
+
+The engine runs as a program (``run_vllm.py``, ``run_transformers.py``) in its own environment, whose Python may be
+another one. It gets random tokens that reach beyond the window, generates greedily, and gives the log-probability of
+every token, in float32. This package then runs the model once over the same tokens, with the layout, and once without,
+which must fail the comparison: otherwise the tokens do not show the windows, and the check proves nothing.
+If the engine differs, layers are tried one by one to say which one it runs with other windows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from spkv_nas.artifacts.gate_config import GLOBAL, LOCAL
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
+from spkv_nas.model.checkpoint import load
+from spkv_nas.model.config_section import checkpoint_layout
+from spkv_nas.model.custom_model_type import CUSTOM_MODEL_TYPE
+from spkv_nas.model.export.plain_logits import float32
+from spkv_nas.model.model_shape import config_shape, vocabulary_size
+from spkv_nas.model.modes import evaluation_mode
+from spkv_nas.model.windows import apply_layout, layout_windows
+from spkv_nas.serving.programs import PROGRAMS
+
+TOLERANCE = 1e-3  # nats; engines agree to about 1e-5 in float32
+CONCLUSIVE = 10 * TOLERANCE  # difference that full attention must make at least
+_BEYOND = 128  # tokens of the prompt beyond the window
+_STEPS = 32  # tokens to generate
+_SECONDS = 3600.0
+_CLOSEST = 3  # layers whose heads are tried one by one
+
+Windows = tuple[tuple[int, ...], ...]  # of the heads, by layer
+
+
+@dataclass(frozen=True)
+class EngineCheck:
+    """Comparison of an engine with the model.
+
+    Attributes:
+        engine: name and version of the engine.
+        window: keys that a local head sees.
+        num_prompt: tokens of the prompt.
+        num_new: tokens that were generated.
+        num_equal: how many of them, from the first, are those that the model prefers.
+        difference: largest difference of a token's log-probability from the model's, in nats.
+        dense_difference: the same for the model without the layout: with the windows of the dense checkpoint, or none
+            if those are the layout's.
+        cache: the engine's report of its cache, by line.
+        findings: what the engine runs instead, by line; empty if it agrees.
+    """
+
+    engine: str
+    window: int
+    num_prompt: int
+    num_new: int
+    num_equal: int
+    difference: float
+    dense_difference: float
+    cache: Sequence[str]
+    findings: Sequence[str]
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Return whether the model without the layout fails the comparison."""
+        return self.dense_difference >= CONCLUSIVE
+
+    @property
+    def passed(self) -> bool:
+        """Return whether the engine computes what the model does, and the check could have shown otherwise."""
+        return self.is_conclusive and self.difference <= TOLERANCE and self.num_equal == self.num_new
+
+    def __str__(self) -> str:
+        """Return the verdict, both comparisons, what the engine runs instead, and its cache, by line."""
+        if not self.is_conclusive:
+            verdict = "the check proves nothing"
+        else:
+            verdict = "computes what the model does" if self.passed else "computes something else"
+        against = "so it would show" if self.is_conclusive else f"less than {CONCLUSIVE:g}, so it would not show"
+        lines = [
+            f"{self.engine}: {verdict}",
+            f"{self.num_prompt} prompt tokens, window {self.window}: {self.num_equal} of {self.num_new} greedy tokens "
+            f"equal, log-probabilities within {self.difference:.2g} nats",
+            f"without the layout they differ by {self.dense_difference:.2g} nats, {against}",
+            *self.findings,
+            *(f"cache: {line}" for line in self.cache),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Answer of an engine: its version, greedy tokens, log-probabilities of all tokens but the first, and its cache."""
+
+    version: str
+    tokens: list[int]
+    logprobs: Tensor
+    cache: list[str]
+
+
+def check_engine(folder: Path, engine: str, *, layout: Layout | None = None, python: str | None = None) -> EngineCheck:
+    """Run an engine on a folder, and compare it with the model that this package computes from the same weights.
+
+    Args:
+        folder: exported model folder.
+        engine: "vllm" or "transformers".
+        layout: the layout that the engine must run; None: that of the folder.
+        python: Python of the engine's environment; None: this one.
+
+    Raises:
+        UserError: the folder has no layout, or the engine is not installed, refuses the folder or does not finish.
+    """
+    # Apply the layout to the model
+    model, _ = load(folder)
+    saved = checkpoint_layout(model)
+    folder_layout = saved or native_layout(model.config)
+    expected = layout or folder_layout
+    if expected is None:
+        raise UserError(f"{folder} has no layout to check\ngive the one that it should have with --layout")
+    if saved is None or saved.content_hash != expected.content_hash:
+        apply_layout(model, expected)
+    # Ask the engine
+    prompt = _prompt(model, expected.window)
+    answer = _ask(folder, engine, prompt, python)
+    # Compare it with the model, and with the model without the layout
+    reference = _Reference(model, expected, torch.tensor([[*prompt, *answer.tokens]]))
+    with float32(model), evaluation_mode(model):
+        logprobs, preferred = reference.run(reference.windows)
+        difference = _largest(answer.logprobs - logprobs)
+        dense_difference = _largest(reference.run(reference.without_layout)[0] - logprobs)
+        is_equal = (torch.tensor(answer.tokens) == preferred[len(prompt) - 1 :]).int()
+        agrees = difference <= TOLERANCE and bool(is_equal.all())
+        findings = [] if agrees else _findings(reference, answer.logprobs, folder_layout)
+    return EngineCheck(
+        answer.version,
+        expected.window,
+        len(prompt),
+        len(answer.tokens),
+        int(is_equal.cumprod(0).sum()),
+        difference,
+        dense_difference,
+        answer.cache,
+        findings,
+    )
+
+
+def native_layout(config: PreTrainedConfig) -> Layout | None:
+    """Return the layout in the ``layer_types`` of a native form; None if no layer slides."""
+    text = config.get_text_config()
+    kinds, window = getattr(text, "layer_types", None) or [], getattr(text, "sliding_window", None)
+    if "sliding_attention" not in kinds or not window:
+        return None
+    heads = config_shape(config).num_kv_heads
+    return Layout(tuple((LOCAL if kind == "sliding_attention" else GLOBAL) * heads for kind in kinds), int(window))
+
+
+class _Reference:
+    """Model that computes log-probabilities of fixed tokens with any windows."""
+
+    def __init__(self, model: PreTrainedModel, layout: Layout, tokens: Tensor) -> None:
+        """Store what runs: a model with the layout applied, and tokens [1, T]."""
+        self.model, self.layout, self.tokens = model, layout, tokens
+        self.states: list[LayerState] = layer_states(model)
+        self.learned = [state.learned_sinks for state in self.states]
+        self.windows: Windows = tuple(state.head_windows(gated=False) for state in self.states)
+
+    @property
+    def without_layout(self) -> Windows:
+        """Return the windows of the dense checkpoint; those of full attention if they are the layout's."""
+        native = tuple((state.checkpoint_window,) * state.num_kv_heads for state in self.states)
+        return native if native != self.windows else self.full_attention
+
+    @property
+    def full_attention(self) -> Windows:
+        """Return windows with which every head sees all keys."""
+        return tuple((GLOBAL_WINDOW,) * len(row) for row in self.windows)
+
+    @torch.no_grad()
+    def run(self, windows: Windows) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of each token after the first, and the likeliest tokens there: [T - 1] each."""
+        for state, row, learned in zip(self.states, windows, self.learned, strict=True):
+            state.set_windows(row, self.layout.sinks)
+            state.learned_sinks = learned and min(row) < GLOBAL_WINDOW
+        logits = self.model(input_ids=self.tokens.to(self.model.device), use_cache=False).logits[0, :-1].float().cpu()
+        return logits.log_softmax(-1).gather(1, self.tokens[0, 1:, None])[:, 0], logits.argmax(-1)
+
+
+def _findings(reference: _Reference, logprobs: Tensor, folder_layout: Layout | None) -> list[str]:
+    """Say which layers the engine runs with other windows, by running the model with them."""
+    windows, tried = reference.windows, {reference.windows}
+
+    def difference(changed: Windows) -> Tensor:
+        tried.add(changed)
+        return (reference.run(changed)[0] - logprobs).abs()
+
+    # What the folder says, and no windows at all
+    if folder_layout is not None:
+        of_folder = tuple(layout_windows(reference.model, folder_layout))
+        if of_folder not in tried and float(difference(of_folder).max()) <= TOLERANCE:
+            return [f"{line}, as the folder's config says" for line in _changed_layers(windows, of_folder)]
+    for changed, name in ((reference.without_layout, "the dense checkpoint"), (reference.full_attention, "no windows")):
+        if changed not in tried and float(difference(changed).max()) <= TOLERANCE:
+            return [f"the engine runs {name} in every layer"]
+    # One layer with equal windows, then single heads of the layers where that came closest
+    closeness: dict[int, float] = {}
+    local = reference.layout.window
+    for layer, row in enumerate(windows):
+        for changed in _changes(windows, layer, {(window,) * len(row) for window in (local, GLOBAL_WINDOW)} - {row}):
+            error = difference(changed)
+            if float(error.max()) <= TOLERANCE:
+                return _changed_layers(windows, changed)
+            closeness[layer] = min(closeness.get(layer, float("inf")), float(error.mean()))
+    for layer in sorted(closeness, key=closeness.__getitem__)[:_CLOSEST]:
+        row = windows[layer]
+        flipped = [GLOBAL_WINDOW if window < GLOBAL_WINDOW else local for window in row]
+        alternatives = {(*row[:head], flipped[head], *row[head + 1 :]) for head in range(len(row))}
+        for changed in _changes(windows, layer, alternatives):
+            if float(difference(changed).max()) <= TOLERANCE:
+                return _changed_layers(windows, changed)
+    return ["no change of the windows of one layer explains the difference"]
+
+
+def _changes(windows: Windows, layer: int, alternatives: set[tuple[int, ...]]) -> list[Windows]:
+    """Return the windows with each alternative for one layer."""
+    return [(*windows[:layer], row, *windows[layer + 1 :]) for row in sorted(alternatives)]
+
+
+def _changed_layers(expected: Windows, actual: Windows) -> list[str]:
+    """Describe each layer whose windows differ, by the letters of its heads."""
+
+    def letters(row: tuple[int, ...]) -> str:
+        return "".join(GLOBAL if window == GLOBAL_WINDOW else LOCAL for window in row)
+
+    return [
+        f"layer {layer}: the engine runs {letters(new)} instead of {letters(old)}"
+        for layer, (old, new) in enumerate(zip(expected, actual, strict=True))
+        if old != new
+    ]
+
+
+def _prompt(model: PreTrainedModel, window: int) -> list[int]:
+    """Draw random tokens that reach beyond the window, as far as the model's positions allow."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    length = min(window + _BEYOND, longest - _STEPS)
+    if length <= window:
+        raise UserError(
+            f"the model has {longest} positions, too few for a prompt longer than the window of {window}: full "
+            "attention computes the same there, so that a check proves nothing"
+        )
+    generator = torch.Generator().manual_seed(0)
+    return [int(token) for token in torch.randint(vocabulary_size(model), (length,), generator=generator)]
+
+
+def _ask(folder: Path, engine: str, prompt: list[int], python: str | None) -> _Answer:
+    """Run the engine's program, and read its answer. Raises ``UserError`` if there is none."""
+    python = python or sys.executable
+    if python == sys.executable and importlib.util.find_spec(engine) is None:
+        raise UserError(f"{engine} is not installed here\nname the Python of its environment with --python")
+    program = Path(__file__).with_name(PROGRAMS[engine]).read_text(encoding="utf-8")
+    if engine == "transformers" and json.loads((folder / "config.json").read_text())["model_type"] == CUSTOM_MODEL_TYPE:
+        program = f"import spkv_nas\n{program}"
+    with tempfile.TemporaryDirectory() as scratch:
+        request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
+        request.write_text(json.dumps({"folder": str(folder.resolve()), "tokens": prompt, "steps": _STEPS}))
+        # The program's text, not its path: beside it lies a package with the engine's name
+        command = [python, "-c", program, str(request), str(answer)]
+        try:
+            process = subprocess.run(
+                command, cwd=scratch, env=os.environ, capture_output=True, text=True, errors="replace", timeout=_SECONDS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UserError(f"{engine} did not finish within {_SECONDS:.0f} s") from error
+        except OSError as error:
+            raise UserError(f"{engine} could not be started: {first_line(error)}\ncheck --python") from error
+        if not answer.exists():
+            message = (process.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"{engine} ended with {process.returncode}: {message}")
+        content = json.loads(answer.read_text())
+    if content["error"] is not None:
+        message = " ".join(content["error"].split())
+        hint = f"\ninstall spkv-nas in the environment of {python}" if "spkv" in message else ""
+        raise UserError(f"{engine} does not run {folder}: {message}{hint}")
+    return _Answer(content["version"], content["tokens"], torch.tensor(content["logprobs"]), content["cache"])
+
+
+def _largest(difference: Tensor) -> float:
+    """Return the largest magnitude."""
+    return float(difference.abs().max())

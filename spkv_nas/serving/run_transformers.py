@@ -1,0 +1,76 @@
+"""Run a model folder in transformers: a program that ``engine_check.py`` starts in the engine's environment.
+
+    python run_transformers.py REQUEST.json ANSWER.json
+
+Plain transformers runs a native form. For one of the type ``spkv``, ``engine_check.py`` puts ``import spkv_nas`` before
+this text, which registers the type.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+
+def main(request: str, answer: str) -> None:
+    """Answer a request; an error is an answer as well."""
+    with open(request, encoding="utf-8") as file:
+        content = json.load(file)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        result = run(content)
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    with open(answer, "w", encoding="utf-8") as file:
+        json.dump(result, file)
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Return greedy tokens, log-probabilities and a description of the cache."""
+    import torch
+    import transformers
+
+    # Load the model
+    version = f"transformers {transformers.__version__}{' with spkv_nas' * ('spkv_nas' in sys.modules)}"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        request["folder"], dtype=torch.float32, local_files_only=True, use_safetensors=True
+    ).eval()
+    # Generate with the model's cache, and score the tokens in one pass
+    prompt = torch.tensor([request["tokens"]])
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    generated = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=request["steps"],
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = generated.sequences
+    with torch.no_grad():
+        logits = model(input_ids=prompt, use_cache=False).logits[0, :-1]
+    logits = torch.cat([logits, *generated.logits]).log_softmax(-1)
+    return {
+        "error": None,
+        "version": version,
+        "tokens": tokens[0, prompt.shape[1] :].tolist(),
+        "logprobs": logits.gather(1, tokens[0, 1:, None])[:, 0].tolist(),
+        "cache": _cache(generated.past_key_values),
+    }
+
+
+def _cache(cache: Any) -> list[str]:
+    """Describe the cache after generation: its class, and how many keys its layers hold."""
+    name = type(cache).__name__
+    layers = [layer.keys for layer in getattr(cache, "layers", []) if getattr(layer, "keys", None) is not None]
+    held = Counter(keys.shape[-2] for keys in layers)
+    if hasattr(cache, "full_attention_bytes"):  # of spkv_nas
+        return [f"{name}: {cache.num_bytes / 1024:.0f} KiB, full attention {cache.full_attention_bytes / 1024:.0f} KiB"]
+    if not held:
+        return [name]
+    return [f"{name}: {number} layers hold {keys} keys" for keys, number in sorted(held.items())]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,240 @@
+"""Test that engines are compared with the model: a folder with a wrong layer fails, and the check says which."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.export.export import export
+from spkv_nas.model.windows import add_learned_sinks, apply_layout
+from spkv_nas.serving import engine_check, run_transformers
+from spkv_nas.serving.engine_check import EngineCheck, check_engine, native_layout
+
+WINDOW = 8
+HEADS = Layout(("GL", "LL", "LG", "GG"), WINDOW)
+LAYERS = Layout(("GG", "LL", "LL", "GG"), WINDOW)
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite")
+VLLM = os.environ.get("SPKV_VLLM_PYTHON")
+needs_vllm = pytest.mark.skipif(
+    VLLM is None, reason="SPKV_VLLM_PYTHON names no Python with vLLM 0.32 and spkv-nas (docs/guides/vllm.md)"
+)
+
+
+def lively(family: str = "llama", **options: Any) -> PreTrainedModel:
+    """Make a random model whose attention is far from uniform, so that a wrong window shows."""
+    sizes = {"vocab_size": 300, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 512}
+    model = tiny_model(family, **{**sizes, **options})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "self_attn" in name and parameter.ndim == 2:
+                parameter *= 12
+    return model
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A dense checkpoint."""
+    folder = tmp_path_factory.mktemp("check") / "dense"
+    save(lively(), tiny_tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def per_head(dense: Path) -> Path:
+    """An export with heads of both kinds in a layer."""
+    folder = dense.with_name("per-head")
+    export(HEADS, dense, folder)
+    return folder
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the program for transformers in this process, which saves the start of another."""
+
+    def ask(folder: Path, engine: str, prompt: list[int], python: str | None) -> engine_check._Answer:
+        answer = run_transformers.run({"folder": str(folder), "tokens": prompt, "steps": engine_check._STEPS})
+        logprobs = torch.tensor(answer["logprobs"])
+        return engine_check._Answer(answer["version"], answer["tokens"], logprobs, answer["cache"])
+
+    monkeypatch.setattr(engine_check, "_ask", ask)
+
+
+def edit(folder: Path, layer: int, row: str, out: Path) -> Path:
+    """Copy an export with other letters for one layer."""
+    out.mkdir()
+    for file in folder.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    config = json.loads((out / "config.json").read_text())
+    config["spkv"]["layout"]["heads"][layer] = row
+    (out / "config.json").write_text(json.dumps(config))
+    (out / "spkv-manifest.json").unlink(missing_ok=True)
+    return out
+
+
+def test_the_model_passes_in_transformers(per_head: Path) -> None:
+    check = check_engine(per_head, "transformers")
+    assert check.passed
+    assert check.num_equal == check.num_new == 32
+    assert check.difference < 1e-4
+    assert check.dense_difference > 0.1
+    assert check.num_prompt > check.window == WINDOW
+    assert check.cache[0].startswith("SPKVCache: ")
+    assert check.findings == []
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_wrong_layer_of_the_folder_is_named(per_head: Path, tmp_path: Path) -> None:
+    wrong = edit(per_head, 2, "LL", tmp_path / "wrong")
+    check = check_engine(wrong, "transformers", layout=HEADS)
+    assert not check.passed
+    assert check.findings == ["layer 2: the engine runs LL instead of LG, as the folder's config says"]
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("answered", "finding"),
+    [
+        (("GL", "LL", "GG", "GG"), "layer 2: the engine runs GG instead of LG"),
+        (("GL", "GL", "LG", "GG"), "layer 1: the engine runs GL instead of LL"),
+        (("GG",) * 4, "the engine runs the dense checkpoint in every layer"),
+        (("LL", "LL", "LG", "LL"), "no change of the windows of one layer explains the difference"),
+    ],
+)
+def test_a_layer_that_the_engine_runs_otherwise_is_named(
+    per_head: Path, tmp_path: Path, answered: tuple[str, ...], finding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is right, and the engine, which answers for another layout, is not."""
+    other = replace(HEADS, heads=answered)
+    ask, folder = engine_check._ask, tmp_path / "other"
+    export(other, per_head.with_name("dense"), folder, to="spkv")
+    monkeypatch.setattr(engine_check, "_ask", lambda _, *arguments: ask(folder, *arguments))
+    check = check_engine(per_head, "transformers")
+    assert not check.passed
+    assert check.findings == [finding]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_check_that_proves_nothing_fails(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the layout the tokens get the same log-probabilities, as where every key is in the window."""
+    export(HEADS, dense, tmp_path / "hybrid")
+    monkeypatch.setattr(engine_check, "CONCLUSIVE", 1e9)
+    check = check_engine(tmp_path / "hybrid", "transformers")
+    assert not check.passed
+    assert "the check proves nothing" in str(check)
+
+
+@pytest.mark.slow
+def test_a_native_form_is_checked_in_plain_transformers(dense: Path, tmp_path: Path) -> None:
+    exported = export(LAYERS, dense, tmp_path / "native")
+    assert exported.target == "native"
+    check = check_engine(tmp_path / "native", "transformers")
+    assert check.passed
+    assert "spkv" not in check.engine
+    assert any(f"{WINDOW - 1} keys" in line for line in check.cache)
+
+
+def test_the_layout_of_a_native_form_is_read(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = tiny_model("gemma3_text", layer_types=kinds, sliding_window=4)
+    assert native_layout(model.config) == Layout(("LL", "GG") * 2, 4)
+    assert native_layout(tiny_model("llama").config) is None
+
+
+def test_a_prompt_that_fits_into_the_window_is_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    model = tiny_model("llama", vocab_size=300)
+    apply_layout(model, Layout(HEADS.heads, 120))
+    save(model, tiny_tokenizer, tmp_path / "hybrid")
+    with pytest.raises(UserError, match="a check proves nothing"):
+        check_engine(tmp_path / "hybrid", "transformers")
+
+
+def test_a_dense_folder_is_refused(dense: Path) -> None:
+    with pytest.raises(UserError, match="has no layout to check"):
+        check_engine(dense, "transformers")
+
+
+def test_a_missing_engine_is_named(per_head: Path) -> None:
+    with pytest.raises(UserError, match="vllm is not installed here"):
+        check_engine(per_head, "vllm")
+
+
+class TestCommands:
+    @pytest.mark.usefixtures("in_process")
+    def test_serve_check_exits_with_its_verdict(
+        self, per_head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        wrong = edit(per_head, 2, "LL", tmp_path / "wrong")
+        HEADS.write(tmp_path / "layout.yaml")
+        arguments = ["--engine", "transformers", "--layout", str(tmp_path / "layout.yaml")]
+        main(["serve-check", str(per_head), *arguments])
+        assert "computes what the model does" in capsys.readouterr().out
+        with pytest.raises(SystemExit) as exit_:
+            main(["serve-check", str(wrong), *arguments])
+        assert exit_.value.code == 1
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "computes something else" in printed
+        assert "layer 2: the engine runs LL instead of LG" in printed
+
+    @pytest.mark.usefixtures("in_process")
+    def test_export_checks_what_it_wrote(self, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        HEADS.write(tmp_path / "layout.yaml")
+        arguments = [str(tmp_path / "layout.yaml"), "--model", str(dense), "--out", str(tmp_path / "out")]
+        main(["export", *arguments, "--check", "transformers"])
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "target: spkv" in printed
+        assert "computes what the model does" in printed
+
+
+@needs_vllm
+@pytest.mark.slow
+class TestVllm:
+    """In vLLM itself, whose Python is SPKV_VLLM_PYTHON."""
+
+    def run(self, folder: Path, **options: Any) -> EngineCheck:
+        return check_engine(folder, "vllm", python=VLLM, **options)
+
+    @pytest.mark.parametrize(
+        "family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite"]
+    )
+    @pytest.mark.parametrize("layout", [HEADS, LAYERS], ids=["heads", "layers"])
+    def test_families_are_exact(
+        self, family: str, layout: Layout, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        without_head_dim = family in ("olmo2", "phi3", "granite")
+        model = lively(family, **({"head_dim": None} if without_head_dim else {}))
+        save(model, tiny_tokenizer, tmp_path / "dense")
+        export(layout, tmp_path / "dense", tmp_path / "out", to="spkv")
+        check = self.run(tmp_path / "out")
+        assert check.passed, str(check)
+        assert any("window of" in line for line in check.cache)
+
+    def test_learned_sinks_are_exact(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        model = lively()
+        apply_layout(model, HEADS)
+        add_learned_sinks(model, [torch.randn(4) + 2 for _ in range(4)])
+        save(model, tiny_tokenizer, tmp_path / "out")
+        assert self.run(tmp_path / "out").passed
+
+    def test_a_wrong_layer_is_named(self, per_head: Path, tmp_path: Path) -> None:
+        check = self.run(edit(per_head, 2, "LL", tmp_path / "wrong"), layout=HEADS)
+        assert not check.passed
+        assert check.findings == ["layer 2: the engine runs LL instead of LG, as the folder's config says"]
+
+    def test_sink_tokens_are_refused(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        model = lively()
+        apply_layout(model, replace(HEADS, sinks=2))
+        save(model, tiny_tokenizer, tmp_path / "out")
+        with pytest.raises(UserError, match="see the first 2 tokens"):
+            self.run(tmp_path / "out")
