@@ -90,7 +90,7 @@ def layout(model: PreTrainedModel, split: str, types: str) -> Layout:
     if types == "other":
         rows[:2] = ["LL" if row == "GG" else "GG" for row in rows[:2]]
     if split == "heads":
-        rows[rows.index("GG")] = "GL"
+        rows[-1] = "GL"  # a layer of full attention in every case
     return Layout(tuple(rows), WINDOW)
 
 
