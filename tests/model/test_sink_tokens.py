@@ -11,7 +11,7 @@ from helpers import tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas import GateConfig, Layout, attach_gates, layout_applied
+from spkv_nas import GateConfig, Layout, SPKVCache, attach_gates, layout_applied
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import kept_layouts, zero_shot
@@ -99,6 +99,18 @@ def test_a_local_head_of_gates_gets_none() -> None:
     attach_gates(model, GateConfig(window=WINDOW, sinks=2, heads=["GL", "GL", "GL", "SL"]), seed=0)
     assert [state.sinks for state in layer_states(model)] == [(2, 0)] * 4
     assert [state.operator_sinks for state in layer_states(model)] == [0] * 4
+
+
+def test_layers_with_a_native_window_get_none() -> None:
+    """They were trained without: in a layout, with every head local, and in the cache."""
+    model = tiny_model("gemma3_text")
+    apply_layout(model, LAYOUT)
+    native = [state.native_window is not None for state in layer_states(model)]
+    assert {*native} == {False, True}
+    assert [state.operator_sinks for state in layer_states(model)] == [0 if one else 3 for one in native]
+    assert [layer.local_sinks for layer in SPKVCache(model).layers] == [0 if one else 3 for one in native]
+    with every_head_local(model, 2, 3):
+        assert [state.operator_sinks for state in layer_states(model)] == [0 if one else 3 for one in native]
 
 
 def test_scores_distinguish_them(blocks: TokenBlocks, tmp_path: Path) -> None:

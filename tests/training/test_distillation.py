@@ -9,18 +9,22 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from helpers import weights
+from helpers import tiny_model, weights
 from interruptions import assert_same, cut
 from marks import slow
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import merged
 from spkv_nas.cost.stage_costs import Site, Stages
 from spkv_nas.model.checkpoint import load, read_size, save
+from spkv_nas.model.distillation import Distillation, shared_teacher
+from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.branch_setup import set_up
 from spkv_nas.training.branches import Branch, branch_key, train_branch
 from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.distillation_callback import DistillationCallback
 from spkv_nas.training.recipe import ModelConfig, Recipe
 from spkv_nas.training.run_plan import Planner
 from spkv_nas.training.step_cost import how_trained
@@ -154,6 +158,23 @@ def test_layers_outside_attention_wait_for_the_second_stage(
     changed = [{name for name in before if not torch.equal(before[name], after[name])} for after in seen]
     assert changed[0] == {name for name in before if "self_attn" in name}
     assert changed[1] == set(before)
+
+
+def test_gradients_of_zero_move_nothing_outside_attention(tmp_path: Path) -> None:
+    """DDP gives every parameter a gradient, and the moments of the dense run would move those of zero."""
+    model = tiny_model()
+    apply_layout(model, Layout(("GL",) * 4, 4))
+    distillation = Distillation(shared_teacher(model))
+    callback = DistillationCallback(distillation, transfer_steps=1)
+    args, control = TrainingArguments(output_dir=str(tmp_path), use_cpu=True), TrainerControl()
+    for step, waits in ((0, True), (1, False)):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        state = TrainerState(global_step=step)
+        callback.on_step_begin(args, state, control)
+        callback.on_pre_optimizer_step(args, state, control, model=model)
+        without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+        assert without == {name for name, _ in model.named_parameters() if waits and "self_attn" not in name}
 
 
 class TestPlan:
