@@ -169,7 +169,7 @@ def predicted(stage: str, folder: Path, size: str, length: int) -> float:
     if stage in TRAINING:
         options = PlanOptions(recipe=recipe(stage, folder, size, length), heldout_tokens=length, context="1")
         stage = "train the SP-KV reference"
-    forecast = plan(options)
+    forecast = plan(options).forecast
     return next(planned.memory.total for planned in forecast.stages if planned.name == stage)
 
 
