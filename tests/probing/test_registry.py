@@ -75,7 +75,7 @@ def test_the_command_line_takes_a_signal_of_a_package(
     assert re.search(r"--order .*Order p of the norm\. Applies to value-norm\. .*default: \(2\.0\)", help_text)
     # Cost
     planned = json.loads(output(installed, "probe", *subject, "--signal", "value-norm", "--dry-run", "--json"))
-    assert [stage["name"] for stage in planned["stages"]] == ["signal value-norm"]
+    assert [stage["name"] for stage in planned["stages"]] == ["measure sink tokens", "signal value-norm"]
     # Scores
     output(installed, "probe", *subject, "--signal", "value-norm", "--order", "1", "--window", "4")
     table = HeadScores.read(tmp_path / "probes" / "mine-value-norm")

@@ -119,12 +119,13 @@ class TestFreshProcess:
         """Gemma 3 with other layer types has other positions, which only the comparison of logits finds."""
         dense = write(None, tmp_path / "dense", tiny_tokenizer, "gemma3_text")
         monkeypatch.setattr(native, "_positions", lambda config: [None] * config.num_hidden_layers)
-        result = export(LAYERWISE, dense, tmp_path / "out")
+        layout = replace(LAYERWISE, window=4)  # that of the model
+        result = export(layout, dense, tmp_path / "out")
         assert result.target == "spkv"
         assert result.rejected["native"].startswith("its logits in plain transformers differ by 0.")
         assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "spkv"
         hybrid = tiny_model("gemma3_text", vocab_size=300)
-        apply_layout(hybrid, LAYERWISE)
+        apply_layout(hybrid, layout)
         assert torch.equal(logits(load(tmp_path / "out")[0], tokens), logits(hybrid, tokens))
 
     @pytest.mark.parametrize(
