@@ -41,6 +41,7 @@ CONCLUSIVE = 10 * TOLERANCE  # difference that full attention must make at least
 _BEYOND = 128  # tokens of the prompt beyond the window
 _STEPS = 32  # tokens to generate
 _SECONDS = 3600.0
+_MAIN = "engine_program.py"  # which every program begins with
 _CLOSEST = 3  # layers whose heads are tried one by one
 
 Windows = tuple[tuple[int, ...], ...]  # of the heads, by layer
@@ -111,7 +112,9 @@ class _Answer:
     cache: list[str]
 
 
-def check_engine(folder: Path, engine: str, *, layout: Layout | None = None, python: str | None = None) -> EngineCheck:
+def compare_with_engine(
+    folder: Path, engine: str, *, layout: Layout | None = None, python: str | None = None
+) -> EngineCheck:
     """Run an engine on a folder, and compare it with the model that this package computes from the same weights.
 
     Args:
@@ -269,13 +272,14 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: str | None) -> _A
     python = python or sys.executable
     if python == sys.executable and importlib.util.find_spec(engine) is None:
         raise UserError(f"{engine} is not installed here\nname the Python of its environment with --python")
-    program = Path(__file__).with_name(PROGRAMS[engine]).read_text(encoding="utf-8")
+    texts = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (_MAIN, PROGRAMS[engine])]
+    program = "\n".join(["import sys", *texts, "main(run, *sys.argv[1:])"])
     if engine == "transformers" and json.loads((folder / "config.json").read_text())["model_type"] == CUSTOM_MODEL_TYPE:
         program = f"import spkv_nas\n{program}"
     with tempfile.TemporaryDirectory() as scratch:
         request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
         request.write_text(json.dumps({"folder": str(folder.resolve()), "tokens": prompt, "steps": _STEPS}))
-        # The program's text, not its path: beside it lies a package with the engine's name
+        # The text of the program, because beside its file lies a package with the engine's name
         command = [python, "-c", program, str(request), str(answer)]
         try:
             process = subprocess.run(

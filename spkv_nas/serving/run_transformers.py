@@ -1,29 +1,12 @@
-"""Run a model folder in transformers: a program that ``engine_check.py`` starts in the engine's environment.
-
-    python run_transformers.py REQUEST.json ANSWER.json
+"""Run a model folder in transformers, as a part of the program that ``engine_check.py`` starts.
 
 Plain transformers runs a native form. For one of the type ``spkv``, ``engine_check.py`` puts ``import spkv_nas`` before
 this text, which registers the type.
 """
 
-import json
-import os
 import sys
 from collections import Counter
 from typing import Any
-
-
-def main(request: str, answer: str) -> None:
-    """Answer a request; an error is an answer as well."""
-    with open(request, encoding="utf-8") as file:
-        content = json.load(file)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        result = run(content)
-    except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"}
-    with open(answer, "w", encoding="utf-8") as file:
-        json.dump(result, file)
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +53,3 @@ def _cache(cache: Any) -> list[str]:
     if not held:
         return [name]
     return [f"{name}: {number} layers hold {keys} keys" for keys, number in sorted(held.items())]
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

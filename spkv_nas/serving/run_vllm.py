@@ -1,18 +1,13 @@
-"""Run a model folder in vLLM: a program that ``engine_check.py`` starts in vLLM's environment.
-
-    python run_vllm.py REQUEST.json ANSWER.json
+"""Run a model folder in vLLM, as a part of the program that ``engine_check.py`` starts.
 
 It imports nothing of this package: the plug-in is found as in service, by its entry point.
 """
 
-import json
 import os
-import sys
 from collections import Counter
 from typing import Any
 
 SETTINGS = {
-    "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that the cache can be read
@@ -21,25 +16,15 @@ SETTINGS = {
 }
 
 
-def main(request: str, answer: str) -> None:
-    """Answer a request; an error is an answer as well."""
-    with open(request, encoding="utf-8") as file:
-        content = json.load(file)
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
-    try:
-        result = run(content)
-    except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"}
-    with open(answer, "w", encoding="utf-8") as file:
-        json.dump(result, file)
-
-
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Return greedy tokens, prompt log-probabilities and a description of the cache."""
+    # vLLM reads its settings when it is imported
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     import vllm
     from vllm import LLM, SamplingParams
 
+    # Generate, with the log-probabilities of the prompt
     prompt, steps = request["tokens"], request["steps"]
     model = LLM(
         request["folder"],
@@ -87,7 +72,3 @@ def _cache(engine: Any) -> list[str]:
     ]
     tokens, requests = get_kv_cache_capacity(engine.vllm_config, config)
     return [*lines, f"{config.num_blocks:,} blocks hold {tokens:,} tokens: {requests:.1f} requests like this one"]
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -24,7 +24,7 @@ def chosen_engine(options: EngineOptions) -> Serving | None:
     return None
 
 
-def check_engine(options: EngineOptions, *, kv_bytes: str | None, kv_dtype: str | None = None) -> None:
+def check_engine_options(options: EngineOptions, *, kv_bytes: str | None, kv_dtype: str | None = None) -> None:
     """Check the engine of options, and that those which only apply to one have one.
 
     Raises:

@@ -163,8 +163,8 @@ class TestBudgets:
         ]
 
     def test_a_step_costs_less_than_every_larger_one(self) -> None:
-        found = [step.plan.request_bytes for step in steps(VLLM, replace(LAYERS, grid=(32, 8)))]
-        assert found == sorted(set(found))
+        request_bytes = [step.plan.request_bytes for step in steps(VLLM, replace(LAYERS, grid=(32, 8)))]
+        assert request_bytes == sorted(set(request_bytes))
 
     def test_twelve_layers_cost_what_nine_do(self) -> None:
         assert [COST.no_dearer(number, 21) for number in (8, 9, 10, 21)] == [8, 12, 11, 21]

@@ -109,7 +109,7 @@ def test_a_file_of_the_map_has_the_sink_tokens_of_its_probe() -> None:
 def test_files_of_retrained_layouts_have_window_and_sinks_of_the_search(
     record: dict[str, Any], window: int, sinks: int
 ) -> None:
-    """Those of the probe are for new layouts; only a record without a window leaves them to the probe."""
+    """Take the probe's only where the record of a search has no window; new layouts have them anyway."""
     inputs = make_evidence()
     table = replace(inputs.table, metadata={**inputs.table.metadata, "sinks": 4})
     inputs = replace(inputs, table=table, probes=(table,), search_record={**inputs.search_record, **record})

@@ -20,7 +20,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import add_learned_sinks, apply_layout
 from spkv_nas.serving import engine_check, run_transformers
-from spkv_nas.serving.engine_check import EngineCheck, check_engine, native_layout
+from spkv_nas.serving.engine_check import EngineCheck, compare_with_engine, native_layout
 
 WINDOW = 8
 HEADS = Layout(("GL", "LL", "LG", "GG"), WINDOW)
@@ -86,7 +86,7 @@ def edit(folder: Path, layer: int, row: str, out: Path) -> Path:
 
 
 def test_the_model_passes_in_transformers(per_head: Path) -> None:
-    check = check_engine(per_head, "transformers")
+    check = compare_with_engine(per_head, "transformers")
     assert check.passed
     assert check.num_equal == check.num_new == 32
     assert check.difference < 1e-4
@@ -99,7 +99,7 @@ def test_the_model_passes_in_transformers(per_head: Path) -> None:
 @pytest.mark.usefixtures("in_process")
 def test_a_wrong_layer_of_the_folder_is_named(per_head: Path, tmp_path: Path) -> None:
     wrong = edit(per_head, 2, "LL", tmp_path / "wrong")
-    check = check_engine(wrong, "transformers", layout=HEADS)
+    check = compare_with_engine(wrong, "transformers", layout=HEADS)
     assert not check.passed
     assert check.findings == ["layer 2: the engine runs LL instead of LG, as the folder's config says"]
 
@@ -122,7 +122,7 @@ def test_a_layer_that_the_engine_runs_otherwise_is_named(
     ask, folder = engine_check._ask, tmp_path / "other"
     export(other, per_head.with_name("dense"), folder, to="spkv")
     monkeypatch.setattr(engine_check, "_ask", lambda _, *arguments: ask(folder, *arguments))
-    check = check_engine(per_head, "transformers")
+    check = compare_with_engine(per_head, "transformers")
     assert not check.passed
     assert check.findings == [finding]
 
@@ -132,7 +132,7 @@ def test_a_check_that_proves_nothing_fails(dense: Path, tmp_path: Path, monkeypa
     """Without the layout the tokens get the same log-probabilities, as where every key is in the window."""
     export(HEADS, dense, tmp_path / "hybrid")
     monkeypatch.setattr(engine_check, "CONCLUSIVE", 1e9)
-    check = check_engine(tmp_path / "hybrid", "transformers")
+    check = compare_with_engine(tmp_path / "hybrid", "transformers")
     assert not check.passed
     assert "the check proves nothing" in str(check)
 
@@ -141,7 +141,7 @@ def test_a_check_that_proves_nothing_fails(dense: Path, tmp_path: Path, monkeypa
 def test_a_native_form_is_checked_in_plain_transformers(dense: Path, tmp_path: Path) -> None:
     exported = export(LAYERS, dense, tmp_path / "native")
     assert exported.target == "native"
-    check = check_engine(tmp_path / "native", "transformers")
+    check = compare_with_engine(tmp_path / "native", "transformers")
     assert check.passed
     assert "spkv" not in check.engine
     assert any(f"{WINDOW - 1} keys" in line for line in check.cache)
@@ -159,17 +159,17 @@ def test_a_prompt_that_fits_into_the_window_is_refused(tmp_path: Path, tiny_toke
     apply_layout(model, Layout(HEADS.heads, 120))
     save(model, tiny_tokenizer, tmp_path / "hybrid")
     with pytest.raises(UserError, match="a check proves nothing"):
-        check_engine(tmp_path / "hybrid", "transformers")
+        compare_with_engine(tmp_path / "hybrid", "transformers")
 
 
 def test_a_dense_folder_is_refused(dense: Path) -> None:
     with pytest.raises(UserError, match="has no layout to check"):
-        check_engine(dense, "transformers")
+        compare_with_engine(dense, "transformers")
 
 
 def test_a_missing_engine_is_named(per_head: Path) -> None:
     with pytest.raises(UserError, match="vllm is not installed here"):
-        check_engine(per_head, "vllm")
+        compare_with_engine(per_head, "vllm")
 
 
 class TestCommands:
@@ -205,7 +205,7 @@ class TestVllm:
     """In vLLM itself, whose Python is SPKV_VLLM_PYTHON."""
 
     def run(self, folder: Path, **options: Any) -> EngineCheck:
-        return check_engine(folder, "vllm", python=VLLM, **options)
+        return compare_with_engine(folder, "vllm", python=VLLM, **options)
 
     @pytest.mark.parametrize(
         "family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite"]

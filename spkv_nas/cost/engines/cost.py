@@ -35,7 +35,7 @@ class EngineCost(CacheCost):
         if self.sinks:
             raise UserError(
                 f"{self.serving.engine.title} keeps no sink tokens for local heads, but the layout has {self.sinks}\n"
-                "use --sinks 0, or leave out --engine"
+                "leave out --engine, or use --sinks 0 and train the hybrid with learned sinks (branch.sinks)"
             )
 
         if self.native_heads:

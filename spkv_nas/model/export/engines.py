@@ -20,7 +20,7 @@ from spkv_nas.base.errors import UserError
 
 
 class Outcome(Enum):
-    """What an engine does with a form."""
+    """Name what an engine does with a form."""
 
     EXACT = "exact"
     REFUSED = "refused"
@@ -31,7 +31,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Cell:
-    """What one engine does with one form.
+    """State what one engine does with one form.
 
     Attributes:
         outcome: exact: it computes the hybrid; refused: it stops with an error; dense, different: it computes something
@@ -66,7 +66,7 @@ class Engine:
 _EXACT, _REFUSED, _UNTRIED = Cell(Outcome.EXACT), Cell(Outcome.REFUSED), Cell(Outcome.UNTRIED)
 _QWEN_VLLM = Cell(Outcome.EXACT, "with --model-impl transformers; refused without")
 _UNGUARDED = Cell(Outcome.EXACT, "run without the keys lm_config and model_file")
-_PLUGIN = Cell(Outcome.EXACT, "with spkv-nas in its environment and without sink tokens; refused otherwise")
+_PLUGIN = Cell(Outcome.EXACT, "with spkv-nas in its environment; refused otherwise")
 _IMPORTED = Cell(Outcome.REFUSED, "exact after import spkv_nas")
 _ONE_MORE = Cell(Outcome.DIFFERENT, "one key more than the window; exact with --model-impl transformers")
 _SQUARE = Cell(Outcome.EXACT, "refused where head_dim is not hidden_size / num_attention_heads")
@@ -101,6 +101,7 @@ _ROWS: dict[str, tuple[Cell, ...]] = {
     "gpt_oss with other layers": (_UNTRIED, _EXACT, _UNTRIED, _UNTRIED, _REFUSED_AS_READ, _UNTRIED, _UNTRIED, _UNTRIED),
     "granite_swa": (_EXACT, _EXACT, _UNTRIED, _REFUSED, _SQUARE, _UNTRIED, _UNTRIED, _UNTRIED),
     "spkv": (_PLUGIN, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _UNTRIED),
+    "spkv with sink tokens": (_REFUSED, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _UNTRIED),
 }
 
 # Forms of families that have a window in all but every n-th layer, by n; engines that ignore layer_types assume it
@@ -148,7 +149,7 @@ def outcomes(form: str) -> dict[str, str]:
     return {engine.title: str(cell) for engine, cell in cells(form).items()}
 
 
-def check_engine(name: str | None) -> None:
+def check_engine_name(name: str | None) -> None:
     """Raise ``UserError`` if an engine is named that the table does not have."""
     names = [engine.name for engine in ENGINES]
     if name is not None and name not in names:

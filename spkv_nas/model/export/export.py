@@ -20,7 +20,7 @@ from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.replace import check_new, new_folder
 from spkv_nas.model.checkpoint import load, weight_files
 from spkv_nas.model.config_section import checkpoint_layout
-from spkv_nas.model.export.engines import check_engine, objection, outcomes
+from spkv_nas.model.export.engines import check_engine_name, objection, outcomes
 from spkv_nas.model.export.registry import AUTO, chosen_targets
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError
 from spkv_nas.model.windows import apply_layout
@@ -95,7 +95,7 @@ def export(
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
     # Choose the targets to try
-    check_engine(engine)
+    check_engine_name(engine)
     candidates = chosen_targets(to, options, engine)
     # Load the model and apply the layout
     out = Path(out)

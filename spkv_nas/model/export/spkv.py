@@ -24,6 +24,10 @@ class SpkvTarget(ExportTarget):
     name = "spkv"
     help = "a custom model type, which only spkv_nas loads"
 
+    def form(self, config: PreTrainedConfig, layout: Layout) -> str:
+        """Return the name, and whether local heads see sink tokens, which vLLM's attention does not have."""
+        return f"{self.name} with sink tokens" if layout.sinks else self.name
+
     def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
         """Return None: any layout can be expressed."""
         return None

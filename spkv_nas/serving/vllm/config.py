@@ -136,13 +136,14 @@ def _check_section(section: Mapping[str, Any]) -> None:
     if layout.get("sinks"):
         raise UserError(
             f"the layout's local heads see the first {layout['sinks']} tokens besides their window, which no attention "
-            "of vLLM does\ntrain and export a layout without sink tokens, or with learned sinks, which vLLM has"
+            "of vLLM does\nuse learned sinks, which vLLM has: convert the layout to --sinks 0, train "
+            "with branch.sinks, and export that"
         )
 
 
 def layer_index(name: str) -> int:
     """Return the index in a layer's module name, such as 3 of ``model.layers.3.self_attn``."""
-    found = re.findall(r"(?<=\.)\d+(?=\.)", f".{name}.")
-    if len(found) != 1:
+    numbers = re.findall(r"(?<=\.)\d+(?=\.)", f".{name}.")
+    if len(numbers) != 1:
         raise UserError(f"section 'spkv' of the config: expected one number in the layer name {name!r}")
-    return int(found[0])
+    return int(numbers[0])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.model.export.engines import ENGINES, check_engine
+from spkv_nas.model.export.engines import ENGINES, check_engine_name
 from spkv_nas.model.export.registry import AUTO, TARGETS, target_flags
 from spkv_nas.serving.programs import PROGRAMS
 from spkv_nas.stages import flags
@@ -76,7 +76,7 @@ def check(options: ExportOptions) -> None:
     from spkv_nas.model.source import check_checkpoint
     from spkv_nas.stages.checks import check_exist
 
-    check_engine(options.engine)
+    check_engine_name(options.engine)
     if options.python is not None:
         if options.check_in is None:
             raise UserError("--python is the environment of the engine that --check names")

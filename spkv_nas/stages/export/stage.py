@@ -33,10 +33,10 @@ def export(options: ExportOptions, reporter: Reporter = SILENT) -> Exported:
 
 def check_in_engine(options: ExportOptions, reporter: Reporter = SILENT) -> EngineCheck:
     """Run the written folder in the engine of ``--check``, and compare it with the model."""
-    from spkv_nas.serving.engine_check import check_engine
+    from spkv_nas.serving.engine_check import compare_with_engine
 
     assert options.check_in is not None
     reporter.announce(f"running {options.out} in {options.check_in}")
     layout = None if options.layout is None else Layout.read(options.layout)
     python = None if options.python is None else str(options.python)
-    return check_engine(options.out, options.check_in, layout=layout, python=python)
+    return compare_with_engine(options.out, options.check_in, layout=layout, python=python)

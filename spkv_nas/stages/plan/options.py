@@ -53,7 +53,7 @@ def check(options: PlanOptions) -> None:
     from spkv_nas.cost.roofline import find_hardware
     from spkv_nas.model.source import check_config
     from spkv_nas.stages.checks import check_recipe, check_text
-    from spkv_nas.stages.engines import check_engine
+    from spkv_nas.stages.engines import check_engine_options
 
     if (options.recipe is None) == (options.model is None):
         raise UserError("give either a recipe, or --model with a folder, an ID or a config file")
@@ -61,7 +61,7 @@ def check(options: PlanOptions) -> None:
         find_hardware(options.hardware)
     if options.context is not None:
         parse_context(options.context)
-    check_engine(options, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype)
+    check_engine_options(options, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype)
     if options.recipe is None:
         check_config(str(options.model))
         check_text(options.data or ())

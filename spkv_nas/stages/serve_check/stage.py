@@ -16,11 +16,11 @@ def serve_check(options: ServeCheckOptions, reporter: Reporter = SILENT) -> Engi
     """Run an exported folder in an engine, and compare it with the model."""
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.model.transformers_logging import quiet_transformers
-    from spkv_nas.serving.engine_check import check_engine
+    from spkv_nas.serving.engine_check import compare_with_engine
 
     check(options)
     quiet_transformers(reporter)
     reporter.announce(f"running {options.folder} in {options.engine}")
     layout = None if options.layout is None else Layout.read(options.layout)
     python = None if options.python is None else str(options.python)
-    return check_engine(options.folder, options.engine, layout=layout, python=python)
+    return compare_with_engine(options.folder, options.engine, layout=layout, python=python)

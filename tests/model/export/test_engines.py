@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,17 @@ def test_the_command_prints_what_engines_do(
     assert "unknown engine 'gpt4all'" in fails(capsys, *arguments, tmp_path / "other", "--for", "gpt4all")
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_sink_tokens_are_not_for_vllm(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """The plug-in refuses them, so ``--for`` must not promise otherwise."""
+    model = dense("llama", tmp_path / "dense", tiny_tokenizer)
+    layout = Layout(("GL", "LL", "LL", "GG"), 6, sinks=1)
+    with pytest.raises(UserError, match=r"vLLM 0\.32\.0 refuses the form spkv with sink tokens"):
+        export(layout, model, tmp_path / "with", engine="vllm")
+    assert export(replace(layout, sinks=0), model, tmp_path / "without", engine="vllm").target == "spkv"
+    assert export(layout, model, tmp_path / "any").engines["vLLM 0.32.0"] == "refused"
+
+
 def test_what_an_engine_would_run_wrong_is_not_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [Outcome.EXACT] * (len(ENGINES) - 2)
     wrong = tuple(engines.Cell(outcome) for outcome in (Outcome.DENSE, Outcome.DIFFERENT, *others))
@@ -123,7 +135,7 @@ def test_what_an_engine_would_run_wrong_is_not_for_it(monkeypatch: pytest.Monkey
     )
     assert objection("old", "mlx") is None
     with pytest.raises(UserError, match="unknown engine 'x'; expected one of vllm, transformers"):
-        engines.check_engine("x")
+        engines.check_engine_name("x")
 
 
 @pytest.mark.usefixtures("unchecked")

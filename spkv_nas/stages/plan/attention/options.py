@@ -37,9 +37,9 @@ def check(options: AttentionOptions) -> None:
     from spkv_nas.cost.formulas import visible_keys
     from spkv_nas.cost.roofline import find_hardware
     from spkv_nas.stages.checks import check_model_size
-    from spkv_nas.stages.engines import check_engine
+    from spkv_nas.stages.engines import check_engine_options
 
-    check_engine(options, kv_bytes=options.kv_bytes)
+    check_engine_options(options, kv_bytes=options.kv_bytes)
     check_model_size(options.level, options.model)
     if options.hardware is not None:
         find_hardware(options.hardware)
