@@ -113,7 +113,12 @@ class _Answer:
 
 
 def compare_with_engine(
-    folder: Path, engine: str, *, layout: Layout | None = None, python: str | None = None
+    folder: Path,
+    engine: str,
+    *,
+    layout: Layout | None = None,
+    num_prompt: int | None = None,
+    python: str | None = None,
 ) -> EngineCheck:
     """Run an engine on a folder, and compare it with the model that this package computes from the same weights.
 
@@ -121,10 +126,11 @@ def compare_with_engine(
         folder: exported model folder.
         engine: "vllm" or "transformers".
         layout: the layout that the engine must run; None: that of the folder.
+        num_prompt: tokens of the prompt, more than the window; None: 128 more.
         python: Python of the engine's environment; None: this one.
 
     Raises:
-        UserError: the folder has no layout, or the engine is not installed, refuses the folder or does not finish.
+        UserError: the folder has no layout, the prompt fits in its window or is too long, or the engine is not installed, refuses the folder or does not finish.
     """
     # Apply the layout to the model
     model, _ = load(folder)
@@ -136,7 +142,7 @@ def compare_with_engine(
     if saved is None or saved.content_hash != expected.content_hash:
         apply_layout(model, expected)
     # Ask the engine
-    prompt = _prompt(model, expected.window)
+    prompt = _prompt(model, expected.window, num_prompt)
     answer = _ask(folder, engine, prompt, python)
     # Compare it with the model, and with the model without the layout
     reference = _Reference(model, expected, torch.tensor([[*prompt, *answer.tokens]]))
@@ -254,10 +260,16 @@ def _changed_layers(expected: Windows, actual: Windows) -> list[str]:
     ]
 
 
-def _prompt(model: PreTrainedModel, window: int) -> list[int]:
-    """Draw random tokens that reach beyond the window, as far as the model's positions allow."""
+def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int]:
+    """Draw random tokens: as many as ``length``, or by default beyond the window as far as positions allow."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    length = min(window + _BEYOND, longest - _STEPS)
+    if length is not None and not window < length <= longest - _STEPS:
+        raise UserError(
+            f"a prompt of {length:,} tokens: it must be longer than the window of {window}, and at most "
+            f"{longest - _STEPS:,} tokens, so that {_STEPS} new ones fit in the model's {longest:,} positions\n"
+            "choose another --prompt-tokens"
+        )
+    length = length or min(window + _BEYOND, longest - _STEPS)
     if length <= window:
         raise UserError(
             f"the model has {longest} positions, too few for a prompt longer than the window of {window}: full "

@@ -23,6 +23,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         os.environ.setdefault(name, value)
     import vllm
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     # Generate, with the log-probabilities of the prompt
     prompt, steps = request["tokens"], request["steps"]
@@ -36,9 +37,15 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         seed=0,
     )
     sampling = SamplingParams(
-        temperature=0, max_tokens=steps, ignore_eos=True, prompt_logprobs=0, logprobs=0, detokenize=False
+        temperature=0,
+        max_tokens=steps,
+        ignore_eos=True,
+        prompt_logprobs=0,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    (output,) = model.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    output, held = _run_request(model.llm_engine, {"prompt_token_ids": prompt}, sampling)
     completion = output.outputs[0]
     new = list(completion.token_ids)
     pairs = zip([*output.prompt_logprobs[1:], *completion.logprobs], [*prompt[1:], *new], strict=True)
@@ -47,12 +54,25 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         "version": f"vLLM {vllm.__version__}",
         "tokens": new,
         "logprobs": [entry[token].logprob for entry, token in pairs],
-        "cache": _cache(model.llm_engine),
+        "cache": _cache(model.llm_engine, held),
     }
 
 
-def _cache(engine: Any) -> list[str]:
-    """Describe vLLM's cache by its own report."""
+def _run_request(engine: Any, prompt: dict[str, Any], sampling: Any) -> tuple[Any, list[int]]:
+    """Run a request, and return its output and how many blocks it held after each step but the last."""
+    pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    engine.add_request("check", prompt, sampling)
+    outputs: list[Any] = []
+    held = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        held.append(free - pool.get_num_free_blocks())
+    return outputs[-1], held[:-1]  # the last step frees all blocks
+
+
+def _cache(engine: Any, held: list[int]) -> list[str]:
+    """Describe vLLM's cache by its own report, and the blocks that a request held."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
@@ -66,9 +86,27 @@ def _cache(engine: Any) -> list[str]:
         for group in config.kv_cache_groups
     )
     lines = [
-        f"{number} group{'s' * (number > 1)} of {layers} attention layers with {heads} KV heads, "
+        f"{number} group{'s' * (number > 1)} of {layers} attention layers with {heads} KV head{'s' * (heads > 1)}, "
         f"{'all keys' if window is None else f'a window of {window}'}, blocks of {block} tokens"
         for (window, layers, heads, block), number in kinds.items()
     ]
-    tokens, requests = get_kv_cache_capacity(engine.vllm_config, config)
-    return [*lines, f"{config.num_blocks:,} blocks hold {tokens:,} tokens: {requests:.1f} requests like this one"]
+    # Requests that fit
+    settings = engine.vllm_config
+    context, page = settings.model_config.max_model_len, settings.cache_config.block_size
+    tokens, requests = get_kv_cache_capacity(settings, config)
+    block_bytes = max(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks  # groups share the blocks
+    lines.append(
+        f"{config.num_blocks:,} blocks of {block_bytes / 1024:,.0f} KiB hold {tokens:,} tokens: {requests:.2f} requests "
+        f"of {context:,} tokens, with {settings.max_in_flight_tokens:,} tokens in flight"
+    )
+    # Bytes that this request held, and that it would hold if every head saw all keys
+    token_bytes = sum(
+        len(group.layer_names) * group.kv_cache_spec.real_page_size_bytes // group.kv_cache_spec.block_size
+        for group in config.kv_cache_groups
+    )
+    last, most = (blocks * block_bytes / 1024 for blocks in (held[-1], max(held)))
+    dense = -(-(context - 1) // page) * page * token_bytes / 1024
+    lines.append(
+        f"this request held {last:,.0f} KiB at its end, {most:,.0f} KiB at most; full attention {dense:,.0f} KiB"
+    )
+    return lines

@@ -162,6 +162,17 @@ def test_a_prompt_that_fits_into_the_window_is_refused(tmp_path: Path, tiny_toke
         compare_with_engine(tmp_path / "hybrid", "transformers")
 
 
+@pytest.mark.usefixtures("in_process")
+def test_a_prompt_has_as_many_tokens_as_given(per_head: Path) -> None:
+    assert compare_with_engine(per_head, "transformers", num_prompt=30).num_prompt == 30
+
+
+@pytest.mark.parametrize("length", [WINDOW, 512 - 31])
+def test_a_prompt_must_fit_between_window_and_positions(per_head: Path, length: int) -> None:
+    with pytest.raises(UserError, match=r"longer than the window of 8, and at most 480 tokens"):
+        compare_with_engine(per_head, "transformers", num_prompt=length)
+
+
 def test_a_dense_folder_is_refused(dense: Path) -> None:
     with pytest.raises(UserError, match="has no layout to check"):
         compare_with_engine(dense, "transformers")
@@ -220,6 +231,12 @@ class TestVllm:
         check = self.run(tmp_path / "out")
         assert check.passed, str(check)
         assert any("window of" in line for line in check.cache)
+
+    def test_a_long_request_holds_less_than_full_attention(self, per_head: Path) -> None:
+        """4 global heads keep 4 blocks of 128 tokens, 4 local ones 1; in the first step, all keep 4."""
+        check = self.run(per_head, num_prompt=480)
+        assert check.passed, str(check)
+        assert check.cache[-1] == "this request held 640 KiB at its end, 1,024 KiB at most; full attention 1,024 KiB"
 
     def test_learned_sinks_are_exact(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model = lively()

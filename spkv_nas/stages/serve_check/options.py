@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.serving.programs import PROGRAMS
 from spkv_nas.stages import flags
 
 Folder = Annotated[Path, Flag("Exported model folder.", argument=True)]
 Engine = Annotated[str, Flag("Inference engine to run.", values=tuple(PROGRAMS))]
 Intended = Annotated[Path | None, Flag("Layout (YAML) that the engine must run.")]
+PromptTokens = Annotated[int | None, Flag("Tokens of the prompt, more than the window.", low=2, high=MAX_WHOLE)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class ServeCheckOptions:
     folder: Folder
     engine: Engine
     layout: Intended = default(None, "the folder's")
+    prompt_tokens: PromptTokens = default(None, "128 more than the window")
     python: flags.EnginePython = default(None, "this one")
 
 

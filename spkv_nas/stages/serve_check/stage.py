@@ -23,4 +23,6 @@ def serve_check(options: ServeCheckOptions, reporter: Reporter = SILENT) -> Engi
     reporter.announce(f"running {options.folder} in {options.engine}")
     layout = None if options.layout is None else Layout.read(options.layout)
     python = None if options.python is None else str(options.python)
-    return compare_with_engine(options.folder, options.engine, layout=layout, python=python)
+    return compare_with_engine(
+        options.folder, options.engine, layout=layout, num_prompt=options.prompt_tokens, python=python
+    )
