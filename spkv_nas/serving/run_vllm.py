@@ -96,8 +96,8 @@ def _cache(engine: Any, held: list[int]) -> list[str]:
     tokens, requests = get_kv_cache_capacity(settings, config)
     block_bytes = max(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks  # groups share the blocks
     lines.append(
-        f"{config.num_blocks:,} blocks of {block_bytes / 1024:,.0f} KiB hold {tokens:,} tokens: {requests:.2f} requests "
-        f"of {context:,} tokens, with {settings.max_in_flight_tokens:,} tokens in flight"
+        f"{config.num_blocks:,} blocks of {block_bytes / 1024:,.0f} KiB hold {tokens:,} tokens: {requests:.2f} "
+        f"requests of {context:,} tokens, with {settings.max_in_flight_tokens:,} tokens in flight"
     )
     # Bytes that this request held, and that it would hold if every head saw all keys
     token_bytes = sum(
