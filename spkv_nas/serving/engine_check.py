@@ -130,7 +130,8 @@ def compare_with_engine(
         python: Python of the engine's environment; None: this one.
 
     Raises:
-        UserError: the folder has no layout, the prompt fits in its window or is too long, or the engine is not installed, refuses the folder or does not finish.
+        UserError: the folder has no layout, the prompt fits in its window or is too long, or the engine is not
+            installed, refuses the folder or does not finish.
     """
     # Apply the layout to the model
     model, _ = load(folder)
