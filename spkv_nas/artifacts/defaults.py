@@ -22,6 +22,9 @@ STRONG_SINK = 0.3  # share of a head's attention on the first tokens above which
 SINK_TOKENS = 2048  # tokens of text that attention sinks are measured on
 ABLATION_TOKENS = 4096  # for validating a table; reports/LOG.md has the accuracy
 
+# proposal
+SOLUTIONS_APART = 4  # heads in which two of several solutions differ
+
 # evaluation
 TAU_POINTS = 13  # thresholds in a range, endpoints included
 RULER_SAMPLES = 100  # per task and length

@@ -12,7 +12,8 @@ from spkv_nas.base.names import check_name
 from spkv_nas.base.replace import settle
 
 _PROBES, _REPORTS = "probes", "reports"
-BUDGETS, SEARCH = LAYOUT_FOLDERS = ("budgets", "search")  # below ``layouts/<name>/``: of a budget range, a search
+# Folders below ``layouts/<name>/``: of a budget range, of several solutions at one budget, of a search
+BUDGETS, SOLUTIONS, SEARCH = LAYOUT_FOLDERS = ("budgets", "solutions", "search")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from spkv_nas.proposal.earlier import keep_other_budget, replaced_layouts
 from spkv_nas.proposal.propose import densest_layout, propose, resolve_tau
 from spkv_nas.proposal.registry import DENSEST, RANDOM, STRATEGIES, strategy_of
 from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, find_solutions
 from spkv_nas.proposal.stability import Bootstrap, Certainty, bootstrap
 from spkv_nas.proposal.strategy import NUM_RANDOM
 
@@ -40,12 +41,14 @@ class Answer:
         rows: the table of ``coverage_table``; with an engine also kv_bytes, missing where it does not run a layout.
         certainty: stability of the choice of heads under resampling; None where it cannot be estimated
             (``stability.caution`` says why).
+        solutions: further layouts that differ from the best in many heads; None where they were not requested.
     """
 
     table: HeadScores
     layouts: dict[str, Layout]
     rows: pd.DataFrame
     certainty: Certainty | None
+    solutions: Solutions | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def propose_for(
     seed: int = 0,
     num_random: int = NUM_RANDOM,
     others: Sequence[HeadScores] = (),
+    solutions: SeveralSolutions | None = None,
     progress: Progress | None = None,
 ) -> Answer:
     """Propose layouts by every strategy for a budget, plus one that meets the requirements if there are any.
@@ -79,14 +83,13 @@ def propose_for(
         window: local attention window in tokens; defaults to the table's, or 128.
         seed: random seed of the random layouts, see ``propose``.
         num_random: number of layouts of each random strategy.
-        others: scores of the same heads by other signals; the highest-scoring heads of each form a layout named after
-            the signal, such as head-gates. Its coverage is measured on ``table`` like that of the other layouts.
+        others: scores of the same heads by other signals; the highest-scoring heads of each form a layout.
+        solutions: request for several good layouts that differ from each other, see ``find_solutions``.
         progress: called with (resamples solved, number of resamples) if requirements have to be met in each resample.
 
     Raises:
         UserError: as ``Requirements.limit``, ``resolve_tau``, ``constraints.solve`` and ``propose``.
     """
-    # Resolve the budget and the threshold
     requirements = requirements or Requirements()
     cost = requirements.cache_cost(table, window)  # raises before anything is solved
     limit = requirements.limit(table, budget, window)
@@ -95,8 +98,7 @@ def propose_for(
     solved: dict[str, Layout] = {}
     if requirements.is_solved:
         limit = requirements.fitted(table, limit, window)
-        layout = requirements.solve(table, limit, window)
-        solved[layout.strategy] = layout
+        solved = {(layout := requirements.solve(table, limit, window)).strategy: layout}
     heads = next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)
     # Choose heads by every strategy and by other signals
     layouts = propose(table, heads, window=window, seed=seed, num_random=num_random)
@@ -108,13 +110,21 @@ def propose_for(
     resampled = bootstrap(table)
     certainty = None
     if resampled is not None:
-        probabilities = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
-        certainty = Certainty.of(resampled, layouts, heads, probabilities)
+        certain = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
+        certainty = Certainty.of(resampled, layouts, heads, certain)
     rows = coverage_table(table, layouts, heads, resampled, requirements.constraints)
     if isinstance(cost, EngineCost):
-        rows["kv_bytes"] = [cost.layout_total(layouts[name]) for name in rows["strategy"]]
-        rows["kv_bytes"] = rows["kv_bytes"].astype("Int64")
-    return Answer(table, layouts, rows, certainty)
+        _add_memory(rows, layouts, cost)
+    # Find further layouts if they are requested
+    best = next(iter(solved.values()), layouts[DENSEST.name])
+    several = find_solutions(table, requirements, limit, best, solutions, resampled=resampled) if solutions else None
+    return Answer(table, layouts, rows, certainty, several)
+
+
+def _add_memory(rows: pd.DataFrame, layouts: Mapping[str, Layout], cost: EngineCost) -> None:
+    """Add the column kv_bytes to the table of ``coverage_table``, missing where the engine does not run a layout."""
+    rows["kv_bytes"] = [cost.layout_total(layouts[name]) for name in rows["strategy"]]
+    rows["kv_bytes"] = rows["kv_bytes"].astype("Int64")
 
 
 def coverage_table(

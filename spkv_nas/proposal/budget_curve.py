@@ -15,14 +15,12 @@ import pandas as pd
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.locks import locked
-from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Progress, Reporter
-from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.workspace import BUDGETS
 from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.coverage import coverage, domain_coverage
-from spkv_nas.proposal.earlier import replaced_layouts
+from spkv_nas.proposal.earlier import replace_layouts
 from spkv_nas.proposal.propose import densest_layout, resolve_tau
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.stability import Bootstrap, bootstrap, knee
@@ -157,16 +155,8 @@ def write_budgets(folder: Path, curve: BudgetCurve, reporter: Reporter = SILENT)
         curve: the curve to write.
         reporter: warned of the layouts that are replaced.
     """
-    layouts = folder / BUDGETS
     with locked(folder, "writes layouts", reporter.announce):
-        # Warn of layouts that change
-        stale = [file.name for file in layouts.glob("*.yaml")]
-        if replaced := replaced_layouts(layouts, curve.layouts, stale):
-            reporter.caution(f"replaced earlier layouts in {layouts}: {', '.join(replaced)}")
-        # Write layouts and table
-        with replacing(layouts, stale=stale) as new:
-            for name, layout in curve.layouts.items():
-                layout.write(new / f"{check_name(name, 'the layout')}.yaml")
+        replace_layouts(folder / BUDGETS, curve.layouts, reporter)
         write_csv(folder / "budgets.csv", curve.rows, digits=10)
 
 

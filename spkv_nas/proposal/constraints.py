@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.tables import Column, read_table
 from spkv_nas.proposal.coverage import domain_coverage, provenance
-from spkv_nas.proposal.integer_program import Problem
+from spkv_nas.proposal.integer_program import Problem, Solution
 
 Float = NDArray[np.float64]
 CONSTRAINED, ROBUST = "constrained", "robust"  # strategy names of the layouts from ``solve``
@@ -183,17 +184,8 @@ def solve(
         UserError: no layout meets the constraints (the message names the conflicting ones), the budget is too small for
             any head, no head of a domain keeps anything, or ``weights`` do not have the table's shape.
     """
-    # Check the inputs
-    constraints = constraints or Constraints()
-    constraints.check(table.grid)
-    constraints = constraints.on(table)
-    if weights is not None and (weights.shape != table.grid or not (weights > 0).all()):
-        raise UserError(f"weights must be above 0 and have shape {list(table.grid)}; found shape {list(weights.shape)}")
-    density = np.stack([table.domain_density(domain) for domain in table.domains]) if robust else table.density[None]
-    for domain, kept in zip(table.domains, density, strict=False):
-        if not kept.any():
-            of = f"domain '{domain}'" if robust else f"density table '{table.name}'"
-            raise UserError(f"every head density of {of} is 0 at tau = {table.tau:g}: choose a smaller tau")
+    constraints = _checked(table, constraints, weights)
+    density = _objective(table, robust=robust)
     # Solve the integer program
     problem = Problem(table.grid, constraints.named, budget, weights)
     best = problem.optimum(density)
@@ -203,7 +195,64 @@ def solve(
         least = problem.least(nonempty=True)
         reason = "the constraints make every head local" if least is None else f"at least {least:g} is needed"
         raise UserError(f"no KV head can be global with budget {budget:g} and these constraints: {reason}")
-    # Build the layout and its provenance
+    return _layout(table, best, budget, constraints, weights, robust=robust, window=window)
+
+
+def solve_apart(
+    table: HeadScores,
+    budget: float,
+    constraints: Constraints | None = None,
+    weights: Float | None = None,
+    *,
+    excluded: Sequence[Layout],
+    apart: int,
+    robust: bool = False,
+    window: int | None = None,
+) -> Layout | None:
+    """Return the best layout that differs from each of ``excluded`` in at least ``apart`` heads; None without one.
+
+    The result has at least one global head. The other arguments, the result and the errors are those of ``solve``.
+    """
+    constraints = _checked(table, constraints, weights)
+    masks = [layout.global_mask for layout in excluded]
+    problem = Problem(table.grid, constraints.named, budget, weights, excluded=masks, at_least=1, apart=apart)
+    best = problem.optimum(_objective(table, robust=robust))
+    if best is None:
+        return None
+    return _layout(table, best, budget, constraints, weights, robust=robust, window=window)
+
+
+def _checked(table: HeadScores, constraints: Constraints | None, weights: Float | None) -> Constraints:
+    """Return the constraints on a table's layouts. Raises ``UserError`` if they or the weights do not fit its grid."""
+    constraints = constraints or Constraints()
+    constraints.check(table.grid)
+    constraints = constraints.on(table)
+    if weights is not None and (weights.shape != table.grid or not (weights > 0).all()):
+        raise UserError(f"weights must be above 0 and have shape {list(table.grid)}; found shape {list(weights.shape)}")
+    return constraints
+
+
+def _objective(table: HeadScores, *, robust: bool) -> Float:
+    """Return the densities [P, L, Hkv] whose lowest coverage is maximised. Raises ``UserError`` if one has none."""
+    density = np.stack([table.domain_density(domain) for domain in table.domains]) if robust else table.density[None]
+    for domain, kept in zip(table.domains, density, strict=False):
+        if not kept.any():
+            of = f"domain '{domain}'" if robust else f"density table '{table.name}'"
+            raise UserError(f"every head density of {of} is 0 at tau = {table.tau:g}: choose a smaller tau")
+    return density
+
+
+def _layout(
+    table: HeadScores,
+    best: Solution,
+    budget: float,
+    constraints: Constraints,
+    weights: Float | None,
+    *,
+    robust: bool,
+    window: int | None,
+) -> Layout:
+    """Return the layout of a solution of the integer program, with its provenance."""
     name = ROBUST if robust else CONSTRAINED
     layout = Layout.from_mask(
         best.mask, window=window or table.window or DEFAULT_WINDOW, strategy=name, sinks=table.sinks

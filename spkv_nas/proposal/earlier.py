@@ -9,6 +9,7 @@ from pathlib import Path
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.replace import replacing, settle
 
@@ -52,6 +53,22 @@ def replaced_layouts(folder: Path, layouts: Mapping[str, Layout], files: Collect
         for name, layout in earlier.items()
         if layout is not None and (name not in layouts or layouts[name].content_hash != layout.content_hash)
     ]
+
+
+def replace_layouts(folder: Path, layouts: Mapping[str, Layout], reporter: Reporter) -> None:
+    """Write ``<name>.yaml`` per layout in place of all layouts of a folder; the caller holds the lock above it.
+
+    Args:
+        folder: folder that holds nothing but these layouts.
+        layouts: new layouts by name.
+        reporter: warned of the layouts that are replaced.
+    """
+    stale = [file.name for file in folder.glob("*.yaml")]
+    if replaced := replaced_layouts(folder, layouts, stale):
+        reporter.caution(f"replaced earlier layouts in {folder}: {', '.join(replaced)}")
+    with replacing(folder, stale=stale) as new:
+        for name, layout in layouts.items():
+            layout.write(new / f"{check_name(name, 'the layout')}.yaml")
 
 
 def _budget(layout: Layout) -> int:

@@ -54,6 +54,7 @@ class Problem:
         weights: [L, Hkv], above 0; None for a weight of 1 per head.
         excluded: bool [L, Hkv], layouts to exclude.
         at_least: minimum number of global heads.
+        apart: minimum number of heads in which a layout differs from each of ``excluded``.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class Problem:
         weights: Float | None = None,
         excluded: Sequence[NDArray[np.bool_]] = (),
         at_least: int = 0,
+        apart: int = 1,
     ) -> None:
         """Store the problem; programs are built when it is solved."""
         self._grid, self._constraints, self._budget = grid, dict(constraints), budget
-        self._excluded, self._at_least = [mask.ravel() for mask in excluded], at_least
+        self._excluded, self._at_least, self._apart = [mask.ravel() for mask in excluded], at_least, apart
         self._counts = weights is None
         self._weights = np.ones(grid) if weights is None else weights
 
@@ -147,7 +149,7 @@ class Problem:
         mixed_counts = range(1, heads) if has_mixed_layers else [None]
         programs = [_Program(self._grid, constraints, limit, self._weights, mixed) for mixed in mixed_counts]
         for program in programs:
-            program.restrict(self._excluded, self._at_least)
+            program.restrict(self._excluded, self._at_least, self._apart)
         return programs
 
 
@@ -200,11 +202,15 @@ class _Program:
             self._rows.append((self._wide(weights.reshape(1, -1) / unit), -np.inf, budget / unit))
         self._excludes = False
 
-    def restrict(self, excluded: Sequence[NDArray[np.bool_]], at_least: int) -> None:
-        """Exclude the layouts ``excluded`` [L * Hkv], and those with fewer than ``at_least`` global heads."""
-        if excluded:  # with +1 for its global heads, -1 for others, only the excluded layout itself reaches mask.sum()
+    def restrict(self, excluded: Sequence[NDArray[np.bool_]], at_least: int, apart: int) -> None:
+        """Exclude layouts near ``excluded`` [L * Hkv], and those with fewer than ``at_least`` global heads.
+
+        A layout x is near a layout m if they differ in fewer than ``apart`` heads. Their Hamming distance is linear in
+        x: sum(m) - sum(x where m) + sum(x where not m).
+        """
+        if excluded:
             masks = np.stack(excluded)
-            self._rows.append((self._wide(np.where(masks, 1.0, -1.0)), -np.inf, masks.sum(1) - 1.0))
+            self._rows.append((self._wide(np.where(masks, 1.0, -1.0)), -np.inf, masks.sum(1) - float(apart)))
             self._excludes = True
         if at_least:
             self._rows.append((self._wide(np.ones((1, self._num_heads))), at_least, np.inf))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from spkv_nas.cost.cache_memory import CacheCost
 from spkv_nas.cost.engines.cost import EngineCost
 from spkv_nas.cost.engines.engine import Serving
 from spkv_nas.proposal.budget import is_several, parse_budget
-from spkv_nas.proposal.constraints import Constraints, option_name, read_head_costs, solve
+from spkv_nas.proposal.constraints import Constraints, option_name, read_head_costs, solve, solve_apart
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import MATCH_BUDGET
 from spkv_nas.proposal.stability import Bootstrap
@@ -143,6 +144,36 @@ class Requirements:
             limit = Limit(cost.fitting(memory, num_global - 1, table.num_heads))
             num_global = self.solve(table, limit, window).num_global
         return limit
+
+    def solve_apart(
+        self, table: HeadScores, limit: Limit, window: int | None, *, excluded: Sequence[Layout], apart: int
+    ) -> Layout | None:
+        """Return the best layout that differs from each of ``excluded`` in at least ``apart`` heads; None without one.
+
+        It fits in the memory of an engine, as in ``fitted``.
+        """
+        cost = self.cache_cost(table, window)
+        memory = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
+        while True:
+            layout = solve_apart(
+                table,
+                limit.budget,
+                self.constraints,
+                limit.weights,
+                excluded=excluded,
+                apart=apart,
+                robust=self.robust,
+                window=window,
+            )
+            if layout is None or memory is None or not isinstance(cost, EngineCost):
+                return layout
+            if cost.total(layout.num_global, table.num_heads) <= memory:
+                return layout
+            smaller = range(layout.num_global - 1, 0, -1)
+            fitting = next((heads for heads in smaller if cost.total(heads, table.num_heads) <= memory), None)
+            if fitting is None:
+                return None
+            limit = Limit(fitting)
 
     def no_dearer(self, table: HeadScores, num_global: int, window: int | None) -> int:
         """Return the largest number of global heads that takes no more memory in the engine than ``num_global``."""

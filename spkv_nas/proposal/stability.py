@@ -54,6 +54,21 @@ class Bootstrap:
         low, high = np.quantile(self.density[:, mask].sum(1) / self.density.sum((1, 2)), _TAILS)
         return float(low), float(high)
 
+    def loss(self, best: Mask, mask: Mask, *, robust: bool = False) -> tuple[float, float]:
+        """Return the 95 % interval of the coverage that a layout loses against another.
+
+        Args:
+            best: bool [L, Hkv], global heads of the layout to compare with.
+            mask: bool [L, Hkv], global heads of the layout.
+            robust: compare the lowest per-domain coverages.
+        """
+        density = self.domain_density if robust else self.density[:, None]  # [R, P or 1, L, Hkv]
+        total = density.sum((2, 3))
+        density, total = density[(total > 0).all(1)], total[(total > 0).all(1)]
+        covered, reached = ((density[:, :, heads].sum(2) / total).min(1) for heads in (best, mask))
+        low, high = np.quantile(covered - reached, _TAILS)
+        return float(low), float(high)
+
     def curve(self) -> pd.DataFrame:
         """Return the 95 % interval of the densest heads' coverage by budget, columns budget, low, high."""
         order = np.argsort(-self.table.density.ravel(), kind="stable")

@@ -154,6 +154,38 @@ def test_excluding_the_best_gives_the_next(constraints: Constraints) -> None:
     assert everything.optimum(gain[None]) is None
 
 
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(searches(), st.integers(1, 5))
+def test_further_solutions_are_those_of_brute_force(
+    search: tuple[np.ndarray, Constraints, np.ndarray | None, int], apart: int
+) -> None:
+    """Each is the best of the layouts that differ in enough heads from all earlier ones, until there is none."""
+    density, constraints, weights, budget = search
+    shape = (density.shape[1], density.shape[2])
+    masks = all_masks(shape)
+    allowed = meets(masks, constraints, np.ones(shape) if weights is None else weights, budget) & masks.any((1, 2))
+    covered = ((masks[:, None] * density).sum((2, 3)) / density.sum((1, 2))).min(1)
+    earlier: list[Mask] = []
+    for _ in range(4):
+        problem = Problem(shape, constraints.named, budget, weights, excluded=earlier, at_least=1, apart=apart)
+        result = problem.optimum(density)
+        if not allowed.any():
+            assert result is None
+            return
+        assert result is not None
+        index = (masks == result.mask).all((1, 2)).argmax()
+        assert allowed[index]
+        best = covered[allowed].max()
+        assert covered[index] == pytest.approx(best, abs=1e-9 if len(density) == 1 else 1.1e-5)
+        if len(density) == 1 and weights is None:  # ties: more heads, then earlier ones
+            places = np.arange(result.mask.size, 0, -1)
+            as_good = masks[allowed & (covered > best - 1e-9)].reshape(-1, result.mask.size)
+            assert result.mask.ravel() @ places == (as_good @ places).max()
+        earlier.append(result.mask)
+        allowed &= (masks != result.mask).sum((1, 2)) >= apart
+
+
 @pytest.fixture
 def misjudged() -> tuple[Problem, np.ndarray]:
     """Of its layouts HiGHS called one of .4969 the best, with presolve, where brute force finds .5261."""

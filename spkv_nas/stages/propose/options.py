@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from spkv_nas.artifacts.defaults import SOLUTIONS_APART
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MAX_REPEATS
+from spkv_nas.base.limits import MAX_REPEATS, MAX_WHOLE
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import ONLY_PROBE, ConstraintOptions, InWorkspace
@@ -23,6 +24,18 @@ HeadCosts = Annotated[
         metavar="FILE.csv",
         panel=flags.MEMORY,
     ),
+]
+NumSolutions = Annotated[
+    int | None,
+    Flag(
+        "Also write the N best layouts, the best included, that differ from each other in at least --apart KV heads.",
+        ("--solutions",),
+        low=2,
+        high=MAX_REPEATS,
+    ),
+]
+Apart = Annotated[
+    int | None, Flag("Minimum number of KV heads in which two --solutions differ.", low=1, high=MAX_WHOLE)
 ]
 
 
@@ -40,3 +53,5 @@ class ProposeOptions(ConstraintOptions, InWorkspace):
     kv_bytes: flags.KvBytes = default(None, note="Replaces --budget.")
     robust: Robust = False
     head_costs: HeadCosts = None
+    solutions: NumSolutions = None
+    apart: Apart = default(None, str(SOLUTIONS_APART))

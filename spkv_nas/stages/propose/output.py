@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -10,7 +11,9 @@ from rich.table import Table
 
 from spkv_nas.base.console import caution, out, print_path, say
 from spkv_nas.base.units import format_bytes
+from spkv_nas.base.workspace import SOLUTIONS
 from spkv_nas.proposal.answer import random_spread
+from spkv_nas.proposal.solutions import Solutions
 from spkv_nas.proposal.stability import LEVEL
 from spkv_nas.stages.printing import identification
 from spkv_nas.stages.propose.stage import BudgetsResult, ProposalResult
@@ -21,6 +24,8 @@ _CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
 def show(result: ProposalResult) -> None:
     """Print proposed layouts by coverage, then the answers to the other options and the advice."""
     _layouts(result)
+    if result.answer.solutions is not None:
+        _solutions(result.answer.solutions, result.folder)
     for sentence in result.sentences:
         say(sentence)
     if result.advice is not None:
@@ -47,6 +52,30 @@ def _layouts(result: ProposalResult) -> None:
             f"standard deviation {100 * spread.standard_deviation:.2f}"
         )
     out.print(f"layouts: {escape(str(result.folder))}", soft_wrap=True)
+
+
+def _solutions(solutions: Solutions, folder: Path) -> None:
+    """Print several solutions, best first, with the coverage that each loses."""
+    rows = solutions.rows
+    has_intervals, has_notes = rows["lost_low"].notna().all(), rows["note"].any()
+    columns = ["solution", "global heads", "coverage %", "lost", *(["from", "to"] if has_intervals else [])]
+    columns += ["heads that differ", *(["note"] if has_notes else [])]
+    interval_note = f"; from, to: {100 * LEVEL:.0f} % interval of the loss" if has_intervals else ""
+    grid = Table(*columns, title=f"solutions at least {solutions.request.apart} heads apart{interval_note}")
+    for row in rows.itertuples():
+        cells = {
+            "solution": row.strategy,
+            "global heads": str(row.num_global),
+            "coverage %": f"{100 * row.objective:.2f}",
+            "lost": f"{100 * row.lost:.2f}",
+            "from": f"{100 * row.lost_low:.2f}",
+            "to": f"{100 * row.lost_high:.2f}",
+            "heads that differ": str(row.differing),
+            "note": row.note,
+        }
+        grid.add_row(*(cells[column] for column in columns))
+    out.print(grid)
+    print_path("solutions", folder / SOLUTIONS)
 
 
 def show_budgets(result: BudgetsResult) -> None:
@@ -92,6 +121,7 @@ def document(result: ProposalResult) -> dict[str, Any]:
     return {
         **identification(answer.table),
         "layouts": answer.rows,
+        "solutions": None if answer.solutions is None else answer.solutions.rows,
         "certainty": None if answer.certainty is None else answer.certainty.intervals,
         "sentences": result.sentences,
         "advice": result.advice,

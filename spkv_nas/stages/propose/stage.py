@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spkv_nas.artifacts.defaults import RECOMMENDED
+from spkv_nas.artifacts.defaults import RECOMMENDED, SOLUTIONS_APART
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.trust import Trust
@@ -22,6 +23,7 @@ from spkv_nas.proposal.propose import (
     unmatched,
 )
 from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.proposal.solutions import SeveralSolutions, write_solutions
 from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import Suggestion, command_line
@@ -90,11 +92,16 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
             seed=options.seed,
             num_random=options.num_random,
             others=[_with_sinks(other, options.sinks) for other in _recommended(options.folders, measured)],
+            solutions=_several_solutions(options),
             progress=progress,
         )
     # Write layouts and judge the ranking
     folder = options.folders.layout_dir(table.name)
     write_proposal(folder, answer, reporter)
+    if answer.solutions is not None:
+        write_solutions(folder, answer.solutions, reporter)
+        if answer.solutions.shortfall is not None:
+            reporter.caution(answer.solutions.shortfall)
     table_trust = trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
     trust_sentence = unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
     sentences = [
@@ -195,9 +202,21 @@ def _requirements(options: ProposeOptions) -> Requirements:
     )
 
 
+def _several_solutions(options: ProposeOptions) -> SeveralSolutions | None:
+    """Return the request for several solutions; None without ``--solutions``."""
+    if options.solutions is None:
+        return None
+    return SeveralSolutions(options.solutions, SOLUTIONS_APART if options.apart is None else options.apart)
+
+
 def is_for_several(options: ProposeOptions) -> bool:
     """Return whether options have several budgets. Raises ``UserError`` for options that exclude each other."""
-    return _requirements(options).asks_for_curve(options.budget, options.tau)
+    if options.apart is not None and options.solutions is None:
+        raise UserError("--apart needs --solutions, the number of layouts that differ in so many heads")
+    has_several = _requirements(options).asks_for_curve(options.budget, options.tau)
+    if has_several and options.solutions is not None:
+        raise UserError("--solutions needs a single budget: give one, or leave out --solutions")
+    return has_several
 
 
 def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> BudgetsResult:

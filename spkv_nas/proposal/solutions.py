@@ -1,0 +1,170 @@
+"""Propose several good layouts for one budget: the best, then the best of those that differ from it in enough heads.
+
+Scores rank heads, but the layout of highest coverage need not have the lowest NLL. Layouts of nearly the same coverage
+and other heads are candidates for a measurement. They are found one after the other: each is the optimum of the integer
+program under one further cut for every earlier one, that their Hamming distance is at least ``apart``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from spkv_nas.artifacts.defaults import SOLUTIONS_APART
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Difference, Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.locks import locked
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.tables import write_csv
+from spkv_nas.base.workspace import SOLUTIONS
+from spkv_nas.proposal.coverage import coverage, domain_coverage
+from spkv_nas.proposal.earlier import replace_layouts
+from spkv_nas.proposal.requirements import Limit, Requirements
+from spkv_nas.proposal.stability import Bootstrap
+
+SOLUTIONS_TABLE = f"{SOLUTIONS}.csv"
+
+
+@dataclass(frozen=True)
+class SeveralSolutions:
+    """Request for several layouts.
+
+    Attributes:
+        number: number of layouts, the best included.
+        apart: minimum number of KV heads in which any two of them differ.
+
+    Raises:
+        UserError: ``number`` is below 2 or ``apart`` below 1.
+    """
+
+    number: int
+    apart: int = SOLUTIONS_APART
+
+    def __post_init__(self) -> None:
+        """Check both numbers."""
+        if self.number < 2 or self.apart < 1:
+            raise UserError(f"solutions must be at least 2 and apart at least 1; found {self.number} and {self.apart}")
+
+
+@dataclass(frozen=True, eq=False)
+class Solutions:
+    """Layouts that differ from each other in at least ``request.apart`` KV heads, best first.
+
+    Attributes:
+        request: number and distance of the layouts; there are fewer layouts where no further one exists.
+        layouts: by name, such as "densest-solution-1", which is the best layout.
+        rows: one row per layout with columns solution (from 1), strategy, num_global, objective (the coverage, or with
+            ``robust`` the lowest per-domain coverage), lost (objective of the best minus its own), lost_low and
+            lost_high (95 % interval of the loss from resampling documents; NaN without), differing (heads that differ
+            from the best), nearest (fewest heads that differ from another solution), note.
+    """
+
+    request: SeveralSolutions
+    layouts: dict[str, Layout]
+    rows: pd.DataFrame
+
+    @property
+    def shortfall(self) -> str | None:
+        """Return why there are fewer layouts than requested; None if there are enough."""
+        number, apart = len(self.layouts), self.request.apart
+        if number == self.request.number:
+            return None
+        existing = "the best layout" if number == 1 else f"the {number} best layouts"
+        return (
+            f"--solutions {self.request.number}: no further layout that meets the budget and the constraints differs "
+            f"from {existing} in at least {apart} heads; a smaller --apart allows more"
+        )
+
+
+def find_solutions(
+    table: HeadScores,
+    requirements: Requirements,
+    limit: Limit,
+    first: Layout,
+    request: SeveralSolutions,
+    *,
+    resampled: Bootstrap | None = None,
+) -> Solutions:
+    """Find the layouts of highest coverage that differ from each other in at least so many heads.
+
+    Args:
+        table: head scores at the threshold used to choose ``first``.
+        requirements: constraints and further options.
+        limit: limit on the global heads.
+        first: the best layout; names and windows of the others follow it.
+        request: number and distance of the layouts.
+        resampled: bootstrap of the table, for intervals of the loss.
+
+    Raises:
+        UserError: every score is 0, or the integer program found no layout within its time.
+    """
+    # Solve for one layout after the other
+    chosen = [first]
+    while len(chosen) < request.number:
+        further = requirements.solve_apart(table, limit, first.window, excluded=chosen, apart=request.apart)
+        if further is None:
+            break
+        chosen.append(further)
+    # Name the layouts and record where they come from
+    layouts = {}
+    for number, layout in enumerate(chosen, 1):
+        name = f"{first.strategy}-solution-{number}"
+        origin = {key: value for key, value in layout.provenance.items() if (key, value) != ("constraints", {})}
+        origin |= {"solution": number, "apart": request.apart, "best": first.hash}
+        layouts[name] = replace(layout, strategy=name, provenance=origin)
+    return Solutions(request, layouts, _rows(table, layouts, resampled, robust=requirements.robust))
+
+
+def write_solutions(folder: Path, solutions: Solutions, reporter: Reporter = SILENT) -> None:
+    """Write ``solutions.csv`` and ``solutions/<strategy>-solution-<number>.yaml``, in place of earlier ones.
+
+    Args:
+        folder: folder of the probe's layouts; locked, so a second process waits.
+        solutions: the layouts.
+        reporter: warned of the layouts that are replaced.
+    """
+    with locked(folder, "writes layouts", reporter.announce):
+        replace_layouts(folder / SOLUTIONS, solutions.layouts, reporter)
+        write_csv(folder / SOLUTIONS_TABLE, solutions.rows, digits=10)
+
+
+def _rows(
+    table: HeadScores, layouts: Mapping[str, Layout], resampled: Bootstrap | None, *, robust: bool
+) -> pd.DataFrame:
+    """Tabulate the layouts, see ``Solutions``."""
+    first, *_ = layouts.values()
+    best = _objective(table, first, robust=robust)
+    rows = []
+    for number, (name, layout) in enumerate(layouts.items(), 1):
+        low, high = (
+            (np.nan, np.nan)
+            if resampled is None
+            else resampled.loss(first.global_mask, layout.global_mask, robust=robust)
+        )
+        distances = [Difference.of(layout, other).num_heads for other in layouts.values() if other is not layout]
+        gap = layout.provenance.get("gap")
+        rows.append(
+            {
+                "solution": number,
+                "strategy": name,
+                "num_global": layout.num_global,
+                "objective": (objective := _objective(table, layout, robust=robust)),
+                "lost": best - objective,
+                "lost_low": low,
+                "lost_high": high,
+                "differing": Difference.of(first, layout).num_heads,
+                "nearest": min(distances, default=0),
+                "note": "" if gap is None else f"within {100 * float(str(gap)):.2g} % of the optimum",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _objective(table: HeadScores, layout: Layout, *, robust: bool) -> float:
+    """Return what the layouts maximise: coverage, or the lowest per-domain coverage."""
+    return min(domain_coverage(table, layout).values()) if robust else coverage(table, layout)
