@@ -41,10 +41,18 @@ class BranchConfig(Section):
 
     steps: int = Field(1000, ge=1, le=MAX_STEPS, description="optimizer steps")
     batch_size: int = Field(8, ge=1, le=MAX_BATCH, description="blocks per step, summed over all processes")
-    learning_rate: float = Field(2e-3, gt=0.0, description="peak learning rate, followed by cosine decay")
+    learning_rate: float = Field(2e-3, gt=0.0, description="peak learning rate")
     warmup_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps of linear warm-up")
     final_learning_rate: float = Field(
         0.01, ge=0.0, le=1.0, description="final learning rate as a fraction of the peak"
+    )
+    decay_fraction: float = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="share of the steps, at the end, in which the learning rate decays (cosine); before them it stays "
+        "at its peak; 1: from the end of the warm-up",
+        exclude_if=lambda fraction: fraction == 1.0,  # hashes and records of recipes stay as before the key existed
     )
     weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0.0, description="norm to which gradients are clipped")
@@ -62,6 +70,11 @@ class BranchConfig(Section):
         "the measured log-sum-exp of what the head does not see; default: the layout's sink tokens alone",
         exclude_if=lambda sinks: sinks is None,  # as above
     )
+
+    @property
+    def decay_steps(self) -> int:
+        """Return the number of last steps in which the learning rate decays."""
+        return max(1, round(self.decay_fraction * self.steps))
 
     @model_validator(mode="after")
     def _distills_throughout(self) -> BranchConfig:

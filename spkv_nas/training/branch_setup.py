@@ -76,7 +76,10 @@ def set_up(
         model=model,
         phase=phase,
         schedule=LearningRateSchedule(
-            phase.steps, phase.warmup_steps, phase.steps - phase.warmup_steps, phase.final_learning_rate
+            phase.steps,
+            phase.warmup_steps,
+            min(phase.decay_steps, phase.steps - phase.warmup_steps),
+            phase.final_learning_rate,
         ),
         optimizer_state=state if state.is_file() and recipe.lora is None else None,
         extension=_extension(recipe, model),
@@ -186,7 +189,9 @@ def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> BranchSetup:
     return BranchSetup(
         model=model,
         phase=recipe.branch.model_copy(update={"steps": steps}),
-        schedule=LearningRateSchedule(steps, recipe.dense.warmup_steps, decay, recipe.branch.final_learning_rate),
+        schedule=LearningRateSchedule(
+            steps, recipe.dense.warmup_steps, recipe.branch.decay_steps, recipe.branch.final_learning_rate
+        ),
         gates=GateSchedule(steps, gates.soft_fraction, gates.anneal_steps, gates.mode, decay),
         extension=_extension(recipe, model, recipe.dense.steps),
     )
