@@ -97,7 +97,9 @@ def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:
         planner = planner.with_recipe(recipe)
         dense = [] if planner.dense_path in trained else planner.dense()  # a dense model that rows share counts once
         trained.add(planner.dense_path)
-        plans.append(planner.plan([*dense, planner.branch(name, ablations.variants[name])]))
+        variant = ablations.variants[name]
+        run = planner.heldout_pass if name in ablations.untrained else planner.branch
+        plans.append(planner.plan([*dense, run(name, variant)]))
     return merge_plans(ablations.name, plans)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from spkv_nas.artifacts.comparison import DENSE
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import write_record
@@ -24,6 +25,7 @@ from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.corpus import join_processes
+from spkv_nas.training.hybrids import zero_shot_scores
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -48,7 +50,8 @@ def ablate(
 ) -> tuple[str, pd.DataFrame]:
     """Train every row of an ablations file, and write ``reports/<name>/ablations.csv`` after each.
 
-    All rows are validated before the first is trained. Finished rows are reused.
+    All rows are validated before the first is trained. Finished rows are reused. Rows with ``trained: false`` are
+    measured on the dense checkpoint as it is.
 
     Args:
         path: ablations file.
@@ -76,15 +79,26 @@ def ablate(
     num_reused = 0
     for number, (name, recipe) in enumerate(recipes.items(), 1):
         context = BranchContext.prepare(recipe, plan.base, runs, device=device, reporter=reporter)
-        if context.is_trained(variants[name]):
-            num_reused += 1
+        recipes[name] = context.recipe
+        if name in plan.untrained:
+            finished[name] = _as_it_is(context, variants[name])
         else:
-            reporter.announce(f"{name} ({number} of {len(recipes)})")
-        finished[name], recipes[name] = context.train(variants[name]), context.recipe
+            if context.is_trained(variants[name]):
+                num_reused += 1
+            else:
+                reporter.announce(f"{name} ({number} of {len(recipes)})")
+            finished[name] = context.train(variants[name])
         rows = _table(finished, variants)
         on_main(partial(_write, workspace.report_dir(plan.name), rows, recipes))
-    reporter.reused(num_reused, len(recipes), "runs")
+    reporter.reused(num_reused, len(recipes) - len(plan.untrained), "runs")
     return plan.name, rows
+
+
+def _as_it_is(context: BranchContext, variant: Variant) -> Branch:
+    """Measure the dense checkpoint without training, with the variant's layout if it has one; call on all ranks."""
+    layouts = {} if variant.layout is None else {variant.name: variant.layout}
+    scores = zero_shot_scores(context, layouts)
+    return Branch(context.dense, scores[variant.name if layouts else DENSE], density=None, steps=0)
 
 
 def _table(finished: Mapping[str, Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV, check_layout_names
 from spkv_nas.artifacts.layout import Layout
@@ -24,6 +24,7 @@ class Row(BaseModel):
 
     variant: str = Field(SP_KV, description="sp-kv or full-attention")
     layout: str | None = Field(None, description="a layout file, from the folder of the ablations: a hybrid")
+    trained: bool = Field(True, description="false: the dense checkpoint as it is, with the row's layout if it has one")
 
     @field_validator("variant")
     @classmethod
@@ -31,6 +32,12 @@ class Row(BaseModel):
         if variant not in (SP_KV, FULL_ATTENTION):
             raise ValueError(f"should be '{SP_KV}' or '{FULL_ATTENTION}'")
         return variant
+
+    @model_validator(mode="after")
+    def _has_trained_gates(self) -> Row:
+        if not self.trained and self.layout is None and self.variant == SP_KV:
+            raise ValueError("gates are trained: trained: false needs variant: full-attention, or a layout")
+        return self
 
     def read_variant(self, folder: Path) -> Variant:
         """Return the variant to train for this row.
@@ -67,12 +74,14 @@ class AblationPlan:
         base: folder that relative paths in the recipes start from.
         recipes: recipe to train by row.
         variants: variant to train by row.
+        untrained: rows that are measured on the dense checkpoint as it is.
     """
 
     name: str
     base: Path
     recipes: dict[str, Recipe]
     variants: dict[str, Variant]
+    untrained: frozenset[str] = frozenset()
 
     @classmethod
     def read(cls, path: Path, dtype: str | None = None) -> AblationPlan:
@@ -100,4 +109,6 @@ class AblationPlan:
             ).with_precision(dtype)
             for name, row in file.rows.items()
         }
-        return cls(file.name, base, recipes, {name: row.read_variant(path.parent) for name, row in file.rows.items()})
+        variants = {name: row.read_variant(path.parent) for name, row in file.rows.items()}
+        untrained = frozenset(name for name, row in file.rows.items() if not row.trained)
+        return cls(file.name, base, recipes, variants, untrained)

@@ -32,6 +32,7 @@ from spkv_nas.training.variants import Variant
 
 FLOAT32 = Training(1, 1, bfloat16=False)
 RUN = 8 * 4 * 32  # tokens of a branch of the tiny recipe
+HELDOUT = 2318  # tokens of its held-out text
 
 
 @pytest.fixture(autouse=True)
@@ -137,13 +138,16 @@ class TestDryRun:
     def test_of_the_other_commands(self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         workspace = tmp_path / "w"
         make_table([[0.9, 0.1], [0.2, 0.3]]).write(workspace / "probes" / "p")
-        rows = "{SP-KV: {}, longer: {branch: {steps: 20}}, full attention: {variant: full-attention}}"
+        rows = (
+            "{SP-KV: {}, longer: {branch: {steps: 20}}, full attention: {variant: full-attention}, "
+            "as it is: {variant: full-attention, trained: false}}"
+        )
         ablations = recipe_file.with_name("ablations.yaml")
         ablations.write_text(f"name: mine\nrecipe: {recipe_file.name}\nrows: {rows}\n")
         before = everything(tmp_path)
         outputs = {
             ("reproduce", "ablate", ablations): (
-                f"total: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32:,} tokens",
+                f"total: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32 + HELDOUT:,} tokens",
                 "longer",
                 "full atten",
             ),

@@ -22,6 +22,8 @@ rows:
   soft to the end: {gates: {soft_fraction: 1.0}}
   local: {layout: local.yaml}
   full: {variant: full-attention}
+  as it is: {variant: full-attention, trained: false}
+  local, as it is: {layout: local.yaml, trained: false}
 """
 
 
@@ -41,15 +43,22 @@ def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     output = capsys.readouterr().out
     rows = pd.read_csv(workspace / "reports" / "tiny-ablations" / "ablations.csv").set_index("name")
     assert (rows.index.name, *rows.columns) == COLUMNS
-    assert list(rows.index) == ["baseline", "window 4", "soft to the end", "local", "full"]
+    assert list(rows.index) == [
+        *("baseline", "window 4", "soft to the end", "local", "full"),
+        *("as it is", "local, as it is"),
+    ]
     assert rows.loc["baseline", ["delta_density_percent", "delta_nll_percent"]].tolist() == [0.0, 0.0]
     assert rows.loc[["local", "full"], "density_percent"].tolist() == [25.0, 100.0]
+    untrained = rows.loc[["as it is", "local, as it is"]]
+    assert untrained["density_percent"].tolist() == [100.0, 25.0]
+    assert untrained["steps"].tolist() == [0, 0]
     base = rows.loc["baseline"]
     expected = 100 * (rows["density_percent"] / base["density_percent"] - 1)
     assert rows["delta_density_percent"].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
     expected = 100 * (rows["nll"] / base["nll"] - 1)
     assert rows["delta_nll_percent"].tolist() == pytest.approx(expected.tolist(), abs=2e-3)
-    assert rows["nll"].nunique() == 5
+    assert rows["nll"].nunique() == 7
+    assert (untrained["nll"] > rows["nll"].iloc[:5].max()).all()
     assert "window 4" in output
     assert "relative to the first row" in " ".join(output.split())
     assert (workspace / "reports" / "tiny-ablations" / "ablations.yaml").is_file()
@@ -64,6 +73,7 @@ def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         ("{variant: full-attention}", "{variant: dense}", "variant"),
         ("soft_fraction: 1.0", "soft_fraction: 3", "row 'soft to the end'"),
         ("local.yaml", "nowhere.yaml", "layout not found"),
+        ("baseline: {}", "baseline: {trained: false}", "'rows.baseline': gates are trained"),
         ("name: tiny-ablations\n", "", "name"),
     ],
 )

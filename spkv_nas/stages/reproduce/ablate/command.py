@@ -11,8 +11,8 @@ def ablate(options: AblateOptions, reporter: Reporter) -> Result:
     """Train variants of one recipe, by default the paper's ablations, and compare them with the first.
 
     A row changes values in a section of the recipe (gates: {window: 8}), or is {variant: full-attention} or
-    {layout: FILE}; see "Recipes and training" in the documentation. Writes reports/NAME/ablations.csv. Runs resume
-    where they stopped.
+    {layout: FILE}, with {trained: false} without training; see "Recipes and training" in the documentation. Writes
+    reports/NAME/ablations.csv. Runs resume where they stopped.
     """
     from spkv_nas.stages.reproduce.ablate import output, stage
 

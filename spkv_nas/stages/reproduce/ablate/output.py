@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def ablations(result: AblationResult) -> None:
     """Print density and NLL of each row, and their change from the first."""
-    title = f"{escape(result.name)}: Δ relative to the first row, trained like the others"
+    title = f"{escape(result.name)}: Δ relative to the first row"
     grid = Table("", "density %", "Δ density %", "NLL", "ΔNLL %", title=title)
     for row in result.rows.itertuples():
         nll_change = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
