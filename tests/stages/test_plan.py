@@ -151,19 +151,7 @@ class TestDryRun:
                 "longer",
                 "full atten",
             ),
-            (
-                "search",
-                "--probe",
-                "p",
-                "--recipe",
-                recipe_file,
-                "--num-short",
-                "2",
-                "--num-full",
-                "1",
-                "--budget",
-                "1",
-            ): (
+            ("search", "--probe", "p", "--recipe", recipe_file, *"--num-short 2 --num-full 1 --budget 1".split()): (
                 "short, known layouts",
                 "full, new layouts (at most), 2",
                 "scores (at most)",
