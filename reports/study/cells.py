@@ -20,14 +20,12 @@ class Cell:
         title: description in progress messages.
         file: the cell's result; ``make`` writes it last, and atomically.
         make: does the work.
-        chooser: name of the chooser whose layout is evaluated, if any.
     """
 
     kind: str
     title: str
     file: Path
     make: Callable[[], object]
-    chooser: str | None = None
 
 
 def work(cells: Sequence[Cell], reporter: Reporter, limit: int | None = None) -> int:
@@ -43,8 +41,9 @@ def work(cells: Sequence[Cell], reporter: Reporter, limit: int | None = None) ->
     Returns:
         The number of cells left.
     """
-    pending = list({cell.file: cell for cell in cells if not cell.file.exists()}.values())
-    reporter.reused(len(cells) - len(pending), len(cells), "cells")
+    distinct = {cell.file: cell for cell in cells}
+    pending = [cell for cell in distinct.values() if not cell.file.exists()]
+    reporter.reused(len(distinct) - len(pending), len(distinct), "cells")
     seconds_by_kind: dict[str, list[float]] = {}
     for number, cell in enumerate(pending[:limit], 1):
         reporter.announce(f"[{number}/{len(pending)}] {cell.title}")

@@ -3,111 +3,88 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml
 from spkv_nas.base.schema import Section, merged, validate
-from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.training.recipe import Recipe
 
-
-class Long(Section):
-    """A reference with gates that was already trained, without a sparsity penalty."""
-
-    checkpoint: str
-    tokens: int = Field(ge=1, description="that its branch was trained on")
+HEAD_GATES, DUO, PRICED, OPENING = SIGNALS = ("head-gates", "duo", "priced", "opening")
+LAYERS, RANDOM = "interleaved-last", "random-"
+LEARNED = "learned"
 
 
 class Reference(Section):
-    """A dense model of the study; ``recipe`` overrides the recipe in ``file``."""
+    """A dense model of the study: a finished one, or one trained by the plan's two phases."""
 
-    file: str | None = Field(None, description="a recipe, from the plan's folder")
-    recipe: dict[str, Any] = Field(default_factory=dict)
-    unpriced_long: Long | None = None
+    model: str | None = Field(None, description="finished model; a relative path starts from the plan's folder")
+    stable: dict[str, Any] | None = Field(
+        None, description="overrides the plan's stable phase, and has the model trained"
+    )
+    decay: dict[str, Any] = Field(default_factory=dict, description="overrides the plan's decay")
+    data: dict[str, Any] = Field(description="text to choose, heal and judge on; overrides the plan's data")
 
-
-class Frozen(Section):
-    """Training length of gates on a frozen model."""
-
-    steps: int = Field(ge=1)
-    step_tokens: int = Field(ge=1)
-
-
-class Search(Section):
-    """A search for the best zero-shot score.
-
-    ``guide`` and ``signals`` are signals that do not depend on the budget; the layouts of the guide are tried first.
-    """
-
-    sampler: str
-    trials: int = Field(ge=1)
-    tokens: int = Field(ge=1, description="of every score, spread over the first held-out part")
-    guide: str
-    signals: list[str] = Field(default_factory=list)
+    @model_validator(mode="after")
+    def _one_origin(self) -> Reference:
+        if (self.model is None) == (self.stable is None):
+            raise ValueError("a reference has either 'model' or 'stable'")
+        return self
 
 
-class Retrain(Section):
-    """Retraining of the chosen layouts: references, budget, training settings and seeds."""
+class Steps(Section):
+    """Training steps of the signals that learn."""
 
-    references: list[str]
-    budget: str
-    branch: dict[str, Any]
-    seeds: list[int] = Field(min_length=1)
+    head_gates: int = Field(ge=1, alias=HEAD_GATES)
+    duo: int = Field(ge=1)
+    priced: int = Field(ge=1)
 
 
-class Curves(Section):
-    """Settings to vary for signals that learn on a frozen model; base values come from the plan, or the library."""
+class Sinks(Section):
+    """Sink tokens that local heads see: while heads are chosen, and in the layout that is judged."""
 
-    reference: str
-    signals: list[str]
-    budget: str
-    tau: str
-    steps: list[int]
-    step_tokens: list[int]
-    seeds: list[int]
-    block_sizes: list[int]
-    windows: list[int]
+    chosen: int = Field(ge=0)
+    run: int | Literal["learned"]
+
+
+class Judged(Section):
+    """Layouts to judge: every chooser at every budget with every pair of sinks; 0 steps judge without retraining."""
+
+    steps: int = Field(ge=0)
+    budgets: list[str] = Field(min_length=1)
+    choosers: list[str] = Field(min_length=1)
+    sinks: list[Sinks] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _known_choosers(self) -> Judged:
+        for name in self.choosers:
+            if name not in (*SIGNALS, LAYERS) and not name.removeprefix(RANDOM).isdecimal():
+                raise ValueError(f"unknown chooser '{name}'; there are {', '.join((*SIGNALS, LAYERS))} and {RANDOM}N")
+        return self
 
 
 class Plan(Section):
     """The whole plan; ``study.yaml`` explains the keys."""
 
     window: int = Field(ge=1)
-    budgets: list[str] = Field(min_length=1)
-    taus: list[str] = Field(min_length=1)
-    compared: list[str] = Field(min_length=2, description="of a trained and of a frozen model, and others")
+    tau: float = Field(gt=0.0, lt=1.0)
+    data: dict[str, Any]
     chosen_on: int = Field(ge=1)
     scored_on: int = Field(ge=1)
-    common: dict[str, Any]
+    judged_on: int = Field(ge=1)
+    precision: str
+    stable: dict[str, Any]
+    decay: dict[str, Any]
     references: dict[str, Reference] = Field(min_length=1)
-    branch: dict[str, Any]
-    priced: dict[str, Any]
-    unpriced: dict[str, Any]
-    frozen: Frozen
-    head_gates_steps: int = Field(ge=1)
-    duo_steps: int = Field(ge=1)
-    regression_layouts: int = Field(ge=1)
-    random: int = Field(ge=0)
-    search: Search
-    retrain: Retrain
-    curves: Curves
+    steps: Steps
+    heal: dict[str, Any]
+    judged: list[Judged] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
-        """Check that names refer to existing entries, and that text sizes fit."""
-        for name in (*self.retrain.references, self.curves.reference):
-            if name not in self.references:
-                raise ValueError(f"unknown reference '{name}'")
-        for budget in (self.retrain.budget, self.curves.budget):
-            if budget not in self.budgets:
-                raise ValueError(f"budget {budget} is not one of the plan's budgets")
-        if self.search.sampler not in SAMPLERS.names:
-            raise ValueError(f"there is no sampler '{self.search.sampler}'; there are {', '.join(SAMPLERS.names)}")
-        if max(self.scored_on, self.search.tokens) > self.chosen_on:
-            raise ValueError("scored_on and search.tokens are parts of chosen_on")
+        if self.scored_on > self.chosen_on:
+            raise ValueError("scored_on is a part of chosen_on")
         return self
 
     @classmethod
@@ -115,23 +92,41 @@ class Plan(Section):
         """Read and check a plan. Raises ``UserError`` if it is invalid."""
         return validate(cls, read_yaml(path, "plan"), f"plan {path}")
 
-    def recipe(self, name: str, base: Path) -> tuple[Recipe, Path]:
-        """Return the recipe of a reference, and the folder that its relative paths start from.
-
-        The recipe has the plan's branch settings, and gates without a sparsity penalty.
+    def training(self, name: str, base: Path, stable: Path | None = None) -> Recipe:
+        """Return the recipe of a phase that trains a reference: the stable one, or the decay of its checkpoint.
 
         Args:
             name: name of the reference.
             base: the plan's folder.
+            stable: checkpoint of the stable phase, whose decay is to be returned.
 
         Raises:
-            UserError: the reference does not exist, or its recipe is invalid.
+            UserError: the recipe is invalid.
         """
-        if name not in self.references:
-            raise UserError(f"there is no reference '{name}'; the plan has {', '.join(self.references)}")
         reference = self.references[name]
-        file_recipe = {} if reference.file is None else read_yaml(base / reference.file, "recipe")
-        path_root = base if reference.file is None else (base / reference.file).parent
-        data = merged(merged(file_recipe, self.common), reference.recipe)
-        data = {**data, "branch": self.branch, "gates": {"window": self.window, **self.unpriced}}
-        return Recipe.parse(data, path_root, f"reference '{name}' of the plan"), path_root
+        begin = merged(self.stable, reference.stable or {})
+        if stable is None:
+            return self._recipe(begin, begin.get("data", {}), name, base)
+        end = {"seed": begin.get("seed", 0), **merged(self.decay, reference.decay), "model": {"path": str(stable)}}
+        return self._recipe(end, end.get("data", {}), name, base)
+
+    def recipe(self, name: str, base: Path, dense: str, steps: int = 1) -> Recipe:
+        """Return the recipe by which branches of a reference's dense model are retrained.
+
+        Args:
+            name: name of the reference.
+            base: the plan's folder.
+            dense: the dense model.
+            steps: steps of the retraining, of which a tenth is warm-up.
+
+        Raises:
+            UserError: the recipe is invalid.
+        """
+        branch = {"steps": steps, "warmup_steps": steps // 10, **self.heal}
+        sections = {"model": {"path": dense}, "branch": branch, "precision": self.precision, "checkpoint_every": 1000}
+        return self._recipe(sections, self.references[name].data, name, base)
+
+    def _recipe(self, sections: dict[str, Any], data: dict[str, Any], name: str, base: Path) -> Recipe:
+        """Return a recipe with the plan's data and window."""
+        filled = {**sections, "name": "study", "data": merged(self.data, data), "gates": {"window": self.window}}
+        return Recipe.parse(filled, base, f"reference '{name}' of the plan")

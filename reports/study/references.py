@@ -10,45 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from plan import Plan
 from transformers import PreTrainedModel
 
-from spkv_nas.base.device import choose_device
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.checkpoint import load_on, read_shape
+from spkv_nas.model.checkpoint import checkpoint_hash, read_shape
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branches import BranchContext
-from spkv_nas.training.gates_config import GatesConfig
-from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.variants import Variant
 
-_TRAINS = (
-    "model",
-    "tokenizer",
-    "data",
-    "dense",
-    "branch",
-    "gates",
-    "seed",
-    "precision",
-)  # recipe sections that results depend on
-_DECIDES = {  # plan sections that results depend on
+_DECIDES = {
     "window",
+    "tau",
+    "data",
     "chosen_on",
     "scored_on",
-    "branch",
-    "priced",
-    "unpriced",
-    "frozen",
-    "duo_steps",
-    "regression_layouts",
-    "random",
-    "search",
-}
+    "judged_on",
+    "precision",
+    "steps",
+    "heal",
+}  # for every reference
 
 
 @dataclass(frozen=True)
@@ -79,44 +65,78 @@ class Subject:
         """Return the file that records what was prepared."""
         return self.folder / "reference.json"
 
-    @cached_property
-    def recipe(self) -> Recipe:
-        """Return the recipe of the dense model."""
-        return self.plan.recipe(self.name, self.base)[0]
-
     @property
     def identity(self) -> str:
         """Return a hash of everything in the plan that this reference's results depend on."""
-        parts = [self.recipe.content_hash(*_TRAINS), self.plan.model_dump(mode="json", include=_DECIDES)]
+        reference = self.plan.references[self.name].model_dump(mode="json")
+        phases = self.plan.model_dump(mode="json", include={"stable", "decay"}) if reference["stable"] else {}
+        parts = [reference, phases, self.plan.model_dump(mode="json", include=_DECIDES)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def check(self) -> dict[str, Any]:
-        """Read the note. Raises ``UserError`` if the reference is not prepared, or was prepared by another plan."""
+        """Read the note.
+
+        Raises:
+            UserError: the reference is not prepared, or was prepared by another plan or with another model.
+        """
         if not self.note.is_file():
             raise UserError(f"reference '{self.name}' is not prepared in {self.runs}: run prepare first")
         note = read_json(self.note, "note of a reference")
-        if note["identity"] != self.identity:
+        if note["identity"] != self.identity or note["model"] != checkpoint_hash(note["dense"]):
             raise UserError(
-                f"{self.folder} has results of another plan: give another --runs, or remove that folder to start over"
+                f"{self.folder} has results of another plan or model: give another --runs, or remove that folder to "
+                "start over"
             )
         return note
 
     def prepare(self) -> None:
-        """Tokenise the text, train the dense model, and record both in the note."""
-        chosen, judged = self.parts
+        """Train the dense model if the plan says so, tokenize the text, and record both in the note."""
+        dense = self._dense()
+        context = self._context(dense)
+        chosen, judged = self._parts(context.corpus.heldout)
         write_json(
             self.note,
             {
                 "identity": self.identity,
-                "dense": str(self.context.dense),
-                "grid": list(read_shape(str(self.context.dense)).grid),
+                "dense": dense,
+                "model": checkpoint_hash(dense),
+                "grid": list(read_shape(dense).grid),
                 "chosen_on": chosen.tokens.size,
                 "judged_on": judged.tokens.size,
                 "judged_documents": len(set(judged.document.ravel().tolist())),
-                "trained_on": self.context.corpus.train.tokens.size,
                 "environment": environment(),
             },
         )
+
+    def _dense(self) -> str:
+        """Return the dense model: a finished one, or the decayed checkpoint of the plan's two phases.
+
+        Raises:
+            UserError: a document that the study chooses or judges on is in the text of one of the phases.
+        """
+        model = self.plan.references[self.name].model
+        if model is not None:
+            file = self.base / model
+            return str(file.resolve()) if file.exists() else model
+        # Train the stable phase, then decay it; an interrupted phase resumes
+        folder = self.runs / "models"
+        stable = BranchContext.prepare(
+            self.plan.training(self.name, self.base), self.base, folder, reporter=self.reporter
+        )
+        decay = BranchContext.prepare(
+            self.plan.training(self.name, self.base, stable.dense), self.base, folder, reporter=self.reporter
+        )
+        checkpoint = str(decay.train(Variant.full_attention()).checkpoint)
+        # Check that what was held out of the study's text was held out of theirs
+        heldout = {document.id for document in self._context(checkpoint).corpus.heldout.documents}
+        for phase in (stable, decay):
+            seen = [document.name for document in phase.corpus.train.documents if document.id in heldout]
+            if seen:
+                raise UserError(
+                    f"reference '{self.name}' was trained on {len(seen)} documents that the study judges on, the first "
+                    f"{seen[0]}\ngive its phases the study's data.heldout"
+                )
+        return checkpoint
 
     @cached_property
     def grid(self) -> tuple[int, int]:
@@ -130,56 +150,39 @@ class Subject:
 
     @cached_property
     def context(self) -> BranchContext:
-        """Return dense checkpoint and text; the folder is shared by all references, so texts are tokenised once."""
-        recipe, start = self.plan.recipe(self.name, self.base)
-        return BranchContext.prepare(recipe, start, self.runs / "models", reporter=self.reporter)
+        """Return dense checkpoint and text; the reference must be prepared."""
+        return self._context(self.check()["dense"])
+
+    def _context(self, dense: str) -> BranchContext:
+        """Return a dense checkpoint with the study's text; all references share a folder of tokenized text."""
+        recipe = self.plan.recipe(self.name, self.base, dense)
+        return BranchContext.prepare(recipe, self.base, self.runs / "models", reporter=self.reporter)
 
     @cached_property
     def parts(self) -> tuple[TokenBlocks, TokenBlocks]:
         """Return the held-out text for selection and the one for evaluation; they share no document."""
-        return parted(self.context.corpus.heldout, self.plan.chosen_on)
+        return self._parts(self.context.corpus.heldout)
 
-    @property
-    def searching(self) -> BranchContext:
-        """Return the context of a search, which selects on the first held-out blocks.
+    def _parts(self, heldout: TokenBlocks) -> tuple[TokenBlocks, TokenBlocks]:
+        """Return the two parts of held-out text, the second of the plan's size, from as many documents as possible."""
+        chosen, judged = parted(heldout, self.plan.chosen_on)
+        return chosen, judged.spread(max(1, self.plan.judged_on // judged.block_size))
 
-        These blocks are spread over the first part of the held-out text.
-        """
-        first, second = self.parts
-        spread = first.spread(self.plan.search.tokens // first.block_size)
-        return self._on(
-            TokenBlocks(
-                np.concatenate([spread.tokens, second.tokens]),
-                np.concatenate([spread.document, second.document]),
-                first.documents,
-            )
-        )
-
-    def trunk_of(self, *, branch: dict[str, Any] | None = None, gates: dict[str, Any] | None = None) -> BranchContext:
-        """Return a context whose branches are evaluated on the second part of the held-out text.
+    def healing(self, steps: int, *, learns_sinks: bool = False) -> BranchContext:
+        """Return a context whose branches are retrained for ``steps`` steps and judged on the second part of the text.
 
         Args:
-            branch: replaces the recipe's branch section.
-            gates: replaces the recipe's gates section; the window defaults to the plan's.
+            steps: steps of the retraining.
+            learns_sinks: give local heads a learned sink each.
         """
-        sections: dict[str, Any] = {}
-        if branch is not None:
-            sections["branch"] = BranchConfig.model_validate(branch)
-        if gates is not None:
-            sections["gates"] = GatesConfig.model_validate({"window": self.plan.window, **gates})
-        context = self._on(self.parts[1])
-        return replace(context, recipe=context.recipe.model_copy(update=sections))
+        recipe = self.plan.recipe(self.name, self.base, str(self.context.dense), steps)
+        branch = recipe.branch.model_copy(update={"sinks": "learned" if learns_sinks else None})
+        corpus = replace(self.context.corpus, heldout=self.parts[1])
+        return replace(self.context, recipe=recipe.model_copy(update={"branch": branch}), corpus=corpus)
 
-    def _on(self, heldout: TokenBlocks) -> BranchContext:
-        """Return the context with other held-out text."""
-        return replace(self.context, corpus=replace(self.context.corpus, heldout=heldout))
-
-    def model(self, checkpoint: str | Path | None = None) -> PreTrainedModel:
-        """Load the dense model, or another checkpoint, in the recipe's precision."""
-        if checkpoint is None:
-            return self.context.load_dense()
-        dtype = "float32" if self.context.recipe.precision == "float32" else None
-        return load_on(checkpoint, choose_device(self.context.device), dtype)[0]
+    def model(self) -> PreTrainedModel:
+        """Load the dense model in the plan's precision."""
+        return self.context.load_dense()
 
 
 def parted(text: TokenBlocks, num_tokens: int) -> tuple[TokenBlocks, TokenBlocks]:
@@ -188,15 +191,21 @@ def parted(text: TokenBlocks, num_tokens: int) -> tuple[TokenBlocks, TokenBlocks
     Raises:
         UserError: one of the parts does not fill a block.
     """
-    owner = text.document.reshape(-1)
+    openings = len(text.opening)
+    tokens, owner = text.tokens[:, openings:].reshape(-1), text.document[:, openings:].reshape(-1)
     is_first = np.isin(owner, owner[: max(num_tokens, 1)])
-    parts = [
-        TokenBlocks(text.tokens.reshape(1, -1)[:, chosen], owner[None, chosen], text.documents).cut(text.block_size)
-        for chosen in (is_first, ~is_first)
-    ]
+    parts = [_in_blocks(text, tokens[chosen], owner[chosen]) for chosen in (is_first, ~is_first)]
     if any(part.num_blocks == 0 for part in parts):
         raise UserError(
             f"{len(owner)} tokens cannot be split by document at {num_tokens}, with a block of {text.block_size} "
             "on either side\ngive more text, a larger data.max_heldout_tokens, or another number"
         )
     return parts[0], parts[1]
+
+
+def _in_blocks(text: TokenBlocks, tokens: NDArray[np.int32], owner: NDArray[np.int32]) -> TokenBlocks:
+    """Return tokens of a text and their documents in blocks that begin as the text's blocks do."""
+    line = np.concatenate([np.array(text.opening, dtype=np.int32), tokens])
+    owners = np.concatenate([owner[:1].repeat(len(text.opening)), owner])
+    whole = TokenBlocks(line[None], owners[None], text.documents, opening=text.opening)
+    return whole.cut(text.block_size)

@@ -1,33 +1,29 @@
-"""Compare signals by the layouts they choose. One command per kind of work, each resumes where it stopped.
+"""Compare choosers of global heads on models as they are. One command per kind of work, each resumes where it stopped.
 
-  prepare    text and dense models
-  signals    density tables, priced and not, and all rivals; then the searches
-  zero-shot  layouts of all signals that are there by then, judged without training
-  retrain    the same, retrained
-  curves     steps, tokens, lengths and windows of what learns on a frozen model
-  tables     CSV, figures and README.md from what is there, in no time
+  prepare   text and dense models; those of the plan's two phases are trained
+  signals   tables of head scores, with every number of sink tokens that the plan chooses with
+  judge     layouts whose signals are measured: zero-shot, then healed
+  tables    CSV and README.md from what is measured, in no time
 
-Every cell of a table is a file below --runs that is written once and at once, so any command may be killed and given
-again. --only, --budget, --chooser and --limit cut the work into slices; one process at a time works on a reference.
+Every cell of a table is a file below --runs that is written once and at once, so any command may be killed and started
+again. --only, --budget, --chooser, --steps and --limit cut the work into slices; one process at a time works on a
+reference.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from cells import Cell, work
-from choosers import Chooser, search
-from curves import curve_cells
-from judging import retrain_cells, score_cells
+from choosers import Job, jobs, measurement
+from judging import judge_cells
 from page import write_tables
 from plan import Plan
 from references import Subject
-from signals import signals
 
 from spkv_nas.base.console import fail, say
 from spkv_nas.base.errors import UserError
@@ -37,70 +33,46 @@ from spkv_nas.cli.screen import working
 from spkv_nas.model.transformers_logging import quiet_transformers
 
 HERE = Path(__file__).resolve().parent
-Cells = Callable[[Subject, list[str]], Iterator[Cell]]  # from a reference and budgets
+COMMANDS = ("prepare", "signals", "judge", "tables")
+Cells = Iterator[tuple[Cell, Job | None]]  # with the job that a cell belongs to
 
 
-def prepare_cells(subject: Subject, _: list[str]) -> Iterator[Cell]:
-    """Yield the cell that prepares text and dense model."""
-    if subject.note.is_file():
-        subject.check()
-    yield Cell("prepare", f"{subject.name}: text and dense model", subject.note, subject.prepare)
-
-
-def signal_cells(subject: Subject, budgets: list[str]) -> Iterator[Cell]:
-    """Yield the cells of all signals, then of a search per budget."""
-    heads = [subject.heads(budget) for budget in budgets]
-    for signal in signals(subject, heads):
-        folder = signal.folder(subject)
-        yield Cell(
-            signal.name, f"{subject.name}: {folder.name}", folder / "density.csv", partial(signal.write, subject)
-        )
-    sampler = subject.plan.search.sampler
-    for num_heads in heads:
-        file = Chooser(sampler).file(subject, num_heads)
-        yield Cell("search", f"{subject.name}: {sampler}-{num_heads}", file, partial(search, subject, num_heads))
-
-
-def zero_shot_cells(subject: Subject, budgets: list[str]) -> Iterator[Cell]:
-    """Yield the cells that score all layouts chosen so far."""
-    for budget in budgets:
-        yield from score_cells(subject, budget)
-
-
-COMMANDS: dict[str, Cells] = {
-    "prepare": prepare_cells,
-    "signals": signal_cells,
-    "zero-shot": zero_shot_cells,
-    "retrain": lambda subject, _: retrain_cells(subject) if _is_planned("retrain", subject) else iter(()),
-    "curves": lambda subject, _: curve_cells(subject) if _is_planned("curves", subject) else iter(()),
-}
+def cells_of(command: str, subject: Subject) -> Cells:
+    """Yield the cells of a command for a reference."""
+    if command == "prepare":
+        if subject.note.is_file():
+            subject.check()
+        yield Cell("prepare", f"{subject.name}: text and dense model", subject.note, subject.prepare), None
+    elif command == "signals":
+        for job in jobs(subject.plan):
+            needed = measurement(subject, job)
+            if needed is not None:
+                title, file = f"{subject.name}: {needed.folder.name}", needed.folder / "density.csv"
+                yield Cell(needed.name, title, file, needed.write), job
+    else:
+        yield from judge_cells(subject)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     # Parse the command line
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=[*COMMANDS, "tables"], metavar="COMMAND")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     parser.add_argument(
         "--plan", type=Path, default=HERE / "study.yaml", help="plan to run (default: study.yaml beside this file)"
     )
     parser.add_argument(
         "--runs", type=Path, default=HERE.parents[1] / "runs" / "study", help="folder with the results of all cells"
     )
-    parser.add_argument(
-        "--only",
-        action="append",
-        metavar="REFERENCE",
-        help="run this reference only; repeat for several (default: all)",
-    )
-    parser.add_argument(
-        "--budget", action="append", help="run this budget of the plan only; repeat for several (default: all)"
-    )
-    parser.add_argument(
-        "--chooser",
-        action="append",
-        help="zero-shot and retrain: evaluate the layouts of this signal only; repeat for several (default: all)",
-    )
+    for flag, metavar, what in (
+        ("--only", "REFERENCE", "this reference"),
+        ("--budget", "SHARE", "this budget of the plan"),
+        ("--chooser", "NAME", "this chooser of the plan"),
+    ):
+        parser.add_argument(
+            flag, action="append", metavar=metavar, help=f"{what} only; repeat for several (default: all)"
+        )
+    parser.add_argument("--steps", action="append", type=int, help="this number of healing steps only; 0 is zero-shot")
     parser.add_argument("--limit", type=int, help="stop after this number of cells")
     parser.add_argument("--out", type=Path, default=HERE, help="folder to write the tables to")
     options = parser.parse_args(arguments)
@@ -116,11 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     """Check the options and run the command."""
     plan = Plan.read(options.plan)
-    # Check names
-    for selected, available in ((options.only, list(plan.references)), (options.budget, plan.budgets)):
-        for name in selected or ():
-            if name not in available:
-                raise UserError(f"the plan has no '{name}'; it has {', '.join(available)}")
+    _check(options, plan)
     with working(f"study, {options.command}") as reporter, ExitStack() as locks:
         quiet_transformers(reporter)
         # Select the references; ``tables`` only reads them
@@ -135,15 +103,34 @@ def _run(options: argparse.Namespace) -> None:
         # Lock the references and run their cells
         for subject in subjects:
             locks.enter_context(locked(subject.folder, "works on the same reference", reporter.announce))
-        make_cells = COMMANDS[options.command]
-        cells = [cell for subject in subjects for cell in make_cells(subject, options.budget or plan.budgets)]
-        if options.chooser:
-            names = dict.fromkeys(cell.chooser for cell in cells if cell.chooser is not None)
-            for name in options.chooser:
-                if name not in names:
-                    raise UserError(f"there is no layout by '{name}' yet; there is {', '.join(names) or 'none'}")
-            cells = [cell for cell in cells if cell.chooser in (None, *options.chooser)]
+        cells = [
+            cell
+            for subject in subjects
+            for cell, job in cells_of(options.command, subject)
+            if job is None or _is_selected(options, job)
+        ]
         say(f"{work(cells, reporter, options.limit)} cells left")
+
+
+def _check(options: argparse.Namespace, plan: Plan) -> None:
+    """Raise ``UserError`` if an option names what the plan does not have."""
+    every = jobs(plan)
+    selections: list[tuple[Sequence[object] | None, list[object]]] = [
+        (options.only, list(plan.references)),
+        (options.budget, [job.budget for job in every]),
+        (options.chooser, [job.chooser for job in every]),
+        (options.steps, [job.steps for job in every]),
+    ]
+    for selected, available in selections:
+        for name in selected or ():
+            if name not in available:
+                raise UserError(f"the plan has no '{name}'; it has {', '.join(map(str, dict.fromkeys(available)))}")
+
+
+def _is_selected(options: argparse.Namespace, job: Job) -> bool:
+    """Return true if the options select a job."""
+    selected = ((options.budget, job.budget), (options.chooser, job.chooser), (options.steps, job.steps))
+    return all(not names or value in names for names, value in selected)
 
 
 def _prepared(subjects: list[Subject], reporter: Reporter, *, is_named: bool) -> list[Subject]:
@@ -156,12 +143,6 @@ def _prepared(subjects: list[Subject], reporter: Reporter, *, is_named: bool) ->
         else:
             reporter.caution(f"reference '{subject.name}' is not prepared: left out")
     return prepared
-
-
-def _is_planned(command: str, subject: Subject) -> bool:
-    """Return true if the plan has this work for a reference."""
-    plan = subject.plan
-    return subject.name in (plan.retrain.references if command == "retrain" else [plan.curves.reference])
 
 
 if __name__ == "__main__":

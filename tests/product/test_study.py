@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,41 +12,46 @@ from types import ModuleType
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
-from helpers import RECIPE, write_project
+from helpers import write_project
 from paths import ROOT
 
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import read_json
-from spkv_nas.report.chart import Points
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 
 STUDY = ROOT / "reports" / "study"
 MODULES = [file.stem for file in STUDY.glob("*.py")]
 PLAN = """\
 window: 8
-budgets: ["50%", "25%"]
-taus: [match-budget]
-compared: [priced-trained-match-budget, priced-frozen-match-budget]
+tau: 0.5
+data: {sources: [text], block_size: 32, heldout: 0.3, max_heldout_tokens: 3000}
 chosen_on: 1300
 scored_on: 128
-common: {data: {max_heldout_tokens: 3000}}
+judged_on: 640
+precision: float32
+stable:
+  model:
+    config: {model_type: llama, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 4, num_attention_heads: 4,
+             num_key_value_heads: 2, tie_word_embeddings: true}
+  tokenizer: {vocab_size: 280, bos: true}
+  dense: {steps: 6, batch_size: 4, learning_rate: 1e-2, warmup_steps: 2}
+  precision: float32
+decay: {branch: {steps: 3, batch_size: 2, learning_rate: 1e-2, final_learning_rate: 0.33}, precision: float32}
 references:
-  tiny: {file: recipe.yaml}
-  other: {file: recipe.yaml, recipe: {seed: 1}}
-branch: {steps: 4, batch_size: 2, learning_rate: 1e-2}
-priced: {learning_rate_multiplier: 9.0}
-unpriced: {learning_rate_multiplier: 9.0, bias: 1.0}
-frozen: {steps: 3, step_tokens: 64}
-head_gates_steps: 2
-duo_steps: 2
-regression_layouts: 12
-random: 2
-search: {sampler: surrogate, trials: 11, tokens: 320, guide: opening, signals: [retrieval]}
-retrain: {references: [tiny], budget: "50%", branch: {steps: 2, batch_size: 2, learning_rate: 1e-2}, seeds: [0]}
-curves:
-  {reference: tiny, signals: [head-gates, priced-frozen], budget: "50%", tau: "0.5", steps: [2], step_tokens: [32],
-   seeds: [0], block_sizes: [16], windows: [4]}
+  tiny: {stable: {seed: 1}, data: {}}
+  finished: {model: finished, data: {}}
+steps: {head-gates: 2, duo: 2, priced: 3}
+heal: {batch_size: 2, learning_rate: 3e-3}
+judged:
+  - steps: 0
+    budgets: ["50%", "25%"]
+    choosers: [head-gates, duo, priced, opening, interleaved-last, random-0]
+    sinks: [{chosen: 0, run: 0}, {chosen: 0, run: 1}, {chosen: 1, run: 1}, {chosen: 1, run: learned}]
+  - steps: 2
+    budgets: ["50%"]
+    choosers: [head-gates, interleaved-last]
+    sinks: [{chosen: 1, run: 1}, {chosen: 1, run: learned}]
 """
 pytestmark = pytest.mark.filterwarnings("ignore:the model predicts", "ignore:a sum of head gains")
 
@@ -63,8 +68,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
-    """Plan beside the recipe of a tiny model."""
-    folder = write_project(tmp_path / "project", RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 4")).parent
+    """Plan beside the text of a tiny project."""
+    folder = write_project(tmp_path / "project").parent
     (folder / "plan.yaml").write_text(PLAN)
     return folder / "plan.yaml"
 
@@ -81,81 +86,108 @@ def test_the_study_runs_and_resumes(
         return capsys.readouterr().out
 
     assert run("prepare", "--only", "tiny") == "0 cells left\n"
-    run("signals", "--only", "tiny", "--limit", "1")
-    first = runs / "tiny" / "signals" / "opening" / "density.csv"
+    branch = Path(read_json(runs / "tiny" / "reference.json", "note")["dense"])
+    record = read_json(branch / "run.json", "record")
+    assert (record["variant"], record["steps"], record["recipe"]["seed"]) == ("full-attention", 3, 1)
+    run("signals", "--only", "tiny", "--chooser", "opening", "--limit", "1")
+    first = runs / "tiny" / "signals" / "opening-sinks-0" / "density.csv"
     written = first.stat().st_mtime_ns
     run("tables")
-    assert not (out / "why-a-price-tiny.png").exists()  # it takes a table of each kind
+    assert "- tiny: 48 of 48 layouts are not judged\n- finished: not prepared\n" in (out / "README.md").read_text()
     assert run("signals") == "0 cells left\n"  # the other reference is not prepared: left out
     assert first.stat().st_mtime_ns == written
-    run("tables")
-    assert "tiny, 50%, zero-shot: nothing" in (out / "README.md").read_text()
-    assert (out / "why-a-price-tiny.png").read_bytes().startswith(b"\x89PNG")
-    assert "](why-a-price-tiny.png)" in (out / "README.md").read_text()
-    run("zero-shot", "--budget", "50%", "--chooser", "A")
-    assert len(list((runs / "tiny" / "zero-shot").glob("*.npz"))) == 2  # and full attention
-    for command in ("zero-shot", "curves"):
-        assert run(command) == "0 cells left\n"
-    assert run("retrain", "--limit", "3") != "0 cells left\n"
+    assert HeadScores.read(runs / "tiny" / "signals" / "head-gates-4-sinks-1").sinks == 1
+    assert HeadScores.read(runs / "tiny" / "signals" / "priced-2-sinks-1").priced_at == 0.25
+    assert not list((runs / "tiny" / "state").iterdir())
+    run("judge", "--steps", "0", "--budget", "25%", "--chooser", "random-0")
+    judged = runs / "tiny" / "judged"
+    assert len(list((judged / "0").glob("*.npz"))) == 4  # 0, 1 and learned, and full attention
+    assert len(list((judged / "2").glob("*.npz"))) == 1  # full attention
+    assert run("judge", "--limit", "4") != "0 cells left\n"
+    assert run("judge") == "0 cells left\n"
     (out / "README.md").write_text("Conclusions.\n\n" + (out / "README.md").read_text())
     run("tables")
     page = (out / "README.md").read_text()
     assert page.startswith("Conclusions.\n")
-    assert "from the control: full attention retrained like the layouts, from a learning rate of 0.01 with no" in page
-    assert "counts from the dense model as it is" in page
-    assert len(list((runs / "tiny" / "retrained").glob("*.npz"))) == 3  # full attention and two layouts
-    assert re.search(r"- tiny, 50%, retrained: \d+ of 17, not ", page)
-    assert "zero-shot:" not in page.partition("## Not finished")[2]
-    assert "- other: not prepared\n" in page
-
-    deltas = pd.read_csv(out / "delta-nll.csv")
-    assert set(deltas["fidelity"]) == {"zero-shot", "retrained"}
-    assert {"opening", "surrogate", "priced-frozen-match-budget", "B", "random-1", "sparsest"} <= set(deltas["chooser"])
-    assert deltas.loc[deltas["fidelity"] == "retrained", "seeds"].eq(1).all()
-    assert (deltas.loc[deltas["budget"] == "25%", "heads"] == 2).all()
-    priced = HeadScores.read(runs / "tiny" / "signals" / "priced-frozen-2")
-    assert priced.priced_at == 0.25
-    probed = read_json(runs / "tiny" / "reference.json", "note")["chosen_on"]
-    assert int(priced.metadata["forward_tokens"]) == 2 * 3 * 64 + probed  # two passes a step, and the probe
-    assert pd.read_csv(out / "curves.csv")["signal"].tolist() == 4 * ["head-gates"] + 4 * ["priced-frozen"]
+    assert "- finished: not prepared\n" in page
+    assert "tiny:" not in page.partition("## Not finished")[2]
+    assert "## ΔNLL %, 50% of the heads, healed by 2 steps" in page
+    assert "| head-gates | learned |" in page
+    assert "| duo | 1, chosen with 0 |" in page
     assert not list((runs / "models" / "branches").glob("study-*"))  # what is kept of a retraining is its NLL
-    layout = Layout.read(runs / "tiny" / "layouts" / "2" / "opening.yaml")
-    assert (runs / "tiny" / "zero-shot" / f"{layout.content_hash}.npz").is_file()
+
+    deltas = pd.read_csv(out / "delta-nll.csv", keep_default_na=False)
+    assert deltas.groupby(["steps", "budget"]).size().to_dict() == {(0, "25%"): 22, (0, "50%"): 22, (2, "50%"): 4}
+    healed = deltas[(deltas["steps"] == 2) & (deltas["chooser"] == "interleaved-last")].set_index("run")
+    full, control = (DocumentNLL.read(judged / steps / "full-attention.npz") for steps in "02")
+    layout = next((judged / "2").glob(f"{healed.loc['1', 'layout']}*.npz"))
+    assert healed.loc["1", "delta_nll_percent"] == pytest.approx(
+        paired_difference(DocumentNLL.read(layout), full).percent, abs=1e-3
+    )
+    assert healed.loc["1", "control_percent"] == pytest.approx(paired_difference(control, full).percent, abs=1e-3)
+    differences = pd.read_csv(out / "differences.csv", keep_default_na=False)
+    sizes = differences.groupby(["question", "steps"]).size().to_dict()
+    # 0 steps, 2 budgets: 5 choosers with 0, 1 and learned; 4 signals with 1 sink; 4 signals and 2 rules with 0, learned
+    assert sizes == {("choosing", 0): 8, ("order", 0): 30, ("order", 2): 2, ("running", 0): 24, ("running", 2): 2}
 
 
-def test_another_plan_needs_another_folder(
+def test_results_belong_to_their_plan_and_model(
     driver: ModuleType, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--plan", str(plan), "--runs", str(tmp_path / "runs"), "--only", "tiny"]
-    assert driver.main(["signals", *arguments]) == 2
+    arguments = ["--plan", str(plan), "--runs", str(tmp_path / "runs"), "--only"]
+    assert driver.main(["signals", *arguments, "tiny"]) == 2
     assert "run prepare first" in capsys.readouterr().err
-    assert driver.main(["prepare", *arguments]) == 0
+    assert driver.main(["prepare", *arguments, "tiny"]) == 0
+    assert driver.main(["judge", *arguments, "tiny", "--chooser", "closing"]) == 2
+    assert "the plan has no 'closing'; it has head-gates, duo" in capsys.readouterr().err
     plan.write_text(PLAN.replace("window: 8", "window: 4"))
-    assert driver.main(["signals", *arguments]) == 2
-    assert "results of another plan" in capsys.readouterr().err
-    assert driver.main(["signals", *arguments[:4], "--budget", "9%"]) == 2
-    assert "the plan has no '9%'" in capsys.readouterr().err
+    assert driver.main(["signals", *arguments, "tiny"]) == 2
+    assert "results of another plan or model" in capsys.readouterr().err
     plan.write_text(PLAN)
-    assert driver.main(["zero-shot", *arguments, "--chooser", "C"]) == 2
-    assert "there is no layout by 'C' yet; there is A, B, random-0" in capsys.readouterr().err
+    shutil.copytree(read_json(tmp_path / "runs" / "tiny" / "reference.json", "note")["dense"], plan.parent / "finished")
+    assert driver.main(["prepare", *arguments, "finished"]) == 0
+    shutil.rmtree(plan.parent / "finished")
+    dense = next((tmp_path / "runs" / "models").glob("dense-*/final"))  # before its decay
+    shutil.copytree(dense, plan.parent / "finished")
+    assert driver.main(["signals", *arguments, "finished"]) == 2
+    assert "results of another plan or model" in capsys.readouterr().err
+
+
+def test_no_reference_is_trained_on_text_that_the_study_judges_on(
+    driver: ModuleType, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan.write_text(PLAN.replace("decay: {", "decay: {data: {heldout: 0.1}, "))
+    assert driver.main(["prepare", "--plan", str(plan), "--runs", str(tmp_path / "runs"), "--only", "tiny"]) == 2
+    message = capsys.readouterr().err
+    assert "was trained on" in message
+    assert "give its phases the study's data.heldout" in message
+    assert not (tmp_path / "runs" / "tiny" / "reference.json").exists()
+
+
+def test_parts_share_no_document_and_begin_as_the_text_does(driver: ModuleType) -> None:
+    """Parts of a text with BOS had it in the middle of blocks, and none at their beginning."""
+    documents = tuple(DocumentInfo(str(number), "text", str(number)) for number in range(3))
+    text = TokenBlocks(
+        np.array([[1, 10, 11, 12], [1, 13, 20, 21], [1, 22, 23, 30], [1, 31, 32, 33]], dtype=np.int32),
+        np.array([[0, 0, 0, 0], [0, 0, 1, 1], [1, 1, 1, 2], [2, 2, 2, 2]], dtype=np.int32),
+        documents,
+        opening=(1,),
+    )
+    first, second = import_module("references").parted(text, 2)
+    assert first.tokens.tolist() == [[1, 10, 11, 12]]
+    assert second.tokens.tolist() == [[1, 20, 21, 22], [1, 23, 30, 31]]
+    assert second.document.tolist() == [[1, 1, 1, 1], [1, 1, 2, 2]]
 
 
 def test_the_committed_plan_is_valid(driver: ModuleType) -> None:
-    """The committed plan is read, and each of its references has a recipe."""
+    """Every reference of the committed plan has recipes, and healing has a tenth of warm-up."""
     plan = import_module("plan").Plan.read(STUDY / "study.yaml")
-    recipes = {name: plan.recipe(name, STUDY)[0] for name in plan.references}
-    assert [recipe.seed for recipe in recipes.values()] == [0, 1, 2, 0]
-    before = yaml.safe_load((STUDY / "embedded.yaml").read_text())
-    assert recipes["embedded-1"].model.config == before["model"]["config"]
-    assert recipes["embedded-1"].gates.window == 32
-
-
-def test_the_figure_ranks_the_heads_that_save_most(driver: ModuleType) -> None:
-    gains = np.array([[0.04, -0.01], [0.0, 0.01]])
-    tables = {"bad": np.array([[0.1, 0.9], [0.9, 0.9]]), "good": np.array([[0.9, 0.1], [0.2, 0.8]])}
-    chart = import_module("figure").rank_chart("r", gains, tables, 2)
-    first, second = [mark for mark in chart.marks if isinstance(mark, Points)]
-    assert (first.x, second.x) == ((4.0, 1.0), (2.0, 2.0))  # equal values share a rank
-    assert first.y == second.y == (0.0, 1.0)
-    assert first.size == 2 * second.size
-    assert [text for _, text in chart.y.ticks] == ["bad\n1 of 2", "good\n2 of 2"]
+    trained = [name for name, reference in plan.references.items() if reference.model is None]
+    stable = {name: plan.training(name, STUDY) for name in trained}
+    assert [recipe.seed for recipe in stable.values()] == [1, 2, 0]
+    decays = [plan.training(name, STUDY, Path("final")) for name in trained]
+    assert [recipe.seed for recipe in decays] == [1, 2, 0]
+    assert {recipe.data.heldout for recipe in (*stable.values(), *decays)} == {plan.data["heldout"]}
+    assert stable["installed-12x4"].model.config["head_dim"] == 32
+    for name in plan.references:
+        assert plan.recipe(name, STUDY, "dense", 40).branch.warmup_steps == 4
