@@ -145,13 +145,14 @@ class TestDryRun:
         ablations = recipe_file.with_name("ablations.yaml")
         ablations.write_text(f"name: mine\nrecipe: {recipe_file.name}\nrows: {rows}\n")
         before = everything(tmp_path)
+        effort = ("--num-short", "2", "--num-full", "1", "--budget", "1")
         outputs = {
             ("reproduce", "ablate", ablations): (
                 f"total: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32 + HELDOUT:,} tokens",
                 "longer",
                 "full atten",
             ),
-            ("search", "--probe", "p", "--recipe", recipe_file, *"--num-short 2 --num-full 1 --budget 1".split()): (
+            ("search", "--probe", "p", "--recipe", recipe_file, *effort): (
                 "short, known layouts",
                 "full, new layouts (at most), 2",
                 "scores (at most)",
