@@ -1,9 +1,9 @@
 """Check that an inference engine computes what the model does, by running the engine on the exported folder.
 
-The engine runs as a program (``run_vllm.py``, ``run_transformers.py``) in its own environment, whose Python may be
-another one. It gets random tokens that reach beyond the window, generates greedily, and gives the log-probability of
-every token, in float32. This package then runs the model once over the same tokens, with the layout, and once without,
-which must fail the comparison: otherwise the tokens do not show the windows, and the check proves nothing.
+The engine runs as a program (``run_vllm.py`` and its like) in its own environment, whose Python may be another one. It
+gets random tokens that reach beyond the window, generates greedily, and gives the log-probability of every token, in
+float32. This package then runs the model once over the same tokens, with the layout, and once without, which must fail
+the comparison: otherwise the tokens do not show the windows, and the check proves nothing.
 If the engine differs, layers are tried one by one to say which one it runs with other windows.
 """
 
@@ -124,7 +124,7 @@ def compare_with_engine(
 
     Args:
         folder: exported model folder.
-        engine: "vllm" or "transformers".
+        engine: one of ``PROGRAMS``.
         layout: the layout that the engine must run; None: that of the folder.
         num_prompt: tokens of the prompt, more than the window; None: 128 more.
         python: Python of the engine's environment; None: this one.
@@ -146,7 +146,8 @@ def compare_with_engine(
     prompt = _prompt(model, expected.window, num_prompt)
     answer = _ask(folder, engine, prompt, python)
     # Compare it with the model, and with the model without the layout
-    reference = _Reference(model, expected, torch.tensor([[*prompt, *answer.tokens]]))
+    tokens = torch.tensor([[*prompt, *answer.tokens]])
+    reference = _Reference(model, expected, tokens, is_native=saved is None)
     with float32(model), evaluation_mode(model):
         logprobs, preferred = reference.run(reference.windows)
         difference = _largest(answer.logprobs - logprobs)
@@ -180,16 +181,29 @@ def native_layout(config: PreTrainedConfig) -> Layout | None:
 class _Reference:
     """Model that computes log-probabilities of fixed tokens with any windows."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, tokens: Tensor) -> None:
-        """Store what runs: a model with the layout applied, and tokens [1, T]."""
-        self.model, self.layout, self.tokens = model, layout, tokens
+    def __init__(self, model: PreTrainedModel, layout: Layout, tokens: Tensor, *, is_native: bool) -> None:
+        """Store what runs.
+
+        Args:
+            model: the model, with the layout applied.
+            layout: the layout.
+            tokens: tokens [1, T].
+            is_native: whether the model is of a native form. The windows in its config are a layout's then, and limit
+                no other layout, as those of a dense checkpoint would.
+        """
+        self.model, self.layout, self.tokens, self.is_native = model, layout, tokens, is_native
         self.states: list[LayerState] = layer_states(model)
         self.learned = [state.learned_sinks for state in self.states]
         self.windows: Windows = tuple(state.head_windows(gated=False) for state in self.states)
+        if is_native:
+            by_letter = {GLOBAL: GLOBAL_WINDOW, LOCAL: layout.window}
+            self.windows = tuple(tuple(by_letter[letter] for letter in row) for row in layout.heads)
 
     @property
     def without_layout(self) -> Windows:
-        """Return the windows of the dense checkpoint; those of full attention if they are the layout's."""
+        """Return the windows of the dense checkpoint; full attention if it is not known, or has the layout's windows."""
+        if self.is_native:
+            return self.full_attention
         native = tuple((state.checkpoint_window,) * state.num_kv_heads for state in self.states)
         return native if native != self.windows else self.full_attention
 
@@ -283,9 +297,11 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
 def _ask(folder: Path, engine: str, prompt: list[int], python: str | None) -> _Answer:
     """Run the engine's program, and read its answer. Raises ``UserError`` if there is none."""
     python = python or sys.executable
-    if python == sys.executable and importlib.util.find_spec(engine) is None:
-        raise UserError(f"{engine} is not installed here\nname the Python of its environment with --python")
-    texts = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (_MAIN, PROGRAMS[engine])]
+    if python == sys.executable and importlib.util.find_spec(PROGRAMS[engine].package) is None:
+        raise UserError(
+            f"{PROGRAMS[engine].package} is not installed here\nname the Python of its environment with --python"
+        )
+    texts = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (_MAIN, PROGRAMS[engine].file)]
     program = "\n".join(["import sys", *texts, "main(run, *sys.argv[1:])"])
     if engine == "transformers" and json.loads((folder / "config.json").read_text())["model_type"] == CUSTOM_MODEL_TYPE:
         program = f"import spkv_nas\n{program}"

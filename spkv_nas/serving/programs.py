@@ -1,3 +1,23 @@
 """Name the engines that exports are checked with; imports nothing heavy, because the command line lists them."""
 
-PROGRAMS = {"vllm": "run_vllm.py", "transformers": "run_transformers.py"}  # by engine, whose package has its name
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Program:
+    """Program that runs an engine.
+
+    Attributes:
+        file: its text, beside this module.
+        package: Python package of the engine.
+    """
+
+    file: str
+    package: str
+
+
+PROGRAMS = {
+    "vllm": Program("run_vllm.py", "vllm"),
+    "transformers": Program("run_transformers.py", "transformers"),
+    "mlx": Program("run_mlx.py", "mlx_lm"),
+}

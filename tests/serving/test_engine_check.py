@@ -30,6 +30,8 @@ VLLM = os.environ.get("SPKV_VLLM_PYTHON")
 needs_vllm = pytest.mark.skipif(
     VLLM is None, reason="SPKV_VLLM_PYTHON names no Python with vLLM 0.32 and spkv-nas (docs/guides/vllm.md)"
 )
+MLX = os.environ.get("SPKV_MLX_PYTHON")
+needs_mlx = pytest.mark.skipif(MLX is None, reason="SPKV_MLX_PYTHON names no Python with mlx-lm (docs/guides/vllm.md)")
 
 
 def lively(family: str = "llama", **options: Any) -> PreTrainedModel:
@@ -83,6 +85,17 @@ def edit(folder: Path, layer: int, row: str, out: Path) -> Path:
     (out / "config.json").write_text(json.dumps(config))
     (out / "spkv-manifest.json").unlink(missing_ok=True)
     return out
+
+
+def swap(dense: Path, layer: int, out: Path, **options: Any) -> Path:
+    """Export whole layers, and make a layer slide that does not, or the other way round."""
+    export(LAYERS, dense, out / "native", **options)
+    config = json.loads((out / "native" / "config.json").read_text())
+    kinds = ["sliding_attention", "full_attention"]
+    config["layer_types"][layer] = kinds[1 - kinds.index(config["layer_types"][layer])]
+    (out / "native" / "config.json").write_text(json.dumps(config))
+    (out / "native" / "spkv-manifest.json").unlink()
+    return out / "native"
 
 
 def test_the_model_passes_in_transformers(per_head: Path) -> None:
@@ -147,6 +160,16 @@ def test_a_native_form_is_checked_in_plain_transformers(dense: Path, tmp_path: P
     assert any(f"{WINDOW - 1} keys" in line for line in check.cache)
 
 
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(("layer", "finding"), [(0, "LL instead of GG"), (2, "GG instead of LL")])
+def test_a_wrong_layer_of_a_native_form_is_named(layer: int, finding: str, dense: Path, tmp_path: Path) -> None:
+    """A layer that slides in the config does not count as local by design, which no layout widens."""
+    wrong = swap(dense, layer, tmp_path)
+    check = compare_with_engine(wrong, "transformers", layout=LAYERS)
+    assert not check.passed
+    assert check.findings == [f"layer {layer}: the engine runs {finding}, as the folder's config says"]
+
+
 def test_the_layout_of_a_native_form_is_read(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     model = tiny_model("gemma3_text", layer_types=kinds, sliding_window=4)
@@ -178,9 +201,10 @@ def test_a_dense_folder_is_refused(dense: Path) -> None:
         compare_with_engine(dense, "transformers")
 
 
-def test_a_missing_engine_is_named(per_head: Path) -> None:
-    with pytest.raises(UserError, match="vllm is not installed here"):
-        compare_with_engine(per_head, "vllm")
+@pytest.mark.parametrize(("engine", "package"), [("vllm", "vllm"), ("mlx", "mlx_lm")])
+def test_a_missing_engine_is_named(engine: str, package: str, per_head: Path) -> None:
+    with pytest.raises(UserError, match=f"{package} is not installed here"):
+        compare_with_engine(per_head, engine)
 
 
 class TestCommands:
@@ -256,3 +280,38 @@ class TestVllm:
         save(model, tiny_tokenizer, tmp_path / "out")
         with pytest.raises(UserError, match="see the first 2 tokens"):
             self.run(tmp_path / "out")
+
+
+@needs_mlx
+@pytest.mark.slow
+class TestMlx:
+    """In mlx-lm itself, whose Python is SPKV_MLX_PYTHON."""
+
+    def run(self, folder: Path, **options: Any) -> EngineCheck:
+        return compare_with_engine(folder, "mlx", python=MLX, **options)
+
+    @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "olmo2", "smollm3"])
+    def test_families_are_exact(self, family: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """Of the forms, mlx-lm has a cache of the window for OLMo 3 alone; a SmolLM3 masks the keys that it holds."""
+        save(lively(family, tie_word_embeddings=False), tiny_tokenizer, tmp_path / "dense")
+        export(LAYERS, tmp_path / "dense", tmp_path / "out", engine="mlx")
+        check = self.run(tmp_path / "out")
+        assert check.passed, str(check)
+        tokens = check.num_prompt + check.num_new
+        kept = [f"KVCache: 2 layers hold {tokens} keys", f"RotatingKVCache: 2 layers hold {WINDOW} keys"]
+        assert check.cache[:-1] == (kept if family == "olmo2" else [f"KVCache: 4 layers hold {tokens} keys"])
+
+    def test_bfloat16_weights_run_in_float32(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        save(lively().bfloat16(), tiny_tokenizer, tmp_path / "dense")
+        export(LAYERS, tmp_path / "dense", tmp_path / "out", engine="mlx")
+        assert self.run(tmp_path / "out").passed
+
+    @pytest.mark.parametrize(("layer", "finding"), [(0, "LL instead of GG"), (2, "GG instead of LL")])
+    def test_a_wrong_layer_is_named(self, layer: int, finding: str, dense: Path, tmp_path: Path) -> None:
+        check = self.run(swap(dense, layer, tmp_path, engine="mlx"), layout=LAYERS)
+        assert not check.passed
+        assert check.findings == [f"layer {layer}: the engine runs {finding}, as the folder's config says"]
+
+    def test_a_layout_per_head_is_refused(self, per_head: Path) -> None:
+        with pytest.raises(UserError, match="Model type spkv not supported"):
+            self.run(per_head)

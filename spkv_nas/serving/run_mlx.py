@@ -1,0 +1,45 @@
+"""Run a model folder in mlx-lm, as a part of the program that ``engine_check.py`` starts.
+
+It runs on mlx's default device: the GPU of a Mac, or the CPU with ``mlx[cpu]``.
+"""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Return greedy tokens, log-probabilities and a description of the cache."""
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")  # so that products in float32 are not rounded
+    import mlx.core as mx
+    import mlx_lm
+    from mlx_lm.generate import generate_step
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.utils import load_model
+
+    # Load the model, with floating-point weights in float32
+    model, _ = load_model(Path(request["folder"]))
+    model.set_dtype(mx.float32)
+    # Score the prompt in one pass
+    prompt, steps = request["tokens"], request["steps"]
+    logits = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, :-1]  # [T - 1, V]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    scored = mx.take_along_axis(logprobs, mx.array(prompt[1:])[:, None], axis=-1)[:, 0].tolist()
+    # Generate with the cache; each step yields its token and the log-probabilities [V] there
+    cache = make_prompt_cache(model)
+    generated = list(generate_step(mx.array(prompt), model, max_tokens=steps, prompt_cache=cache))
+    return {
+        "error": None,
+        "version": f"mlx-lm {mlx_lm.__version__}",
+        "tokens": [token for token, _ in generated],
+        "logprobs": [*scored, *(logprobs[token].item() for token, logprobs in generated)],
+        "cache": _cache(cache),
+    }
+
+
+def _cache(cache: list[Any]) -> list[str]:
+    """Describe the cache after generation: the classes and keys of its layers, and their bytes."""
+    held = Counter((type(layer).__name__, layer.size()) for layer in cache)
+    lines = [f"{name}: {number} layers hold {keys} keys" for (name, keys), number in sorted(held.items())]
+    return [*lines, f"{sum(layer.nbytes for layer in cache) / 1024:.0f} KiB allocated"]
