@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
 from spkv_nas.artifacts.grid import check_grid
+from spkv_nas.artifacts.local_layers import mark_local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import (
     GLOBAL_WINDOW,
@@ -34,7 +35,6 @@ from spkv_nas.model.config_section import remove_section, restore_section, write
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
 from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.learned_sinks import layer_learned_sinks
-from spkv_nas.model.local_layers import mark_local_layers
 from spkv_nas.model.modes import evaluation_mode
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from spkv_nas.artifacts.local_layers import mark_local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import allow_cache, check_hooks, dry_run, gate_rows, install_gates, prepare
 from spkv_nas.model.attention import GateSettings, LayerState, install, layer_states
 from spkv_nas.model.config_section import checkpoint_layout, has_learned_sinks, saved_gates, saved_layers
-from spkv_nas.model.local_layers import mark_local_layers
 from spkv_nas.model.weights import check_loaded, quiet_report
 from spkv_nas.model.windows import attach_learned_sinks, layout_windows
 

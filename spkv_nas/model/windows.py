@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GLOBAL, suitable_window
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.local_layers import layout_window
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import allow_cache, check_heads, detach, detached, dry_run, hook_layers
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_state, layer_states
 from spkv_nas.model.config_section import checkpoint_layout, gate_config, write_section
 from spkv_nas.model.learned_sinks import LearnedSinks, layer_learned_sinks
-from spkv_nas.model.local_layers import layout_window
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import ATTENTION_UNIT
+from spkv_nas.artifacts.local_layers import layout_window
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
-from spkv_nas.model.local_layers import layout_window
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadSums, attention_weights, check_window, signal_table
 

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.defaults import DUO_STEP_BLOCKS, DUO_STEPS
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import ALPHA_UNIT
+from spkv_nas.artifacts.local_layers import layout_window
 from spkv_nas.base.distributed import sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
@@ -41,7 +42,6 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
-from spkv_nas.model.local_layers import layout_window
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.frozen import check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
 from spkv_nas.probing.heads import check_window

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import GAIN, NATS
+from spkv_nas.artifacts.local_layers import layout_window
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import jackknife_ratio
@@ -36,7 +37,6 @@ from spkv_nas.data.batches import num_own_blocks
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import Windows, score_windows
-from spkv_nas.model.local_layers import layout_window
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.flags import GRANULARITIES, HEAD, LAYER
 from spkv_nas.probing.heads import check_window, domain_means, signal_table

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import GATE_UNIT
+from spkv_nas.artifacts.local_layers import candidate_layers, native_windows
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
@@ -42,7 +43,6 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
-from spkv_nas.model.local_layers import candidate_layers, native_windows
 from spkv_nas.model.loss import mean_divergence
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.frozen import (

@@ -14,11 +14,11 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.local_layers import native_windows
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.config_section import gate_config
-from spkv_nas.model.local_layers import native_windows
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.density import text_blocks
 from spkv_nas.probing.registry import SIGNALS, check_options

@@ -10,8 +10,8 @@ from __future__ import annotations
 from spkv_kernels import attention
 from torch import Tensor
 
+from spkv_nas.artifacts.local_layers import layout_window
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState
-from spkv_nas.model.local_layers import layout_window
 
 
 class Mixture:

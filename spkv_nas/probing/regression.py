@@ -30,13 +30,13 @@ from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import GAIN, NATS
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.local_layers import candidate_layers
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.ridge import Ridge
 from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
-from spkv_nas.model.local_layers import candidate_layers
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadMeans, check_window, domain_means, signal_table
 from spkv_nas.proposal.budget import parse_budget

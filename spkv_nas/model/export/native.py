@@ -174,8 +174,8 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
 
 def _windows(config: PreTrainedConfig, layout: Layout) -> list[set[int]]:
     """Return the windows of the heads of every layer, which layers with a native window limit (``local_layers.py``)."""
+    from spkv_nas.artifacts.local_layers import layout_window, mark_local_layers
     from spkv_nas.model.attention import LayerState
-    from spkv_nas.model.local_layers import layout_window, mark_local_layers
 
     kinds = _native_kinds(config, layout)
     states = [LayerState(layout.num_kv_heads, config.sliding_window if kind == _SLIDING else None) for kind in kinds]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from spkv_nas.artifacts.local_layers import layout_window, mark_local_layers
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.local_layers import layout_window, mark_local_layers
 
 TESTED = "0.32"  # versions of vLLM, as major.minor
 PREFIX = "SPKV"  # of names of architectures
