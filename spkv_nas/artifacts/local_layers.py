@@ -9,7 +9,10 @@ the model's context, in which heads can be global.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+from spkv_nas.base.limits import MAX_WINDOW
 
 
 class WindowedLayer(Protocol):
@@ -26,6 +29,31 @@ class WindowedLayer(Protocol):
     @property
     def checkpoint_window(self) -> int:
         """Return how many recent keys a head sees in the checkpoint."""
+
+
+@dataclass
+class ConfigLayer:
+    """Attention layer as the config of a checkpoint describes it.
+
+    Attributes:
+        native_window: sliding window in keys; None: full attention.
+        is_always_local: whether all heads keep it in every layout.
+    """
+
+    native_window: int | None
+    is_always_local: bool = False
+
+    @property
+    def checkpoint_window(self) -> int:
+        """Return how many recent keys a head sees in the checkpoint."""
+        return self.native_window or MAX_WINDOW
+
+
+def config_layers(windows: Sequence[int | None]) -> list[ConfigLayer]:
+    """Return the layers of a model with native sliding windows ``windows``, by layer."""
+    layers = [ConfigLayer(window) for window in windows]
+    mark_local_layers(layers)
+    return layers
 
 
 def mark_local_layers(states: Sequence[WindowedLayer]) -> None:

@@ -60,6 +60,7 @@ class ModelSize:
         num_full: layers with full attention; the others have a sliding window by design and are not gated.
         sliding_window: sliding window of those other layers, in keys.
         is_mixture: whether it is a mixture of experts, where a token uses only a part of the parameters.
+        native_windows: sliding window of each layer in keys, None for full attention; empty if no layer has one.
     """
 
     heads: HeadShape
@@ -72,6 +73,7 @@ class ModelSize:
     num_full: int
     sliding_window: int = 0
     is_mixture: bool = False
+    native_windows: tuple[int | None, ...] = ()
 
     @property
     def shape(self) -> Shape:

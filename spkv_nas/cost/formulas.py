@@ -6,23 +6,24 @@ SP-KV paper, appendix "Inference efficiency". Both depend only on the mean numbe
     FLOPs = 2 N + 2 L d_attn keys                     per token, forward
     bytes = 2 L Hkv D element_size keys               of one sequence
 
-Dense attention has density 1; the density of a layout is its share of global heads, and ``window`` here counts its sink
-tokens, too (``Layout.local_keys``). With window 0 these are the paper's
-equations, which neglect the window. Kaplan's attention term is the mean over the positions of a causal sequence of
-``context`` tokens (4 L d_attn FLOPs per key for queries by keys and scores by values, with half the keys visible on
-average); a token decoded at the end of the context costs twice that term. The predictors, about 4 % of 2 N, are not
-counted.
+Dense attention has density 1; the density of a layout is its share of global heads, and ``window`` here counts its
+sink tokens, too (``Layout.local_keys``). With window 0 these are the paper's equations, which neglect the window. Where
+layers have a native sliding window, ``keys`` is the mean over layers, and a layer that is local by design holds its
+window whatever the density. Kaplan's attention term is the mean over the positions of a causal sequence of ``context``
+tokens (4 L d_attn FLOPs per key for queries by keys and scores by values, with half the keys visible on average); a
+token decoded at the end of the context costs twice that term. The predictors, about 4 % of 2 N, are not counted.
 
 No formula predicts the time of attention: see ``spkv_nas.cost.times``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.local_layers import ConfigLayer, candidate_layers, config_layers, layout_window
 from spkv_nas.artifacts.shape import HeadShape, Shape
 from spkv_nas.base.errors import UserError
 
@@ -90,11 +91,11 @@ class Cost:
 
     Attributes:
         name: name of the model or layout.
-        density: share of the keys beyond the window, in [0, 1].
+        density: share of the keys beyond the window, in [0, 1], in the layers that are not local by design.
         kv_bytes_per_token: growth of the KV cache per token.
         kv_cache_bytes: KV cache of one sequence.
         attention_flops: forward FLOPs of attention per token.
-        total_flops: forward FLOPs per token.
+        total_flops: forward FLOPs per token; None for a mixture of experts.
         decode_seconds: time of attention in all layers per decoded token (``AttentionTimes``); None: unknown.
         prefill_seconds: the same per token of prefill.
     """
@@ -104,28 +105,56 @@ class Cost:
     kv_bytes_per_token: float
     kv_cache_bytes: float
     attention_flops: float
-    total_flops: float
+    total_flops: float | None
     decode_seconds: float | None = None
     prefill_seconds: float | None = None
 
 
 def cost(
-    name: str, shape: Shape, context: int, *, density: float = 1.0, window: int = 0, element_size: int = 2
+    name: str,
+    shape: Shape,
+    context: int,
+    *,
+    density: float = 1.0,
+    window: int = 0,
+    native_windows: Sequence[int | None] = (),
+    element_size: int = 2,
 ) -> Cost:
     """Return the cost of attention, without times.
+
+    Args:
+        name: name of the model or layout.
+        shape: sizes of the model.
+        context: tokens in the cache.
+        density: share of the keys beyond the window, in the layers that are not local by design.
+        window: visible recent keys of a local head, sink tokens included.
+        native_windows: sliding window of each layer in the checkpoint, None for full attention; empty: none has one.
+        element_size: bytes per number (2: bfloat16).
 
     Raises:
         UserError: as ``visible_keys``.
     """
-    visibility: Any = {"density": density, "window": window}
+    keys, growth = visible_keys(context, density=density, window=window), density
+    if native_windows:
+        layers = config_layers(native_windows)
+        keys = sum(_layer_keys(layer, context, density, window) for layer in layers) / len(layers)
+        grows = [not layer.is_always_local and context <= layer.checkpoint_window for layer in layers]
+        growth = density * sum(grows) / len(layers)
+    flops = 2 * shape.num_layers * shape.attention_width * keys
     return Cost(
         name=name,
         density=density,
-        kv_bytes_per_token=kv_bytes_per_token(shape, density=density, element_size=element_size),
-        kv_cache_bytes=kv_cache_bytes(shape, context, element_size=element_size, **visibility),
-        attention_flops=attention_flops(shape, context, **visibility),
-        total_flops=flops_per_token(shape, context, **visibility),
+        kv_bytes_per_token=kv_bytes_per_token(shape, density=growth, element_size=element_size),
+        kv_cache_bytes=kv_bytes_per_token(shape, element_size=element_size) * keys,
+        attention_flops=flops,
+        total_flops=2 * shape.num_parameters + flops,
     )
+
+
+def _layer_keys(layer: ConfigLayer, context: int, density: float, window: int) -> float:
+    """Return the keys that a KV head of one layer holds, none beyond the native window."""
+    longest = min(context, layout_window(layer, window, is_global=True))
+    return visible_keys(longest, density=density, window=layout_window(layer, window, is_global=False))
 
 
 def head_bytes(keys: float, head_dim: int, element_size: int) -> float:
@@ -151,11 +180,13 @@ def kv_cache_bytes(
     return kv_bytes_per_token(shape, element_size=element_size) * visible_keys(context, density=density, window=window)
 
 
-def layout_density(shape: Shape, layout: Layout) -> float:
-    """Return the share of global KV heads in a layout.
+def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | None] = ()) -> float:
+    """Return the share of global KV heads in a layout, among the layers that are not local by design.
 
     Raises:
         UserError: the layout has another grid than the model.
     """
     check_grid(f"layout '{layout.strategy}'", layout.grid, "the model", shape.grid)
-    return layout.num_global / layout.num_heads
+    counts = layout.global_mask.sum(1)
+    candidates = candidate_layers(config_layers(native_windows or [None] * layout.num_layers))
+    return int(counts[candidates].sum()) / (len(candidates) * layout.num_kv_heads)

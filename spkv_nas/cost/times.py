@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.local_layers import config_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.formulas import mean_visible_keys, visible_keys
 
@@ -49,10 +51,10 @@ class AttentionTimes(ABC):
         """Return whether times are known at ``context``."""
         return True
 
-    def layout_seconds(self, layout: Layout, context: int, phase: Phase = "decode") -> float:
-        """Return the seconds per token of attention in all layers with ``layout``: the sum of ``layer_seconds``.
-
-        Sink tokens of local heads count as the share of a global head that reads as many keys.
+    def layout_seconds(
+        self, layout: Layout, context: int, phase: Phase = "decode", *, native_windows: Sequence[int | None] = ()
+    ) -> float:
+        """Return the seconds per token of attention in all layers with ``layout``, as ``model_seconds``.
 
         Raises:
             UserError: the layout has another number of KV heads per layer; or as ``layer_seconds``.
@@ -62,15 +64,65 @@ class AttentionTimes(ABC):
                 f"layout '{layout.strategy}' has {layout.num_kv_heads} KV heads per layer, "
                 f"the times were measured for {self.num_kv_heads}"
             )
-        layers = Counter(row.count("G") for row in layout.heads)
-        shares = {
-            n: with_sinks(n / self.num_kv_heads, context, window=layout.window, sinks=layout.sinks, phase=phase)
-            for n in layers
-        }
-        return sum(
-            number * self.layer_seconds(context, density=shares[num_global], window=layout.window, phase=phase)
-            for num_global, number in sorted(layers.items())
-        )
+        shares = [row.count("G") / self.num_kv_heads for row in layout.heads]
+        visibility: Any = {"window": layout.window, "sinks": layout.sinks, "native_windows": native_windows}
+        return self.model_seconds(shares, context, phase=phase, **visibility)
+
+    def model_seconds(
+        self,
+        shares: Sequence[float],
+        context: int,
+        *,
+        window: int = 0,
+        sinks: int = 0,
+        native_windows: Sequence[int | None] = (),
+        phase: Phase = "decode",
+    ) -> float:
+        """Return the seconds per token of attention in all layers: the sum of ``layer_seconds``.
+
+        Sink tokens of local heads count as the share of a global head that reads as many keys; so do native windows of
+        all layers.
+
+        Args:
+            shares: share of the KV heads that are global, by layer.
+            context: as in ``layer_seconds``.
+            window: w of the local heads.
+            sinks: first tokens that local heads see besides.
+            native_windows: sliding window of each layer, None for full attention; empty: no layer has one.
+            phase: as in ``layer_seconds``.
+
+        Raises:
+            UserError: as ``layer_seconds``.
+        """
+        layers = Counter(zip(native_windows or [None] * len(shares), shares, strict=True))
+        marked = {layer.native_window: layer for layer in config_layers(native_windows or [None])}
+
+        def seconds(native: int | None, share: float) -> float:
+            """Return the seconds of one layer."""
+            is_always_local = marked[native].is_always_local
+            if native is not None and native < context:
+                if is_always_local or share == 1.0:
+                    return self.layer_seconds(context, density=0.0, window=native, phase=phase)
+                share = _below(native, share, context, window=window, phase=phase)
+                return self.layer_seconds(context, density=share, window=min(window, native), phase=phase)
+            if native is None:
+                share = with_sinks(share, context, window=window, sinks=sinks, phase=phase)
+            share = 1.0 if is_always_local else share  # a native window that the context does not fill
+            return self.layer_seconds(context, density=share, window=window, phase=phase)
+
+        ordered = sorted(layers.items(), key=lambda item: (item[0][0] or 0, item[0][1]))
+        return sum(number * seconds(native, share) for (native, share), number in ordered)
+
+
+def _below(native: int, share: float, context: int, *, window: int, phase: Phase) -> float:
+    """Return the share of heads with full attention that reads as many keys as ``share`` of heads with a native window.
+
+    The other heads see the shorter of ``window`` and the native window.
+    """
+    count = visible_keys if phase == "decode" else mean_visible_keys
+    local, full = count(context, density=0.0, window=min(window, native)), count(context)
+    longest = count(context, density=0.0, window=native)
+    return share * (longest - local) / (full - local) if full > local else share
 
 
 def with_sinks(share: float, context: int, *, window: int, sinks: int, phase: Phase) -> float:

@@ -58,7 +58,20 @@ def model_size(model: PreTrainedModel) -> ModelSize:
         num_full=sum(kind == "full_attention" for kind in kinds),
         sliding_window=int(text.sliding_window) if "sliding_attention" in kinds else 0,
         is_mixture=any(".experts." in name for name, _ in model.named_parameters()),
+        native_windows=_native_windows(text),
     )
+
+
+def _native_windows(text: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, None for full attention; empty if no layer has one.
+
+    As in the caches of transformers, a window in a config without ``layer_types`` is that of all layers (Mistral).
+    """
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * int(text.num_hidden_layers)
+    if window is None or "sliding_attention" not in kinds:
+        return ()
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _body(model: PreTrainedModel) -> nn.Module:

@@ -201,7 +201,7 @@ class _Reference:
 
     @property
     def without_layout(self) -> Windows:
-        """Return the windows of the dense checkpoint; full attention if it is not known, or has the layout's windows."""
+        """Return the windows of the dense checkpoint; full attention if unknown, or if they are the layout's."""
         if self.is_native:
             return self.full_attention
         native = tuple((state.checkpoint_window,) * state.num_kv_heads for state in self.states)

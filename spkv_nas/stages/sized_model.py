@@ -21,6 +21,8 @@ class SizedModel:
         shape: shape of the model.
         positions: maximum number of tokens that the model was made for; None: unknown.
         num_sliding: layers with a sliding window by design.
+        native_windows: sliding window of each layer in keys, None for full attention; empty if no layer has one.
+        is_mixture: whether a token uses only a part of the parameters, because the model is a mixture of experts.
     """
 
     name: str
@@ -28,6 +30,8 @@ class SizedModel:
     shape: Shape
     positions: int | None = None
     num_sliding: int = 0
+    native_windows: tuple[int | None, ...] = ()
+    is_mixture: bool = False
 
     @classmethod
     def of(cls, level: str | None, model: str | None) -> SizedModel:
@@ -36,9 +40,16 @@ class SizedModel:
             raise UserError("give a level of the ladder or --model, not both")
         if level is not None:
             return cls(level, level, find_level(level).shape)
-        from spkv_nas.model.checkpoint import check_dense, read_size
+        from spkv_nas.model.checkpoint import read_size
 
         source = model or REFERENCE
         size = read_size(source)
-        check_dense(size, source)
-        return cls(model_name(source), source, size.shape, size.positions, size.num_sliding)
+        return cls(
+            model_name(source),
+            source,
+            size.shape,
+            positions=size.positions,
+            num_sliding=size.num_sliding,
+            native_windows=size.native_windows,
+            is_mixture=size.is_mixture,
+        )

@@ -40,13 +40,15 @@ def costs(result: AttentionCosts) -> None:
             f"{row.kv_bytes_per_token:,.0f}",
             f"{row.kv_cache_bytes / 2**20:,.2f}",
             f"{row.attention_flops / 1e9:,.4g}",
-            f"{row.total_flops / 1e9:,.4g}",
+            "-" if row.total_flops is None else f"{row.total_flops / 1e9:,.4g}",
             format_microseconds(row.decode_seconds),
             format_microseconds(row.prefill_seconds),
         )
     out.print(grid)
     # Where the times come from
     out.print(f"times: attention of all layers, {escape(result.times.source)}")
+    if result.costs[0].total_flops is None:
+        out.print("total: unknown for a mixture of experts, of which a token uses only some parameters")
     if result.costs[0].prefill_seconds is None:
         out.print(f"-: prefill was not measured at {result.context:,} tokens")
     if result.served is not None:

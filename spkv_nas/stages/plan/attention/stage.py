@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost import formulas
 from spkv_nas.cost.formulas import Cost, layout_density
-from spkv_nas.cost.times import AttentionTimes, Phase, with_sinks
+from spkv_nas.cost.times import AttentionTimes, Phase
 from spkv_nas.stages.attention_times import find_times
 from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.contexts import beyond_positions, choose_context
@@ -54,8 +55,10 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
         reporter.caution(remark)
     # Read layouts and find times for their windows
     layouts = [Layout.read(path) for path in options.layout or []]
-    shares = [layout_density(shape, layout) for layout in layouts]
+    native = subject.native_windows
+    shares = [layout_density(shape, layout, native) for layout in layouts]
     windows = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
+    windows += sorted({window for window in native if window is not None and window < tokens})
     times = find_times(
         options.folders,
         subject.name,
@@ -71,25 +74,30 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
         ),
     )
     # Compute a row for full attention, each layout, and the density
-    rows = [_timed(formulas.cost("full attention", shape, tokens, element_size=size), shape, tokens, times)]
+    common: Any = {"native_windows": native, "element_size": size}
+    has_sinks = not native or None in native  # layers with a native window have no sink tokens
+    rows = [_timed(formulas.cost("full attention", shape, tokens, **common), subject, tokens, times)]
     for layout, share in zip(layouts, shares, strict=True):
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
-        row = formulas.cost(title, shape, tokens, density=share, window=layout.local_keys, element_size=size)
-        rows.append(_timed(row, shape, tokens, times, layout))
+        reach = layout.local_keys if has_sinks else layout.window
+        row = formulas.cost(title, shape, tokens, density=share, window=reach, **common)
+        rows.append(_timed(row, subject, tokens, times, layout))
     if options.engine is not None:
         check_no_sliding_layers(subject.num_sliding)
     served = plan_layouts(options, shape, [row.name for row in rows], layouts, tokens)
     if options.density is not None:
         title = f"SP-KV, density {options.density:g}"
-        sinks, reach = options.sinks or 0, options.window + (options.sinks or 0)
-        row = formulas.cost(title, shape, tokens, density=options.density, window=reach, element_size=size)
-        rows.append(_timed(row, shape, tokens, times, window=options.window, sinks=sinks))
+        sinks = (options.sinks or 0) if has_sinks else 0
+        row = formulas.cost(title, shape, tokens, density=options.density, window=options.window + sinks, **common)
+        rows.append(_timed(row, subject, tokens, times, window=options.window, sinks=sinks))
+    if subject.is_mixture:
+        rows = [replace(row, total_flops=None) for row in rows]
     return AttentionCosts(subject.title, shape, tokens, rows, times, served)
 
 
 def _timed(
     row: Cost,
-    shape: Shape,
+    subject: SizedModel,
     context: int,
     times: AttentionTimes,
     layout: Layout | None = None,
@@ -103,9 +111,10 @@ def _timed(
         """Return the seconds of a phase; None where the times do not cover it."""
         if not times.covers(context, phase):
             return None
+        native = subject.native_windows
         if layout is not None:
-            return times.layout_seconds(layout, context, phase)
-        density = with_sinks(row.density, context, window=window, sinks=sinks, phase=phase)
-        return shape.num_layers * times.layer_seconds(context, density=density, window=window, phase=phase)
+            return times.layout_seconds(layout, context, phase, native_windows=native)
+        shares = [row.density] * subject.shape.num_layers
+        return times.model_seconds(shares, context, window=window, sinks=sinks, native_windows=native, phase=phase)
 
     return replace(row, decode_seconds=seconds("decode"), prefill_seconds=seconds("prefill"))
