@@ -1,4 +1,4 @@
-"""Continue a batch of prompts greedily, as benchmarks require.
+"""Continue a batch of prompts, as benchmarks require.
 
 ``generation`` continues a single prompt for a reader. Here the caller sets the mode of the gates: hard, or windows in
 their place.
@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import Cache
 
 from spkv_nas.model.generation import OnlyFinite, fitting_cache, generation_config
@@ -55,16 +61,79 @@ def continue_greedily(
     with evaluation_mode(model):
         cache = fitting_cache(model)
         density = _DensityOfPrompts(cache)
-        generated = model.generate(
-            input_ids=inputs.to(model.device),
-            attention_mask=mask.to(model.device),
-            past_key_values=cache,
-            generation_config=generation_config(model, tokenizer, max(max_new_tokens)),
-            logits_processor=LogitsProcessorList([OnlyFinite(), density]),
-        )
+        config = generation_config(model, tokenizer, max(max_new_tokens))
+        generated = _generate(model, inputs, mask, config, cache, density)
     # Decode
     new_ids = [row[longest : longest + limit] for row, limit in zip(generated, max_new_tokens, strict=True)]
     return Continuations([tokenizer.decode(row, skip_special_tokens=True) for row in new_ids], density.densities)
+
+
+def continue_tokens(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seeds: Sequence[tuple[int, int]] = (),
+) -> list[list[int]]:
+    """Continue prompts of equal length, token by token, and return the new tokens up to an end-of-text token.
+
+    Args:
+        model: any causal language model.
+        tokenizer: its tokenizer.
+        prompts: int64 [B, T].
+        max_new_tokens: maximum number of new tokens.
+        temperature: sampling temperature; 0 decodes greedily.
+        seeds: seeds of each prompt for sampling. A sample depends on them alone, not on the rest of the batch.
+
+    Raises:
+        UserError: logits that are not finite.
+    """
+    config = generation_config(model, tokenizer, max_new_tokens)
+    noise = [_Noise(temperature, seeds)] if temperature else []
+    with evaluation_mode(model):
+        generated = _generate(model, prompts, torch.ones_like(prompts), config, fitting_cache(model), *noise)
+    # Cut each row after its first end-of-text token
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    rows = []
+    for row in generated[:, prompts.shape[1] :].tolist():
+        length = next((number for number, token in enumerate(row, 1) if token in ends), len(row))
+        rows.append(row[:length])
+    return rows
+
+
+def _generate(
+    model: PreTrainedModel,
+    inputs: Tensor,
+    mask: Tensor,
+    config: GenerationConfig,
+    cache: Cache,
+    *processors: LogitsProcessor,
+) -> Tensor:
+    """Generate greedily from ``inputs`` [B, T], where ``mask`` is 1, after ``processors``; int64 [B, T + new]."""
+    generated: Tensor = model.generate(
+        input_ids=inputs.to(model.device),
+        attention_mask=mask.to(model.device),
+        past_key_values=cache,
+        generation_config=config,
+        logits_processor=LogitsProcessorList([OnlyFinite(), *processors]),
+    )
+    return generated
+
+
+class _Noise(LogitsProcessor):
+    """Add Gumbel noise to logits, so that their maximum is a sample from the softmax at a temperature."""
+
+    def __init__(self, temperature: float, seeds: Sequence[tuple[int, int]]) -> None:
+        self._temperature = temperature
+        self._generators = [np.random.default_rng(seed) for seed in seeds]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return noisy logits [B, V]."""
+        size = scores.shape[-1]
+        noise = np.stack([generator.gumbel(size=size).astype(np.float32) for generator in self._generators])
+        return scores.float() / self._temperature + torch.from_numpy(noise).to(scores.device)
 
 
 class _DensityOfPrompts(LogitsProcessor):

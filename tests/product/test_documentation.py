@@ -60,6 +60,7 @@ LIMITS = (  # options that keep a command short, by what it contains; the last o
     ("evaluate ruler", "--samples 1 --tasks niah_single_1"),
     ("evaluate longppl", "--block-size 256"),
     ("evaluate tasks stdlib", "--limit 2"),
+    ("evaluate agreement", "--max-tokens 1024 --new-tokens 16"),
     ("evaluate baselines", "--methods streaming --max-tokens 8192"),
     ("calibrate", "--context 1k"),
 )

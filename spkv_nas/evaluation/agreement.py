@@ -1,0 +1,288 @@
+"""Compare a model's next tokens with a dense model's, on continuations of held-out text that the dense model writes.
+
+The dense model continues prompts twice: greedily, and by sampling at a temperature. Both models then read each
+continuation in one pass (teacher forcing), so that they predict every token from the same context:
+
+- Agreement: the share of positions of the greedy continuation where both models' most probable tokens are equal. Up to
+  the first difference it is the text that the model would write itself; after it, the model goes on from the dense
+  model's tokens, as a draft model does whose token was rejected.
+- Acceptance: sum_x min(p(x), q(x)) with the dense model's distribution p and the model's q, the probability that
+  speculative sampling accepts a token that the model drafts for the dense model (Leviathan et al., arXiv 2211.17192,
+  equation 3). Contexts are those that speculative sampling meets, because its output is distributed as p. In greedy
+  decoding both distributions are one-hot, and acceptance equals agreement.
+- Tokens per pass of the dense model, where the model drafts gamma tokens for each: the number of tokens over the
+  expected number of passes. Speculative sampling accepts a drafted token x of its output with probability
+  min(1, q(x) / p(x)), independently of other positions once the output is known, so the expectation over its
+  randomness is exact, and in greedy decoding it is a count. Leviathan et al. (equation 1) compute it from the mean
+  acceptance alone, as if all positions were alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.result_tables import AGREEMENT
+from spkv_nas.base.distributed import gathered, own_share
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.memory import AdaptiveBatchSize, chunk_tokens
+from spkv_nas.base.progress import Progress
+from spkv_nas.base.statistics import NORMAL_95, jackknife_ratio, unseen_share
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.continuation import continue_tokens
+from spkv_nas.model.generation import NOT_FINITE
+from spkv_nas.model.model_shape import vocabulary_size
+from spkv_nas.model.modes import evaluation_mode
+
+Float = NDArray[np.float64]
+Line = dict[str, Any]
+
+GREEDY, SAMPLED = "greedy", "sampled"
+_TOGETHER = 1 << 14  # tokens per batch of prompts and continuations
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement of a model with a dense model, token by token of the dense model's continuations.
+
+    Attributes:
+        temperature: temperature of continuations and distributions; 0: greedy.
+        document: int [P], index of the document of each prompt.
+        equal: [P, N], 1 where the most probable tokens are equal, else 0; NaN after the end of a continuation.
+        accepted: [P, N], probability that a drafted token is accepted, before it is drawn.
+        kept: [P, N], probability that the dense model's token is an accepted draft, if one was drafted there.
+    """
+
+    temperature: float
+    document: NDArray[np.int64]
+    equal: Float
+    accepted: Float
+    kept: Float
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]], temperature: float) -> Agreement:
+        """Collect the records that ``compare`` returns."""
+        longest = max(len(line["equal"]) for line in lines)
+
+        def column(name: str) -> Float:
+            """Return [P, N] from a list per line, padded with NaN."""
+            rows = np.full((len(lines), longest), np.nan)
+            for row, line in zip(rows, lines, strict=True):
+                row[: len(line["equal"])] = line[name]
+            return rows
+
+        equal = column("equal")
+        accepted, kept = (equal, equal) if temperature == 0 else (column("accepted"), column("kept"))
+        document = np.array([line["document"] for line in lines], dtype=np.int64)
+        return cls(temperature, document, equal, accepted, kept)
+
+    @property
+    def num_tokens(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each continuation, [P]."""
+        return np.asarray((~np.isnan(self.equal)).sum(1))
+
+    @property
+    def identical(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each continuation before the first difference, [P]."""
+        differs = (self.equal == 0) | np.isnan(self.equal)
+        return np.asarray(np.where(differs.any(1), differs.argmax(1), self.equal.shape[1]))
+
+    def ratio(self, values: NDArray[Any], bases: NDArray[Any]) -> tuple[float, float]:
+        """Return (sum of values / sum of bases, its standard error), with documents as clusters; both are [P].
+
+        If a share is 0 or 1 in all documents, the error is ``unseen_share`` / 1.96, as that of ``mean_and_error``.
+        """
+        _, document = np.unique(self.document, return_inverse=True)
+        sums = [np.bincount(document, column).astype(np.float64) for column in (values, bases)]
+        ratio, error = (float(number) for number in jackknife_ratio(*sums))
+        if error == 0.0 and ratio in (0.0, 1.0):
+            error = unseen_share(len(sums[0])) / NORMAL_95
+        return ratio, error
+
+
+def expected_passes(kept: Float, draft_tokens: int) -> Float:
+    """Return the expected number of passes of the dense model for each text, [P].
+
+    In a round the draft model proposes ``draft_tokens`` tokens. One pass of the dense model accepts those up to the
+    first rejection, replaces that one, and the next round follows it; if all are accepted, it adds one token itself.
+
+    Args:
+        kept: [P, N], probability that each token is an accepted draft, if one was drafted there; NaN after the end.
+        draft_tokens: gamma, number of tokens drafted per pass.
+    """
+    number, longest = kept.shape
+    is_token = ~np.isnan(kept)
+    kept = np.nan_to_num(kept)
+    passes = np.zeros((number, longest + draft_tokens + 1))  # that follow once the text is written up to a position
+    for start in reversed(range(longest)):
+        reached, following = np.ones(number), np.zeros(number)
+        for position in range(start, min(start + draft_tokens, longest)):
+            following += reached * (1.0 - kept[:, position]) * passes[:, position + 1]
+            reached = reached * kept[:, position]
+        following += reached * passes[:, start + draft_tokens + 1]
+        passes[:, start] = np.where(is_token[:, start], 1.0 + following, 0.0)
+    return passes[:, 0]
+
+
+def write_continuations(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    blocks: TokenBlocks,
+    new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> list[Line]:
+    """Continue the beginning of every block, all but its last ``new_tokens`` tokens; must be called on all ranks.
+
+    Args:
+        model: the dense model.
+        tokenizer: its tokenizer.
+        blocks: held-out text.
+        new_tokens: maximum number of new tokens; a continuation can end earlier, with an end-of-text token.
+        temperature: sampling temperature; 0 decodes greedily.
+        seed: random seed; a block's sample depends on nothing but the seed and the block's index.
+        progress: called with (blocks done, in all) of this process.
+
+    Returns:
+        One record per block: block; document and name, of the prompt's document, which is that of
+        its last token; tokens.
+
+    Raises:
+        UserError: if logits are not finite.
+    """
+    prompt_length = blocks.block_size - new_tokens
+    names = [document.name for document in blocks.documents]
+
+    def run(start: int, size: int) -> list[Line]:
+        """Continue ``size`` blocks from ``start`` on."""
+        prompts = torch.from_numpy(blocks.tokens[start : start + size, :prompt_length].astype(np.int64))
+        seeds = [(seed, start + row) for row in range(len(prompts))]
+        with evaluation_mode(model):
+            rows = continue_tokens(model, tokenizer, prompts, new_tokens, temperature=temperature, seeds=seeds)
+        documents = blocks.document[start : start + size, prompt_length - 1].tolist()
+        return [
+            {"block": start + row, "document": document, "name": names[document], "tokens": tokens}
+            for row, (document, tokens) in enumerate(zip(documents, rows, strict=True))
+        ]
+
+    return _in_batches(run, blocks.num_blocks, _TOGETHER // blocks.block_size, progress)
+
+
+def compare(
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    blocks: TokenBlocks,
+    continuations: Sequence[Mapping[str, Any]],
+    new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    progress: Progress | None = None,
+) -> list[Line]:
+    """Compare two models' predictions of the dense model's continuations; must be called on all ranks.
+
+    Args:
+        model: the model, with gates, if any, set by the caller: hard.
+        dense: the model that wrote the continuations.
+        blocks: the text whose beginnings were continued.
+        continuations: records of ``write_continuations``.
+        new_tokens: as in ``write_continuations``.
+        temperature: as in ``write_continuations``.
+        progress: called with (blocks done, in all) of this process.
+
+    Returns:
+        One record per continuation: block, document, name, equal, and if ``temperature`` is not 0 accepted and kept.
+
+    Raises:
+        UserError: if logits are not finite.
+    """
+    prompt_length = blocks.block_size - new_tokens
+
+    def run(start: int, size: int) -> list[Line]:
+        """Compare the models on ``size`` continuations from ``start`` on."""
+        batch = continuations[start : start + size]
+        # Pad on the right, which earlier positions do not see: tokens [B, T]
+        tokens = torch.zeros(len(batch), blocks.block_size, dtype=torch.long)
+        for row, line in zip(tokens, batch, strict=True):
+            row[:prompt_length] = torch.from_numpy(blocks.tokens[line["block"], :prompt_length].astype(np.int64))
+            row[prompt_length : prompt_length + len(line["tokens"])] = torch.tensor(line["tokens"])
+        # Compare predictions of the new tokens: logits [B, N, V]
+        with evaluation_mode(model), evaluation_mode(dense):
+            logits, dense_logits = (_last_logits(reader, tokens, new_tokens) for reader in (model, dense))
+        columns = _compared(logits, dense_logits.to(logits.device), tokens[:, prompt_length:], temperature)
+        return [
+            {
+                **{key: line[key] for key in ("block", "document", "name")},
+                **{name: values[row, : len(line["tokens"])].tolist() for name, values in columns.items()},
+            }
+            for row, line in enumerate(batch)
+        ]
+
+    together = min(_TOGETHER // blocks.block_size, chunk_tokens(vocabulary_size(model)) // new_tokens)
+    return _in_batches(run, len(continuations), together, progress)
+
+
+def _compared(logits: Tensor, dense_logits: Tensor, tokens: Tensor, temperature: float) -> dict[str, Tensor]:
+    """Return equal, accepted and kept of ``Agreement``, each [B, N], from logits [B, N, V] and next tokens [B, N]."""
+    equal = (logits.argmax(-1) == dense_logits.argmax(-1)).long().cpu()
+    if temperature == 0:
+        return {"equal": equal}
+    log_q, log_p = ((scores.float() / temperature).log_softmax(-1) for scores in (logits, dense_logits))
+    # Sum of min(p, q), as 1 - sum |p - q| / 2: exactly 1 for equal distributions
+    accepted = 1.0 - (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+    log_ratio = (log_q - log_p).gather(-1, tokens[..., None].to(log_q.device))[..., 0]
+    return {"equal": equal, "accepted": accepted.cpu(), "kept": log_ratio.clamp(max=0.0).exp().cpu()}
+
+
+@torch.inference_mode()
+def _last_logits(model: PreTrainedModel, tokens: Tensor, number: int) -> Tensor:
+    """Return the logits [B, number, V] by which a model predicts the last ``number`` tokens of ``tokens`` [B, T]."""
+    is_possible = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+    only = {"logits_to_keep": number + 1} if is_possible else {}
+    logits: Tensor = model(input_ids=tokens.to(model.device), use_cache=False, **only).logits[:, -number - 1 : -1]
+    if not bool(torch.isfinite(logits.amax(-1)).all()):
+        raise UserError(NOT_FINITE)
+    return logits
+
+
+def _in_batches(
+    run: Callable[[int, int], list[Line]], number: int, together: int, progress: Progress | None
+) -> list[Line]:
+    """Collect the records of ``run(start, size)`` for 0 to ``number`` - 1, shared by all ranks, in order."""
+    lines: list[Line] = []
+    share, batching = own_share(number), AdaptiveBatchSize(together)
+    position = share.start
+    while position < share.stop:
+        lines += batching.run(partial(run, position), share.stop - position)
+        position = share.start + len(lines)
+        if progress is not None:
+            progress(len(lines), len(share))
+    return [line for part in gathered(lines) for line in part]
+
+
+def agreement_table(results: Mapping[str, Agreement], draft_tokens: Sequence[int]) -> pd.DataFrame:
+    """Return one row per decoding and number of drafted tokens, columns of ``AGREEMENT``, errors by document."""
+    rows = []
+    for decoding, result in results.items():
+        tokens = result.num_tokens
+        agreement = result.ratio(np.nansum(result.equal, 1), tokens)
+        acceptance = result.ratio(np.nansum(result.accepted, 1), tokens)
+        identical = (
+            result.ratio(result.identical, np.ones(len(tokens))) if result.temperature == 0 else (np.nan, np.nan)
+        )
+        for number in draft_tokens:
+            per_pass = result.ratio(tokens, expected_passes(result.kept, number))
+            counts = (len(np.unique(result.document)), len(tokens), int(tokens.sum()))
+            rows.append((decoding, result.temperature, *counts, *agreement, *acceptance, *identical, number, *per_pass))
+    return pd.DataFrame(rows, columns=AGREEMENT.header)

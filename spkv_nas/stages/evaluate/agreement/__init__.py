@@ -1,0 +1,1 @@
+"""Measure the agreement of a checkpoint's tokens with a dense model's: command ``evaluate agreement``."""

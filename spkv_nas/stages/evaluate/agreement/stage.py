@@ -1,0 +1,129 @@
+"""Measure the agreement of a checkpoint's next tokens with a dense model's, to ``reports/<name>/``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from spkv_nas.artifacts.defaults import AGREEMENT_TOKENS
+from spkv_nas.artifacts.result_tables import AGREEMENT
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.version import environment
+from spkv_nas.evaluation.agreement import GREEDY, SAMPLED, Agreement, agreement_table, compare, write_continuations
+from spkv_nas.evaluation.micro_batch import check_positions
+from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.checks import check
+from spkv_nas.stages.evaluate.agreement.options import AgreementOptions
+from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, evaluated, hard, identity, load, origin
+from spkv_nas.stages.subject import Measured
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AgreementResult:
+    """Result of ``evaluate agreement``.
+
+    Attributes:
+        name: name of the results.
+        against: the dense model.
+        rows: table of ``evaluation.agreement``.
+        folder: folder of the table.
+        samples: folder of the continuations and the values by token.
+    """
+
+    name: str
+    against: str
+    rows: pd.DataFrame
+    folder: Path
+    samples: Path
+
+
+def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> AgreementResult:
+    """Measure agreement and acceptance, and write ``reports/<name>/token-agreement.csv``; tokens go to ``runs/``.
+
+    Raises:
+        UserError: no dense model, another tokenizer, continuations as long as a block, or something cannot be loaded.
+    """
+    quiet_transformers(reporter)
+    check(options)
+    subject, drafts = evaluated(options), options.drafts
+    check_pair(subject.source, options.dense)
+    # Load both models and the prompts
+    measured = subject.load(reporter, with_logits=False, tokens=AGREEMENT_TOKENS)
+    length = measured.blocks.block_size
+    new_tokens = options.new_tokens or length // 2
+    if new_tokens >= length:
+        raise UserError(f"--new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
+    dense = load(options, options.dense, reporter)
+    check_positions(dense[0], length, "--block-size")
+    # Continue every prompt and compare the models
+    samples = options.folders.run_dir(subject.name) / "agreement"
+    comparison = _Comparison(options, measured, dense, new_tokens, samples, reporter)
+    results = {GREEDY: comparison.measure(GREEDY, 0.0)}
+    if options.temperature:
+        results[SAMPLED] = comparison.measure(SAMPLED, options.temperature)
+    # Write the table
+    rows = agreement_table(results, drafts)
+    record = {
+        **origin(subject.source, measured.model, options.tau),
+        "against": origin(options.dense, dense[0], None),
+        "data": measured.text,
+        "block_size": length,
+        "new_tokens": new_tokens,
+        "seed": options.seed,
+        "environment": environment(),
+    }
+    folder = options.folders.report_dir(subject.name)
+    on_main(lambda: AGREEMENT.write(folder, rows, record))
+    return AgreementResult(subject.name, options.dense, rows, folder, samples)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Comparison of two models on one text; finished continuations and comparisons are reused."""
+
+    options: AgreementOptions
+    measured: Measured
+    dense: Loaded
+    new_tokens: int
+    folder: Path
+    reporter: Reporter
+
+    def measure(self, decoding: str, temperature: float) -> Agreement:
+        """Measure one decoding of the dense model; must be called on all ranks."""
+        options, measured, blocks = self.options, self.measured, self.measured.blocks
+        model, dense = measured.model, self.dense[0]
+        # Continue the prompts
+        key = hashlib.sha256(blocks.tokens.tobytes()).hexdigest()
+        seed = f" seed {options.seed}" if temperature else ""
+        written_by = identity(options.dense, self.dense, f"{key} {self.new_tokens} temperature {temperature}{seed}")
+        with hard(dense, None), self.reporter.bar(f"continuing, {decoding}") as progress:
+            write = partial(write_continuations, *self.dense, blocks, self.new_tokens, temperature=temperature)
+            texts = self._lines(
+                f"{decoding}-continuations", written_by, lambda: write(seed=options.seed, progress=progress)
+            )
+        # Compare the models on the continuations
+        tau = origin(options.model, model, options.tau)["tau"]
+        compared = identity(options.model, (model, measured.tokenizer), f"{tau} after {written_by}")
+        with hard(model, options.tau), hard(dense, None), self.reporter.bar(f"comparing, {decoding}") as progress:
+            judge = partial(compare, model, dense, blocks, texts, self.new_tokens, temperature=temperature)
+            lines = self._lines(decoding, compared, lambda: judge(progress=progress))
+        return Agreement.of(lines, temperature)
+
+    def _lines(self, name: str, depends_on: str, compute: Callable[[], list[Line]]) -> list[Line]:
+        """Read the records of a finished computation, or compute and write them; must be called on all ranks."""
+        file = sample_file(self.folder, name, depends_on)
+        if not on_main(file.is_file):
+            lines = compute()
+            on_main(lambda: write_samples(file, lines))
+        return on_main(partial(read_samples, file))
