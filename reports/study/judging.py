@@ -28,15 +28,12 @@ def result_file(subject: Subject, steps: int, layout: Layout | None = None, run:
     return subject.folder / "judged" / str(steps) / f"{name}{'-learned' if run == LEARNED else ''}.npz"
 
 
-def judge_cells(subject: Subject) -> Iterator[tuple[Cell, Job | None]]:
-    """Yield the cells that judge full attention and every layout whose signal was measured, with their jobs."""
-    every = jobs(subject.plan)
-    for steps in dict.fromkeys(job.steps for job in every):
-        title = f"{subject.name}: full attention, {steps} steps"
-        yield _cell(subject, steps, title), None
-    for job in every:
+def judge_cells(subject: Subject) -> Iterator[tuple[Cell, Job]]:
+    """Yield the cells that judge every layout whose signal was measured, each after its control, with their jobs."""
+    for job in jobs(subject.plan):
         layout = choose(subject, job)
         if layout is not None:
+            yield _cell(subject, job.steps, f"{subject.name}: full attention, {job.steps} steps"), job
             pair = (
                 f"run with {job.run} sinks" if job.chosen is None else f"chosen with {job.chosen}, run with {job.run}"
             )

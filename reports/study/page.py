@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
-from plan import LEARNED
 from references import Subject
-from tables import CHOOSING, ORDER, RUNNING, delta_table, difference_table, missing, results
+from tables import CHOOSING, ORDER, RUNNING, delta_table, difference_table, missing, plain_sinks, results
 
 from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.replace import replacing
@@ -31,9 +30,8 @@ _QUESTIONS = {
         "Every chooser minus head gates, both with the same sinks. ",
     ),
     CHOOSING: (
-        "Is choosing with the sinks better than choosing without?",
-        "Heads chosen with the sinks that their layout runs with (with one for learned sinks), minus heads chosen "
-        "without, both run alike. ",
+        "Is choosing with a sink token better than choosing without?",
+        "Heads chosen with one sink token, minus heads chosen without, both run alike. ",
     ),
     RUNNING: (
         "What are sinks worth?",
@@ -105,7 +103,7 @@ def _grid(rows: pd.DataFrame, cell: Callable[[pd.Series], str]) -> str:
 
 def _sinks(row: pd.Series) -> str:
     """Format the sinks of a layout: those that it runs with, and those that it was chosen with if they differ."""
-    is_plain = row["chosen"] in ("", "1" if row["run"] == LEARNED else row["run"])
+    is_plain = row["chosen"] in ("", str(plain_sinks(row["run"])))
     return row["run"] if is_plain else f"{row['run']}, chosen with {row['chosen']}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pandas as pd
 from choosers import Job, choose, jobs
 from judging import result_file
-from plan import HEAD_GATES, LEARNED
+from plan import HEAD_GATES
 from references import Subject
 
 from spkv_nas.artifacts.layout import Layout
@@ -78,14 +78,14 @@ def difference_table(found: Sequence[Result]) -> pd.DataFrame:
     Of the same reference, budget and steps:
 
     - order: every chooser minus head gates, both with the same sinks.
-    - choosing: heads chosen with the sinks that they run with, minus heads chosen without, both run alike.
+    - choosing: heads chosen with one sink token, minus heads chosen without, both run alike.
     - running: every kind of sinks minus one sink token, of the same chooser.
     """
     by_key = {(result.subject.name, result.job): result for result in found}
     rows = []
     for result in found:
         job = result.job
-        plain = _SINK if job.run == LEARNED else int(job.run)  # sinks that heads should be chosen with
+        plain = plain_sinks(job.run)
         is_plain = job.chosen in (None, plain)
         rivals = {
             ORDER: replace(job, chooser=HEAD_GATES, chosen=plain) if is_plain and job.chooser != HEAD_GATES else None,
@@ -115,6 +115,11 @@ def missing(subjects: Sequence[Subject], found: Sequence[Result]) -> list[str]:
         if left:
             lines.append(f"{subject.name}: {len(left)} of {len(left) + len(finished)} layouts are not judged")
     return lines
+
+
+def plain_sinks(run: int | str) -> int:
+    """Return the sink tokens that heads are plainly chosen with: one if their layout runs with any, or learned ones."""
+    return 0 if str(run) == "0" else _SINK
 
 
 def _shown(sinks: int | None) -> str:

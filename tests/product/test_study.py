@@ -102,7 +102,7 @@ def test_the_study_runs_and_resumes(
     run("judge", "--steps", "0", "--budget", "25%", "--chooser", "random-0")
     judged = runs / "tiny" / "judged"
     assert len(list((judged / "0").glob("*.npz"))) == 4  # 0, 1 and learned, and full attention
-    assert len(list((judged / "2").glob("*.npz"))) == 1  # full attention
+    assert not (judged / "2").exists()
     assert run("judge", "--limit", "4") != "0 cells left\n"
     assert run("judge") == "0 cells left\n"
     (out / "README.md").write_text("Conclusions.\n\n" + (out / "README.md").read_text())
