@@ -35,10 +35,17 @@ def coverage(table: HeadScores, layout: Layout) -> float:
     return _covered(table, layout.global_mask)
 
 
+def densest_candidates(table: HeadScores) -> NDArray[np.intp]:
+    """Return flat head indices [L * Hkv], by descending density; heads that are local by design come last."""
+    order = densest_first(table.values)
+    is_candidate = np.isin(order // table.num_kv_heads, table.layers)
+    return np.concatenate([order[is_candidate], order[~is_candidate]])
+
+
 def densest_coverage(table: HeadScores) -> list[float]:
     """Return the coverage of the 1, 2, ... densest heads. Raises ``UserError`` if every density is 0."""
     mask, covered = np.zeros(table.num_heads, dtype=np.bool_), []
-    for head in densest_first(table.values):
+    for head in densest_candidates(table):
         mask[head] = True
         covered.append(_covered(table, mask.reshape(table.grid)))
     return covered

@@ -25,6 +25,7 @@ from spkv_nas.proposal.stability import Bootstrap
 
 Float = NDArray[np.float64]
 _RESAMPLE_GAP, _ROUGH_GAP = 1e-4, 1e-3  # relative MIP gap per bootstrap resample; the second if robust and many heads
+NO_CONTEXT = "--engine needs --context, the maximum number of tokens of a request"
 _LARGE = 200  # number of heads above which the rough gap is used
 
 
@@ -59,7 +60,7 @@ class Requirements:
     def __post_init__(self) -> None:
         """Check that an engine has a context, and the layouts that it runs."""
         if self.serving is not None and self.context is None:
-            raise UserError("--engine needs --context, the maximum number of tokens of a request")
+            raise UserError(NO_CONTEXT)
         if self.serving is not None and not self.serving.engine.per_head and self.constraints.granularity != "layer":
             raise UserError(f"{self.serving.engine.title} runs whole layers only: add --granularity layer")
 

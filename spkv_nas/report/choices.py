@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.score_kind import Measure
-from spkv_nas.proposal.coverage import densest_coverage
-from spkv_nas.proposal.ranking import densest_first
+from spkv_nas.proposal.coverage import densest_candidates, densest_coverage
 
 _DIGITS = 4  # decimals of a coverage in a layout's provenance
 
@@ -42,7 +41,7 @@ def tables_at_thresholds(tables: list[HeadScores]) -> dict[str, Any]:
     return {
         # Thresholds are innermost: neighbouring numbers are similar, which halves the compressed size
         "levels": np.array(by_part).transpose(0, 2, 1).tolist(),
-        "order": [densest_first(table.values).tolist() for table in tables],
+        "order": [densest_candidates(table).tolist() for table in tables],
         "coverage": np.diff(covered, prepend=0).tolist(),
     }
 

@@ -25,7 +25,7 @@ function seconds(times, cache, heads, mask, context) {
     const next = Math.max(1, knots.findIndex(knot => knot >= value));
     return [next - 1, (value - knots[next - 1]) / (knots[next] - knots[next - 1])];
   };
-  if (!measured || cache.window !== window || context < contexts[0] || context > contexts[contexts.length - 1])
+  if (!measured || cache.native || cache.window !== window || context < contexts[0] || context > contexts[contexts.length - 1])
     return [bytes(cache, count(mask), mask.length, context) / bandwidth, "at least, when decoding (" + times.bound + ")"];
   const [row, rowFraction] = contexts.length > 1 ? between(context, contexts) : [0, 0];
   /* a sink token of a local head counts as that share of a global head's further keys */

@@ -21,6 +21,7 @@ from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.stability import Certainty, bootstrap, knee
 from spkv_nas.report.section import Section
+from spkv_nas.report.serving import EngineMemory
 
 Float = NDArray[np.float64]
 # Maps layouts, bool [M, H], to predicted scores [M] and their standard deviations [M]; NaN where unknown
@@ -53,6 +54,8 @@ class ReportInputs:
         benchmarks: sections of further result tables (``report.benchmark_sections``).
         in_progress: section of unfinished work of other commands; None if there is none.
         pair_error: returns the standard error of the difference of two rows of the comparison, which share documents.
+        engine_memory: KV cache in a serving engine, by name of each probe; None for a probe whose local heads see
+            other keys than the engine keeps. Empty: no engine.
         commands: the command that proposes layouts, by the probe's name; by default for the current folder.
         covered: each layout's coverage, in [0, 1]; computed.
 
@@ -74,6 +77,7 @@ class ReportInputs:
     benchmarks: Sequence[Section] = ()
     in_progress: Section | None = None
     pair_error: PairError = no_pair_error
+    engine_memory: Mapping[str, EngineMemory | None] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     covered: Mapping[str, float] = field(init=False)
 
@@ -83,6 +87,11 @@ class ReportInputs:
         checked = None if self.comparison is None or self.comparison.empty else complete(self.comparison)
         for name, value in (("covered", covered), ("comparison", checked), ("probes", self.probes or (self.table,))):
             object.__setattr__(self, name, value)  # the only way to set a field of a frozen dataclass
+
+    @property
+    def served(self) -> EngineMemory | None:
+        """Return the KV cache of the page's model in a serving engine; None without an engine."""
+        return self.engine_memory.get(self.table.name)
 
     @property
     def critical(self) -> float:

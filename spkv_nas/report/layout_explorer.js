@@ -7,10 +7,12 @@ function startExplorer(explorer) {
   const picture = live(map, explorer, heads), cells = activate(map, heads);
   const layouts = explorer.layouts.map(([name, text]) => ({ name, mask: unpackBits(text, total) }));
   const state = { signal: 0, domain: 0, tau: explorer.signals[0].start, budget: explorer.budget, limit: "", context: explorer.context, selected: explorer.start, compared: -1 };
-  const tables = new Map(), allLocal = new Uint8Array(total), allGlobal = allLocal.map(() => 1);
+  const tables = new Map(), allLocal = new Uint8Array(total), fixed = new Set(explorer.fixed);
+  const isCandidate = allLocal.map((_, head) => fixed.has(Math.floor(head / heads)) ? 0 : 1), candidates = count(isCandidate);
   let paintedKey = "", selectedHeads = allLocal, comparison = null;
-  if (state.selected >= 0) state.budget = count(layouts[state.selected].mask);
+  if (state.selected >= 0) state.budget = count(effective(layouts[state.selected].mask));
 
+  function effective(mask) { return mask.map((isGlobal, head) => isGlobal & isCandidate[head]); } /* without heads that are local by design */
   function table(signal = state.signal, tau = state.tau) {
     const key = signal + "," + tau;
     if (!tables.has(key)) {
@@ -36,16 +38,22 @@ function startExplorer(explorer) {
     return probe < 0 ? null : { name: "heads selected by " + explorer.signals[probe].name, mask: topHeads(explorer.signals[probe].order[explorer.signals[probe].probe_tau]) };
   }
   function memory(cache, budget) { return bytes(cache, budget, total, state.context); }
+  function inEngine(signal) { /* looked up: the page's writer computed what the engine's allocator plans */
+    if (!signal.served) return "not counted: the engine keeps no sink tokens";
+    return state.selected >= 0 && explorer.served[state.selected] || signal.served.texts[state.budget];
+  }
   function drawCosts(signal, mask) {
     const { cache } = signal, prediction = state.selected < 0 ? predicted(signal, state.tau, state.budget) : null;
-    element("memory-row").hidden = element("limit-row").hidden = element("time-row").hidden = !cache;
+    element("memory-row").hidden = element("limit-row").hidden = !cache && !explorer.engine;
+    element("time-row").hidden = !cache;
+    if (explorer.engine) element("memory").textContent = inEngine(signal);
+    else if (cache) element("memory").textContent = size(memory(cache, state.budget)) + " of " + size(memory(cache, candidates));
+    if (element("limit").value !== state.limit) element("limit").value = state.limit;
     if (cache) {
-      element("memory").textContent = size(memory(cache, state.budget)) + " of " + size(memory(cache, total));
-      const [time, source] = seconds(explorer.times, cache, heads, mask, state.context);
-      const [fullTime] = seconds(explorer.times, cache, heads, allGlobal, state.context);
+      const [time, source] = seconds(explorer.times, cache, heads, effective(mask), state.context);
+      const [fullTime] = seconds(explorer.times, cache, heads, isCandidate, state.context);
       element("time").textContent = duration(time) + " of " + duration(fullTime);
       element("time-source").textContent = source;
-      if (element("limit").value !== state.limit) element("limit").value = state.limit;
     }
     element("predicted-row").hidden = !prediction;
     if (!prediction) return;
@@ -75,7 +83,7 @@ function startExplorer(explorer) {
   }
   function distance(mask, otherMask) {
     let number = 0;
-    for (let head = 0; head < total; head++) number += mask[head] ^ otherMask[head];
+    for (let head = 0; head < total; head++) number += (mask[head] ^ otherMask[head]) & isCandidate[head];
     return number;
   }
   function drawMeasured(mask) {
@@ -120,7 +128,7 @@ function startExplorer(explorer) {
     element("scale").hidden = element("about").hidden = state.signal > 0; /* both describe the first probe */
     element("scale-note").textContent = state.signal ? "Numbers: " + signal.noun + ", " + signal.shown + "; lighter is higher." : "";
     element("budget").value = state.budget;
-    element("heads").textContent = state.budget + " of " + total + " KV heads";
+    element("heads").textContent = state.budget + " of " + candidates + " KV heads" + (fixed.size ? " that can be global" : "");
     element("tau-row").hidden = signal.taus.length < 2;
     element("tau").max = signal.taus.length - 1;
     element("tau").value = state.tau;
@@ -187,8 +195,8 @@ function startExplorer(explorer) {
   function label(index) {
     const signal = explorer.signals[state.signal], { values } = table(), head = headOf[index];
     const exact = numbers => minus(numbers[head].toFixed(signal.decimals));
-    const kind = selectedHeads[head] ? "global" : "local";
-    const status = comparison ? kind + ", in " + comparison.name + " " + (comparison.mask[head] ? "global" : "local") : kind;
+    const kind = !isCandidate[head] ? "local by design" : selectedHeads[head] ? "global" : "local";
+    const status = comparison && isCandidate[head] ? kind + ", in " + comparison.name + " " + (comparison.mask[head] ? "global" : "local") : kind;
     return [headLabel(index, layers) + ": " + signal.noun + " " + exact(values[0]) + signal.unit + ", " + status,
       ...values.slice(1).map((domainValues, domain) => signal.domains[domain] + ": " + exact(domainValues))].join("\n");
   }
@@ -216,13 +224,13 @@ function startExplorer(explorer) {
     state.signal = find(explorer.signals.map(signal => signal.name), parts.get("signal"), 0);
     const signal = explorer.signals[state.signal];
     state.tau = find(signal.taus, parts.get("tau"), signal.start);
-    state.budget = parseWhole(parts.get("budget"), 1, total, explorer.budget);
-    state.context = parseWhole(parts.get("context"), 1, 2 ** 40, state.context);
+    state.budget = parseWhole(parts.get("budget"), 1, candidates, explorer.budget);
+    if (!explorer.engine) state.context = parseWhole(parts.get("context"), 1, 2 ** 40, state.context);
     state.domain = signal.domains.length > 1 ? find(signal.domains, parts.get("domain"), -1) + 1 : 0;
     const names = layouts.map(({ name }) => name), probe = find(explorer.signals.map(({ name }) => name), parts.get("against"), -1);
     state.compared = probe < 0 ? find(names, parts.get("with"), -1) : -2 - probe;
     state.selected = find(names, parts.get("layout"), -1);
-    if (state.selected >= 0) state.budget = count(layouts[state.selected].mask);
+    if (state.selected >= 0) state.budget = count(effective(layouts[state.selected].mask));
     return true;
   }
   function refresh() {
@@ -234,16 +242,20 @@ function startExplorer(explorer) {
     draw();
   }
   function fitBudget() { /* set the budget to as many global heads as fit into the memory limit, at least one */
-    const { cache } = explorer.signals[state.signal];
-    if (!cache || !Number(state.limit)) return;
-    const local = memory(cache, 0), perHead = (memory(cache, total) - local) / total;
-    const fitting = perHead ? Math.floor((Number(state.limit) * 2 ** 20 - local) / perHead) : total;
-    state.budget = Math.min(total, Math.max(1, fitting));
+    const { cache, served } = explorer.signals[state.signal], limit = Number(state.limit) * 2 ** 20;
+    if (!(explorer.engine ? served : cache) || !limit) return;
     state.selected = -1;
+    if (explorer.engine) {
+      state.budget = Math.max(1, served.bytes.findLastIndex(size => size !== null && size <= limit));
+      return;
+    }
+    const local = memory(cache, 0), perHead = (memory(cache, candidates) - local) / candidates;
+    const fitting = perHead ? Math.floor((limit - local) / perHead) : candidates;
+    state.budget = Math.min(candidates, Math.max(1, fitting));
   }
   function select(index) {
     state.selected = index;
-    if (index >= 0) state.budget = count(layouts[index].mask);
+    if (index >= 0) state.budget = count(effective(layouts[index].mask));
     state.limit = "";
     fillLayouts();
   }
@@ -257,7 +269,8 @@ function startExplorer(explorer) {
   function listen(name, change) {
     element(name).addEventListener("input", event => { hasChanged = true; change(event.target.value); draw(); });
   }
-  element("budget").max = total;
+  element("budget").max = candidates;
+  element("context").disabled = Boolean(explorer.engine); /* the engine's numbers are for one context */
   listen("budget", value => { state.budget = Number(value); state.limit = ""; state.selected = -1; });
   listen("tau", value => { state.tau = Number(value); });
   listen("domain", value => { state.domain = Number(value); });

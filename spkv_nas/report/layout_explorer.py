@@ -23,14 +23,14 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import yaml_line
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.cost.roofline import find_hardware
-from spkv_nas.proposal.coverage import coverage, provenance
+from spkv_nas.proposal.coverage import coverage, densest_candidates, provenance
 from spkv_nas.proposal.propose import densest_layout
-from spkv_nas.proposal.ranking import densest_first
 from spkv_nas.report.cache_size import CONTEXT, token_bytes
 from spkv_nas.report.choices import compressed, tables_at_thresholds
 from spkv_nas.report.colours import shades
 from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence, stopped_trials
 from spkv_nas.report.inputs import ReportInputs
+from spkv_nas.report.serving import budgets_in_engine, layout_in_engine
 from spkv_nas.report.verdict import Verdict
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered besides the probe's own threshold
@@ -65,12 +65,15 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         "grid": inputs.table.grid,
         "shades": [colour for colour, _ in colours],
         "dark": sum(ink == "#fff" for _, ink in colours),  # number of shades, from the first, with white text
-        "budget": inputs.budget,
-        "context": CONTEXT,
+        "budget": min(inputs.budget, inputs.table.num_candidates),
+        "fixed": sorted({*range(inputs.table.num_layers)} - {*inputs.table.layers}),  # layers that are local by design
+        "context": CONTEXT if inputs.served is None else inputs.served.cost.context,
         "start": -1 if verdict.layout is None else indices.get(verdict.layout.key, -1),
         "signals": signals,
         "times": _times(inputs.calibration),
         "layouts": [[name, _flags(key)] for key, name in names.items() if isinstance(key, bytes)],
+        "engine": None if inputs.served is None else inputs.served.title,
+        "served": _served_layouts(inputs, proposed_or_retrained),
         "files": [_layout_file(inputs, proposed_or_retrained[index]) for index in sorted(proposed_or_retrained)],
         "aliases": sorted([name, index] for name, index in named if name != [*names.values()][index]),
         "offered": len(proposed_or_retrained),  # number of layouts with a file
@@ -108,6 +111,20 @@ def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None
         "".join("G" if head else "L" for head in np.frombuffer(key, np.bool_)) for key in keys if isinstance(key, bytes)
     )
     return [f"{masks[text]:.4g}" if text in masks else "" for text in letters]
+
+
+def _served_layouts(inputs: ReportInputs, results: Mapping[int, Result]) -> list[str | None] | None:
+    """Return the memory of each layout with a file in the engine; None without an engine or the layout's heads."""
+    served = inputs.served
+    if served is None:
+        return None
+    texts: list[str | None] = []
+    for result in (results[index] for index in sorted(results)):
+        layout = inputs.layouts.get(result.name)
+        if layout is None and result.mask is not None:
+            layout = Layout.from_mask(result.mask, window=_window(inputs))
+        texts.append(None if layout is None else layout_in_engine(served, layout))
+    return texts
 
 
 def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
@@ -179,6 +196,9 @@ def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
         },
         "domains": list(table.domains),
         "cache": _cache(table),
+        "served": None
+        if (served := inputs.engine_memory.get(table.name)) is None
+        else budgets_in_engine(served, table),
         "file": _file(tables[probe_tau]),
         "taus": [yaml_line(_origin(candidate)["tau"]) for candidate in tables],
         "probe_tau": probe_tau,
@@ -267,7 +287,7 @@ def _predicted(tables: list[HeadScores], inputs: ReportInputs) -> dict[str, Any]
     low, means, deviations = 0, [], []
     for table in tables:
         masks = np.zeros((table.num_heads, table.num_heads), np.bool_)
-        for budget, head in enumerate(densest_first(table.values)):
+        for budget, head in enumerate(densest_candidates(table)):
             masks[budget:, head] = True
         mean, deviation = inputs.predict(masks)
         predicted = np.flatnonzero(~np.isnan(mean))

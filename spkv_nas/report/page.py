@@ -40,6 +40,7 @@ from spkv_nas.report.layout_explorer import explorer_data, layout_indices
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
+from spkv_nas.report.serving import serving_sections
 from spkv_nas.report.verdict import Advise, Step, Verdict, conclude
 
 _PAGE = "index.html"
@@ -157,6 +158,7 @@ def _render(
         missed=tables.missed_rows(inputs),
         agreement=[] if inputs.agreement is None else tables.agreement_rows(inputs.agreement),
         benchmarks=inputs.benchmarks,
+        serving=[] if inputs.served is None else serving_sections(inputs.served, table, inputs.layouts),
         in_progress=in_progress,
         search=None if search is None else tables.search_rows(search, verdict),
         search_header=tables.search_header(inputs),

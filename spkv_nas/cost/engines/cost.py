@@ -8,7 +8,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_memory import CacheCost
-from spkv_nas.cost.engines.engine import CachePlan, Serving, is_mixed
+from spkv_nas.cost.engines.engine import LayoutPlan, ServedCache, Serving, is_mixed
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class EngineCost(CacheCost):
 
     def total(self, num_global: int, num_heads: int) -> int:
         """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
-        return self._plan(num_global, num_heads).memory(self.batch)
+        return self.serving.engine.plan(self.cache(num_heads), num_global).memory(self.batch)
 
     def largest_budget(self, limit: int, num_heads: int) -> int:
         """Return the largest number of global heads whose requests fit in ``limit`` bytes.
@@ -74,13 +74,24 @@ class EngineCost(CacheCost):
 
     def layout_total(self, layout: Layout) -> int | None:
         """Return the bytes of a layout in the form that takes least; None where the engine does not run it."""
+        served = self.layout_plan(layout)
+        return None if served is None else served.plan.memory(self.batch)
+
+    def layout_plan(self, layout: Layout) -> LayoutPlan | None:
+        """Plan the cache of a layout in the form that takes least; None where the engine does not run it."""
         cache = self.serving.cache(
             layout.grid, head_dim=self.head_dim, dtype=self.dtype, window=layout.window, context=self.context
         )
         layer_counts = layout.global_mask.sum(1).tolist()
         if is_mixed(cache, layer_counts) and not self.serving.engine.per_head:
             return None
-        return self.serving.engine.plan_layout(cache, layer_counts).plan.memory(self.batch)
+        return self.serving.engine.plan_layout(cache, layer_counts)
+
+    def cache(self, num_heads: int) -> ServedCache:
+        """Return the sizes of a model's cache, in which only the numbers of heads matter."""
+        return self.serving.cache(
+            (num_heads, 1), head_dim=self.head_dim, dtype=self.dtype, window=self.window, context=self.context
+        )
 
     def no_dearer(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:
         """Return the largest number of global heads that takes no more memory than ``num_global``.
@@ -93,10 +104,3 @@ class EngineCost(CacheCost):
         limit = self.total(num_global, num_heads)
         larger = range(num_heads, num_global, -stride)
         return next((number for number in larger if self.total(number, num_heads) <= limit), num_global)
-
-    def _plan(self, num_global: int, num_heads: int) -> CachePlan:
-        """Return the cache that the engine plans for a number of global heads, however they are spread."""
-        cache = self.serving.cache(
-            (num_heads, 1), head_dim=self.head_dim, dtype=self.dtype, window=self.window, context=self.context
-        )
-        return self.serving.engine.plan(cache, num_global)

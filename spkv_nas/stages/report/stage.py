@@ -30,6 +30,7 @@ from spkv_nas.stages.report.index import pages, write_workspace_index
 from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.page_steps import page_steps
 from spkv_nas.stages.report.results import read_results
+from spkv_nas.stages.report.serving import engine_memory
 from spkv_nas.stages.table_trust import neighbours, trust
 
 
@@ -99,6 +100,7 @@ def _page(
                     for probe in probes
                 },
                 probes=probes,
+                engine_memory=engine_memory(options, table_at_tau, probes),
                 calibration=_calibration(folder, table, reporter),
                 predict=None if search_rows is None else _prediction(search_rows, probes),
                 in_progress=None if written is None else in_progress_section(workspace, table.name, reporter),

@@ -1,0 +1,166 @@
+"""Show the KV cache that a serving engine's allocator plans for the page's budgets and layouts.
+
+Everything is computed when the page is written; the page's script only looks it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.units import format_bytes
+from spkv_nas.cost.engines.cost import EngineCost
+from spkv_nas.cost.engines.engine import CachePlan, Step, steps
+from spkv_nas.report.section import Row, Section
+
+_FEW = 12  # rows that are shown without unfolding
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """KV cache in a serving engine, for requests of maximum length.
+
+    Attributes:
+        cost: the engine, its settings, and the sizes of a request.
+        memory: bytes of the cache; None: not limited.
+    """
+
+    cost: EngineCost
+    memory: int | None = None
+
+    @property
+    def title(self) -> str:
+        """Return the engine's name and version."""
+        return self.cost.serving.engine.title
+
+    @property
+    def limited(self) -> tuple[str, ...]:
+        """Return the titles of the columns about ``memory``, if it is limited."""
+        return () if self.memory is None else (f"Requests in {format_bytes(self.memory)}", "Tokens")
+
+    def cells(self, plan: CachePlan) -> tuple[str, ...]:
+        """Return the bytes of a request and, if memory is limited, the requests and the tokens that fit."""
+        size = format_bytes(plan.request_bytes)
+        if self.memory is None:
+            return (size,)
+        concurrency = plan.concurrency(self.memory)
+        return size, f"{concurrency:,.2f}", f"{int(concurrency * self.cost.context):,}"
+
+    def phrase(self, plan: CachePlan, num_heads: int) -> str:
+        """Return the same as a phrase, beside full attention in ``num_heads`` KV heads."""
+        size, *limited = self.cells(plan)
+        full = format_bytes(self.full_attention(num_heads).request_bytes)
+        fitting = f"; {limited[0]} requests in {format_bytes(self.memory)}" if self.memory is not None else ""
+        return f"{size} of {full} a request{fitting}"
+
+    def full_attention(self, num_heads: int) -> CachePlan:
+        """Return the cache of full attention in ``num_heads`` KV heads."""
+        return self.cost.serving.engine.plan(self.cost.cache(num_heads), num_heads)
+
+
+def budgets_in_engine(served: EngineMemory, table: HeadScores) -> dict[str, Any]:
+    """Return what the explorer shows for each number of global heads.
+
+    Returns:
+        ``context``; ``bytes`` of a request by number of global heads, from 0, None where the engine runs whole layers
+        only; and ``texts``, which also say which larger number takes no more.
+    """
+    num_heads, engine = table.num_heads, served.cost.serving.engine
+    cache, stride = served.cost.cache(num_heads), _stride(served, table)
+    plans = {number: engine.plan(cache, number) for number in range(0, num_heads + 1, stride)}
+    sizes = [plans[number].request_bytes if number in plans else None for number in range(num_heads + 1)]
+    # Say which larger number of global heads takes no more
+    texts = []
+    for number, limit in enumerate(sizes):
+        if limit is None:
+            texts.append(f"{engine.title} runs whole layers only")
+            continue
+        larger = max(
+            more for more in range(number, num_heads + 1) if (size := sizes[more]) is not None and size <= limit
+        )
+        note = f"; {larger} global heads take no more" if larger > number else ""
+        texts.append(f"{served.phrase(plans[number], num_heads)}{note}")
+    return {"context": served.cost.context, "bytes": sizes, "texts": texts}
+
+
+def layout_in_engine(served: EngineMemory, layout: Layout) -> str:
+    """Return what the explorer shows for a layout."""
+    planned = served.cost.layout_plan(layout)
+    if planned is None:
+        return f"{served.title} runs whole layers only"
+    return f"{served.phrase(planned.plan, layout.num_heads)}; as {planned.form}"
+
+
+def serving_sections(served: EngineMemory, table: HeadScores, layouts: Mapping[str, Layout]) -> list[Section]:
+    """Return the sections on the memory of layouts, and on the budgets worth choosing."""
+    cost, engine = served.cost, served.cost.serving.engine
+    about = (
+        f"Planned as the allocator of {engine.title} does ({engine.evidence}), for requests of {cost.context:,} tokens "
+        f"with keys and values in {cost.dtype}, pages of {cost.serving.page_size} tokens and "
+        f"{cost.serving.in_flight:,} tokens in flight."
+    )
+    # Layouts, in the form that takes least
+    rows = [_full_attention(served, table), *(_row(served, name, layout) for name, layout in layouts.items())]
+    header = ("Layout", "Global heads", "Served as", "One request", *served.limited)
+    shown = Section(
+        "serving",
+        f"KV cache in {engine.title}",
+        f"{about} {engine.note[0].upper()}{engine.note[1:]}.",
+        (),
+        header,
+        (tuple(rows),),
+    )
+    # Budgets that no larger one undercuts
+    worth = list(steps(engine, cost.cache(table.num_heads), stride=_stride(served, table)))
+    groups = (tuple(_step(served, step) for step in worth),)
+    is_short = len(worth) <= _FEW
+    budgets = Section(
+        "serving-budgets",
+        f"Numbers of global heads in {engine.title}",
+        f"Those worth choosing: any larger number takes more memory. With a window of {cost.window}.",
+        (),
+        ("Global heads", "One request", *served.limited, "Instead of"),
+        groups if is_short else (),
+        () if is_short else groups,
+    )
+    return [shown, budgets]
+
+
+def _stride(served: EngineMemory, table: HeadScores) -> int:
+    """Return the heads by which budgets grow: a layer's where the engine runs whole layers only."""
+    return 1 if served.cost.serving.engine.per_head else table.num_kv_heads
+
+
+def _full_attention(served: EngineMemory, table: HeadScores) -> Row:
+    """Return the row of full attention."""
+    plan = served.full_attention(table.num_heads)
+    return Row("full attention", (str(table.num_heads), "whole layers", *served.cells(plan)))
+
+
+def _row(served: EngineMemory, name: str, layout: Layout) -> Row:
+    """Return the row of a layout; dashes where the engine does not run it."""
+    planned = served.cost.layout_plan(layout)
+    if planned is None:
+        cells: Sequence[str] = ("not run: whole layers only", *("-" for _ in ("", *served.limited)))
+    else:
+        cells = (planned.form, *served.cells(planned.plan))
+    return Row(name, (str(layout.num_global), *cells))
+
+
+def _step(served: EngineMemory, step: Step) -> Row:
+    """Return the row of a number of global heads."""
+    return Row(str(step.num_global), (*served.cells(step.plan), _ranges(step.instead_of) or "-"))
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Write ascending numbers that grow by one as ranges, such as "25\u201326, 30"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join("\u2013".join(map(str, ends)) for ends in ranges)
