@@ -1,0 +1,96 @@
+"""Test a mean after every sample, with an error rate that holds however often one looks (anytime-valid inference).
+
+Evidence against a hypothesis is an e-process: non-negative, and at most 1 in expectation at every stopping time if the
+hypothesis is true. By Ville's inequality it ever reaches 1 / risk with a probability of at most ``risk``. So one may
+look after every sample and stop at will, where a fixed-sample test that is repeated would err more and more often.
+
+The e-process here is the capital of a gambler who bets that samples are larger than the hypothesis says (Waudby-Smith
+and Ramdas 2024, "Estimating means of bounded random variables by betting", arXiv 2010.09686). It is exact for samples
+with a known lower bound. Samples without one are bounded by those before them (``bounds_so_far``), which is exact as
+long as none exceeds its bound; ``reports/verdict.py`` measures the error rate on real and on heavy-tailed samples.
+
+The package ``confseq`` of the authors has no wheels and needs Boost, so this module does not use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import logsumexp
+
+from spkv_nas.base.statistics import FEW_DOCUMENTS
+
+Float = NDArray[np.float64]
+
+# Bets as shares of the largest one that cannot lose more than everything, and the capital put on each. Large bets win
+# fastest where samples hardly vary, as where two models give equal answers, so they get the most capital.
+_BETS = 2.0 ** (-0.5 * np.arange(16))
+_CAPITAL = 0.75 ** np.arange(16) / (0.75 ** np.arange(16)).sum()
+_REACH = 2.0  # assumed bound of the next sample, in multiples of the largest one so far
+
+
+def betting_log_e(samples: Float, bounds: ArrayLike, *, repeats: float = 1.0) -> Float:
+    """Return the evidence against "the mean is at most 0" after each sample, by betting.
+
+    log sum_k w_k prod_i max(0, 1 + b_k x_i / B_i): a mixture of bets b_k that are constant shares of the largest
+    one (grid Kelly, section B of the paper).
+
+    Args:
+        samples: [..., n]; given the earlier ones, each has the mean of the hypothesis.
+        bounds: B, broadcast with the samples and above 0: no sample is below -B. A bound may depend on earlier samples,
+            not on later ones; infinity places no bet.
+        repeats: count every sample so often, to extrapolate.
+
+    Returns:
+        [..., n], natural logarithm of the e-process.
+    """
+    share = samples / np.asarray(bounds, dtype=np.float64)
+    with np.errstate(divide="ignore"):  # the largest bet loses everything at its bound
+        capital = np.log1p(np.maximum(share[..., None] * _BETS, -1.0)).cumsum(-2)
+    evidence: Float = logsumexp(repeats * capital, axis=-1, b=_CAPITAL)
+    return evidence
+
+
+def bounds_so_far(samples: Float, sizes: Float) -> Float:
+    """Return a bound for each sample from those before it: twice the largest absolute one.
+
+    It is infinite until there are ``FEW_DOCUMENTS`` earlier samples, in effective number: no bet rests on fewer.
+
+    Args:
+        samples: [..., n].
+        sizes: [..., n], positive sizes of the samples, such as the NLL of documents, for their effective number.
+
+    Returns:
+        [..., n].
+    """
+    earlier, bounds = slice(None, -1), np.full(samples.shape, np.inf)
+    largest = np.maximum.accumulate(np.abs(samples), -1)[..., earlier]
+    number = sizes.cumsum(-1)[..., earlier] ** 2 / (sizes**2).cumsum(-1)[..., earlier]
+    bounds[..., 1:] = np.where((number >= FEW_DOCUMENTS) & (largest > 0.0), _REACH * largest, np.inf)
+    return bounds
+
+
+def anytime_p(log_e: Float) -> Float:
+    """Return the p-value after each sample, valid at any stopping time: 1 / the largest e-value so far, at most 1.
+
+    Args:
+        log_e: [..., n], logarithm of an e-process.
+    """
+    p: Float = np.exp(-np.maximum.accumulate(np.maximum(log_e, 0.0), axis=-1))
+    return p
+
+
+def holm(p_values: Sequence[float], risk: float) -> list[bool]:
+    """Return which hypotheses are rejected, so that any is wrongly with a probability of at most ``risk``.
+
+    Holm's step-down test. With anytime-valid p-values it holds at any stopping time, whatever their dependence: the
+    smallest of all true hypotheses is ever at most risk / their number with a probability of at most ``risk``.
+    """
+    rejected = [False] * len(p_values)
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda number: p_values[number])):
+        if p_values[index] > risk / (len(p_values) - rank):
+            break
+        rejected[index] = True
+    return rejected
