@@ -169,3 +169,20 @@ AGREEMENT = ResultTable(
         _number("tokens_per_pass_standard_error"),
     ),
 )
+VERDICT = ResultTable(
+    "verdict",
+    (
+        Column("candidate"),
+        Column("criterion"),
+        Column("answer"),  # passes, fails or open, in this criterion
+        _number("margin"),
+        Column("unit"),  # of margin and loss
+        _number("loss", -MAX_SHOWN),  # positive: worse than the dense model
+        _number("low", -MAX_SHOWN),  # interval of the loss that holds at any time
+        _number("high", -MAX_SHOWN),
+        Column("num_samples", "whole"),
+        Column("more_samples", "whole", gaps=True),  # estimate of how many would decide
+        _number("p_passes", high=1.0),  # anytime-valid
+        _number("p_fails", high=1.0),
+    ),
+)

@@ -47,6 +47,7 @@ from spkv_nas.stages.search.command import search
 from spkv_nas.stages.serve_check.command import serve_check
 from spkv_nas.stages.train.command import train
 from spkv_nas.stages.train_hybrid.command import train_hybrid
+from spkv_nas.stages.verdict.command import verdict
 
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 ORDER = (  # of --help: the workflow, then what goes beside it
@@ -58,6 +59,7 @@ ORDER = (  # of --help: the workflow, then what goes beside it
     "search",
     "train-hybrid",
     "evaluate",
+    "verdict",
     "report",
     "generate",
     "export",
@@ -107,6 +109,7 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     train_hybrid,
     report,
     score,
+    verdict,
     generate,
     plan,
     attention,
@@ -158,7 +161,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code.
 
     Exit codes: 0 on success, 1 for a bug, 2 for an error that the user can fix, 130 after Ctrl-C and 143 after SIGTERM
-    (training saves a checkpoint first). Errors print their message; with ``--debug`` they print the traceback.
+    (training saves a checkpoint first); ``verdict`` returns its answer. Errors print their message; with ``--debug``
+    they print the traceback.
 
     Args:
         arguments: those of the command line; by default ``sys.argv[1:]``.

@@ -164,6 +164,33 @@ class TokenBlocks:
         tokens, document = _in_blocks(tokens, document, block_size, self.opening)
         return replace(self, tokens=tokens, document=document)
 
+    def in_random_order(self, seed: int, left_out: Collection[str] = ()) -> TokenBlocks:
+        """Return the text with its documents in random order, leaving out an incomplete last block.
+
+        The order depends on the seed and on the documents, not on their order. Blocks are copied into memory.
+
+        Args:
+            seed: seed of the order.
+            left_out: ids of documents to leave out.
+
+        Raises:
+            UserError: if less than one block is left.
+        """
+        infos = tuple(self.documents)
+        tokens, document = (array[:, len(self.opening) :].reshape(-1) for array in (self.tokens, self.document))
+        # Draw the order of the documents, which is their new index
+        present = [index for index in np.unique(document).tolist() if infos[index].id not in left_out]
+        present.sort(key=lambda index: infos[index].id)
+        order = [present[index] for index in np.random.default_rng(seed).permutation(len(present))]
+        rank = np.full(len(infos), -1, dtype=np.int32)
+        rank[order] = np.arange(len(order), dtype=np.int32)
+        # Move the tokens
+        owner = rank[document]
+        moved = np.argsort(owner, kind="stable")[int((owner < 0).sum()) :]
+        check_enough(len(order), len(moved) + len(self.opening), self.block_size, "text")
+        tokens, document = _in_blocks(tokens[moved], owner[moved], self.block_size, self.opening)
+        return TokenBlocks(tokens, document, tuple(infos[index] for index in order), opening=self.opening)
+
     def save(self, path: Path) -> None:
         """Write the blocks and their documents as ``.npz``, atomically."""
         infos = json.dumps([asdict(info) for info in self.documents])

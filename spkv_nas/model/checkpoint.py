@@ -219,7 +219,7 @@ def load(
     """
     # Read the config
     source, what = at_revision(str(resolve(path_or_id)), revision), f"model {path_or_id}"
-    config = _read_config(source, what)
+    config = read_config(source, what)
     explicit = getattr(config, "transformers_weights", None)
     options = {"device_map": device_map, "attn_implementation": attn_implementation}
     check_attention(config, attn_implementation, what)
@@ -300,17 +300,17 @@ def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def saved_dtype(path_or_id: str | Path) -> torch.dtype | None:
     """Return the dtype of the weights in a checkpoint's config; None if it has none or they are quantized."""
-    config = _read_config(str(resolve(path_or_id)), f"model {path_or_id}")
+    config = read_config(str(resolve(path_or_id)), f"model {path_or_id}")
     quantized = getattr(config, "quantization_config", None) is not None
     return None if quantized or not isinstance(config.dtype, torch.dtype) else config.dtype
 
 
 def read_gates(path_or_id: str | Path) -> GateConfig | None:
     """Read a checkpoint's gates from its config alone; None if it has none. Raises ``UserError``."""
-    return saved_gates(_read_config(str(resolve(path_or_id)), f"model {path_or_id}"))
+    return saved_gates(read_config(str(resolve(path_or_id)), f"model {path_or_id}"))
 
 
-def _read_config(source: str, what: str) -> PreTrainedConfig:
+def read_config(source: str, what: str) -> PreTrainedConfig:
     """Read the config of a model folder, an id or a config file. Raises ``UserError``."""
     with _as_user_error(what):
         path = config_folder(source)
@@ -324,7 +324,7 @@ def _read_config(source: str, what: str) -> PreTrainedConfig:
 def weight_files(path_or_id: StrPath) -> list[Path]:
     """Return the weight files of a model that can be loaded. Raises ``UserError``, as ``load``."""
     source = str(resolve(path_or_id))
-    explicit = getattr(_read_config(source, f"model {path_or_id}"), "transformers_weights", None)
+    explicit = getattr(read_config(source, f"model {path_or_id}"), "transformers_weights", None)
     return check_files(model_folder(source, explicit), explicit)
 
 
@@ -374,7 +374,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def read_size(path_or_id: str | Path) -> ModelSize:
     """Compute the size of a decoder from the config of a folder, an id, or a config file. Raises ``UserError``."""
     source, what = str(resolve(path_or_id)), f"model {path_or_id}"
-    config = _read_config(source, what)
+    config = read_config(source, what)
     with _as_user_error(what):
         check_counts(config.to_dict(), what)
         return config_size(config)

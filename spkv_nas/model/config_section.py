@@ -120,7 +120,12 @@ def gate_config(model: PreTrainedModel) -> GateConfig | None:
 
 def checkpoint_layout(model: PreTrainedModel) -> Layout | None:
     """Return the layout of a model, such as a retrained hybrid; None if it has none."""
-    section = _checked(model.config)
+    return saved_layout(model.config)
+
+
+def saved_layout(config: PreTrainedConfig) -> Layout | None:
+    """Return the layout of a hybrid's config; None if it has none."""
+    section = _checked(config)
     saved = None if section is None else section.layout
     return None if saved is None else Layout(tuple(saved.heads), saved.window, sinks=saved.sinks)
 

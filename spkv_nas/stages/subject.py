@@ -175,7 +175,6 @@ class Subject:
         Raises:
             UserError: too few tokens, tokens outside the model's vocabulary, too little memory, or a failed load.
         """
-        from spkv_nas.data.splits import load_text
         from spkv_nas.model.checkpoint import load_on, saved_dtype
         from spkv_nas.model.config_section import gate_config
         from spkv_nas.model.model_shape import check_tokens
@@ -195,18 +194,8 @@ class Subject:
         if with_logits:
             require_logits(model, 1, length)  # before the text is tokenised, which may take long
         # Read the text
-        text: Any = options.data
-        train = None
-        if learns and gate_config(model) is None:
-            train, whole = self._split(tokenizer, length, reporter)
-            text = text or recipe.data.model_dump(mode="json")
-        elif options.data:
-            cache = options.folders.run_dir(self.name) / "blocks"
-            read = partial(load_text, options.data, tokenizer, cache, Path(), block_size=length, max_tokens=limit)
-            whole = after_main(partial(read, bos=parse_bos(options.bos), reporter=reporter))
-        else:
-            whole = self._held_out(tokenizer, limit and limit // length, reporter)
-            text = recipe.data.model_dump(mode="json")
+        train, whole = self.read(tokenizer, reporter, learns=learns and gate_config(model) is None)
+        text: Any = options.data or recipe.data.model_dump(mode="json")
         # Choose the blocks to measure on
         blocks = whole if limit is None else whole.spread(limit // length)
         if limit is None and tokens is not None:
@@ -221,6 +210,35 @@ class Subject:
         count = f"{blocks.num_blocks} blocks of {length} tokens"
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {count}")
         return Measured(model, tokenizer, blocks, whole, text, saved_name, train, batch_size)
+
+    def read(
+        self, tokenizer: PreTrainedTokenizerBase, reporter: Reporter = SILENT, *, learns: bool = False
+    ) -> tuple[TokenBlocks | None, TokenBlocks]:
+        """Read the text without loading the model; must be called on all ranks.
+
+        Args:
+            tokenizer: tokenizer of the model.
+            reporter: receives messages and progress.
+            learns: whether gates are learned on a part of the text, so that it is split by document.
+
+        Returns:
+            (blocks that gates learn on, None unless ``learns``; all other blocks).
+
+        Raises:
+            UserError: the text is missing or too short.
+        """
+        from spkv_nas.data.splits import load_text
+
+        options, length = self.options, self._length()
+        if learns:
+            return self._split(tokenizer, length, reporter)
+        if not options.data:
+            return None, self._held_out(tokenizer, options.max_tokens and options.max_tokens // length, reporter)
+        cache = options.folders.run_dir(self.name) / "blocks"
+        read = partial(
+            load_text, options.data, tokenizer, cache, Path(), block_size=length, max_tokens=options.max_tokens
+        )
+        return None, after_main(partial(read, bos=parse_bos(options.bos), reporter=reporter))
 
     def _held_out(self, tokenizer: PreTrainedTokenizerBase, max_blocks: int | None, reporter: Reporter) -> TokenBlocks:
         """Load the recipe's held-out text, mixed with RULER samples as its training text is.

@@ -41,7 +41,8 @@ SLOW = {  # whole workflows, of twenty seconds and more
     *("budget.md", "compare-signals.md", "own-model.md", "retrain.md", "python.md", "serve.md"),
 }
 OTHERS = {"make", "pip", "uv", "optuna-dashboard", "vllm"}  # programs that install, or serve a page
-PARSED = ("evaluate tasks paper", "--train-step", "serve-check")  # data from the hub; a minute of timing; an engine
+# Data from the hub; a minute of timing; an engine; an exit code that depends on the models
+PARSED = ("evaluate tasks paper", "--train-step", "serve-check", "spkv-nas verdict")
 LIMITS = (  # options that keep a command short, by what it contains; the last of an option counts
     ("probe --signal density --model", "--steps 2 --block-size 64 --ablation-tokens 0"),
     ("probe --signal opening --model", "--max-tokens 256 --block-size 64"),

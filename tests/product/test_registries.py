@@ -15,6 +15,7 @@ from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.stages.evaluate.registry import EVALUATIONS
+from spkv_nas.stages.verdict.registry import CRITERIA
 
 PAGES: list[tuple[Registry[Any], str]] = [
     (SIGNALS, "guides/scores"),
@@ -23,6 +24,7 @@ PAGES: list[tuple[Registry[Any], str]] = [
     (SAMPLERS, "guides/search"),
     (EVALUATIONS, "guides/evaluation"),
     (ENGINES, "guides/cost"),
+    (CRITERIA, "guides/verdict"),
 ]
 
 

@@ -11,7 +11,8 @@ from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
 
-Lengths = Annotated[str, Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")]
+LENGTHS = Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")
+Lengths = Annotated[str, LENGTHS]
 RulerTasks = Annotated[str | None, Flag("Comma-separated RULER tasks, such as niah_single_1,vt.", metavar="NAMES")]
 Samples = Annotated[int | None, Flag("Samples per task and length.", low=1, high=MAX_REPEATS)]
 Haystack = Annotated[list[str] | None, Flag("Essays to hide needles in: files or folders; repeat for several.")]

@@ -1,0 +1,161 @@
+"""Test after every sample whether a candidate is worse than a baseline by less than a margin; needs no torch.
+
+Each sample is measured with both models. A test gives the evidence for both answers: that the candidate's loss is below
+the margin, and that it is above.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spkv_nas.base.sequential import anytime_p, betting_log_e, bounds_so_far
+
+Float = NDArray[np.float64]
+_BISECTIONS = 40
+_MOST_REPEATS = 100.0  # extrapolation beyond this many times the samples means nothing
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Logarithms [n] of two e-processes after each sample.
+
+    Attributes:
+        passes: evidence that the loss is below the margin.
+        fails: evidence that the loss is above the margin.
+    """
+
+    passes: Float
+    fails: Float
+
+    @property
+    def p_passes(self) -> float:
+        """Return the anytime-valid p-value of "the loss is at least the margin"; 1 without samples."""
+        return float(anytime_p(self.passes)[-1]) if len(self.passes) else 1.0
+
+    @property
+    def p_fails(self) -> float:
+        """Return the anytime-valid p-value of "the loss is at most the margin"; 1 without samples."""
+        return float(anytime_p(self.fails)[-1]) if len(self.fails) else 1.0
+
+
+class PairedTest(Protocol):
+    """Test of a loss that is measured on the same samples with both models.
+
+    Pairs are float64 [n, 2]: what the candidate and the baseline scored, in random order of the samples. Losses and
+    margins are in ``unit``; a positive loss means that the candidate is worse.
+    """
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of losses and margins."""
+
+    @property
+    def highest(self) -> float:
+        """Return the largest loss."""
+
+    def loss(self, pairs: Float) -> float:
+        """Return the loss on these samples."""
+
+    def evidence(self, pairs: Float, margin: float, *, repeats: float = 1.0) -> Evidence:
+        """Return the evidence after each sample; ``repeats`` counts every sample so often, to extrapolate."""
+
+
+@dataclass(frozen=True)
+class RelativeRise:
+    """Test of the rise of a ratio of sums, such as NLL per token, in percent of the baseline's.
+
+    The samples are documents, with the sum of the NLL of their tokens: c for the candidate, d for the baseline. The
+    loss is that of the whole corpus, 100 (sum c / sum d - 1), as ``score`` reports it: documents count by their length.
+    It is below the margin if the mean of (1 + margin / 100) d - c over documents is above 0. That is linear in the
+    samples, so no ratio has to be approximated. Documents are assumed to be independent draws from the text that the
+    model is going to be used on. Their losses have no bound, so each is bounded by those before it.
+    """
+
+    unit: str = "%"
+    highest: float = 1e6
+
+    def loss(self, pairs: Float) -> float:
+        """Return the change of the ratio in percent; NaN without samples."""
+        candidate, baseline = pairs.sum(0)
+        return float(100.0 * (candidate / baseline - 1.0)) if baseline > 0.0 else math.nan
+
+    def evidence(self, pairs: Float, margin: float, *, repeats: float = 1.0) -> Evidence:
+        """Return the evidence after each document."""
+        gain = (1.0 + margin / 100.0) * pairs[:, 1] - pairs[:, 0]
+        bounds = bounds_so_far(gain, pairs[:, 1])
+        return Evidence(betting_log_e(gain, bounds, repeats=repeats), betting_log_e(-gain, bounds, repeats=repeats))
+
+
+@dataclass(frozen=True)
+class MeanDrop:
+    """Test of the drop of a mean of scores in [0, 1], in points of 100. Exact for any distribution."""
+
+    unit: str = "points"
+    highest: float = 100.0
+
+    def loss(self, pairs: Float) -> float:
+        """Return the drop of the mean in points; NaN without samples."""
+        return float(100.0 * (pairs[:, 1] - pairs[:, 0]).mean()) if len(pairs) else math.nan
+
+    def evidence(self, pairs: Float, margin: float, *, repeats: float = 1.0) -> Evidence:
+        """Return the evidence after each sample."""
+        if pairs.size and not (pairs.min() >= 0.0 and pairs.max() <= 1.0):
+            raise ValueError(f"scores are {pairs.min()} to {pairs.max()}; expected 0 to 1")
+        allowed = margin / 100.0
+        gain = pairs[:, 0] - pairs[:, 1] + allowed  # in [-1 + allowed, 1 + allowed]
+        return Evidence(
+            betting_log_e(gain, 1.0 - allowed, repeats=repeats), betting_log_e(-gain, 1.0 + allowed, repeats=repeats)
+        )
+
+
+def loss_interval(test: PairedTest, pairs: Float, risk: float) -> tuple[float, float]:
+    """Return an interval of the loss whose ends are each wrong with a probability of at most ``risk``, at any time.
+
+    It holds the margins that the candidate neither passes nor fails at these samples (a confidence sequence). An end
+    that the samples do not determine is infinite, or the largest loss.
+    """
+    if not len(pairs):
+        return -math.inf, math.inf
+    loss, target = test.loss(pairs), -math.log(risk)
+    passing = _smallest(lambda distance: test.evidence(pairs, loss + distance).passes[-1] >= target)
+    failing = _smallest(lambda distance: test.evidence(pairs, loss - distance).fails[-1] >= target)
+    return loss - failing, min(loss + passing, test.highest)
+
+
+def _smallest(is_enough: Callable[[float], bool]) -> float:
+    """Return the smallest distance that is enough, by doubling and bisection; infinity if none of up to 100 is."""
+    low, high = 0.0, 1e-3
+    while not is_enough(high):
+        low, high = high, 2.0 * high
+        if low > 100.0:
+            return math.inf
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def more_samples(test: PairedTest, pairs: Float, margin: float, risk: float) -> int | None:
+    """Estimate how many more samples would decide, if they are like those so far.
+
+    None if the loss is so near to the margin that a hundred times as many samples would not decide.
+    """
+    target = -math.log(risk)
+
+    def is_enough(repeats: float) -> bool:
+        evidence = test.evidence(pairs, margin, repeats=repeats)
+        return bool(max(evidence.passes[-1], evidence.fails[-1]) >= target)
+
+    if not len(pairs) or not is_enough(_MOST_REPEATS):
+        return None
+    low, high = 1.0, _MOST_REPEATS
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return max(1, math.ceil((high - 1.0) * len(pairs)))

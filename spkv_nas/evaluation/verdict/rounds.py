@@ -1,0 +1,161 @@
+"""Measure the samples of a criterion in rounds, in a random order that is the same for every model.
+
+A round is the unit that is stored: an interrupted verdict resumes after the last finished one, and gives the same
+answer. So rounds must not depend on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.ruler.sample import Sample
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.ruler import answer
+
+Float = NDArray[np.float64]
+_ROUND_BLOCKS = 16  # blocks of text per round
+_ROUND_QUESTIONS = 16
+_NO_ROOM = -1.0  # score of a question that does not fit in its length
+_STREAM = 35  # separates the order of questions from other uses of the seed
+
+MakeSample = Callable[[str, int, int], Sample | None]  # task, length, index
+
+
+class Rounds(Protocol):
+    """Samples of a criterion, in rounds.
+
+    Attributes:
+        identity: text of everything that the samples depend on besides the model.
+        num_rounds: number of rounds.
+        num_samples: number of samples in all rounds.
+    """
+
+    @property
+    def identity(self) -> str:
+        """Return ``identity``."""
+
+    @property
+    def num_rounds(self) -> int:
+        """Return ``num_rounds``."""
+
+    @property
+    def num_samples(self) -> int:
+        """Return ``num_samples``."""
+
+    def measure(self, index: int, model: PreTrainedModel) -> Float:
+        """Measure a round: finite numbers, at least one."""
+
+    def scores(self, measured: Sequence[Float]) -> Float:
+        """Return one score per sample that the first rounds, measured in order, complete."""
+
+
+@dataclass(frozen=True)
+class DocumentRounds:
+    """NLL sums of documents, in rounds of blocks.
+
+    Attributes:
+        blocks: text whose documents are in random order (``TokenBlocks.in_random_order``).
+        identity: identity of the text.
+        batch_size: blocks per forward pass.
+    """
+
+    blocks: TokenBlocks
+    identity: str
+    batch_size: int
+
+    @property
+    def num_rounds(self) -> int:
+        """Return the number of rounds, the last of which may be shorter."""
+        return -(-self.blocks.num_blocks // _ROUND_BLOCKS)
+
+    @cached_property
+    def _present(self) -> NDArray[np.intp]:
+        """Return the documents with predicted tokens, in order."""
+        return np.unique(self.blocks.document[:, 1:]).astype(np.intp)
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of documents with predicted tokens."""
+        return len(self._present)
+
+    def measure(self, index: int, model: PreTrainedModel) -> Float:
+        """Return the NLL sums of the documents of a round's blocks, from the first to the last."""
+        part = slice(index * _ROUND_BLOCKS, (index + 1) * _ROUND_BLOCKS)
+        tokens, document = self.blocks.tokens[part], self.blocks.document[part]
+        blocks = replace(self.blocks, tokens=tokens, document=document, largest=None)
+        nll = document_nll(model, blocks, batch_size=self.batch_size)
+        return nll.total[document[0, 0] : document[-1, -1] + 1]
+
+    def scores(self, measured: Sequence[Float]) -> Float:
+        """Return the NLL of every document whose last block has been measured."""
+        totals = np.zeros(int(self._present[-1]) + 1)
+        for index, sums in enumerate(measured):
+            first = self.blocks.document[index * _ROUND_BLOCKS, 0]
+            totals[first : first + len(sums)] += sums
+        done = len(measured) * _ROUND_BLOCKS
+        complete = len(totals) if done >= self.blocks.num_blocks else int(self.blocks.document[done, 0])
+        return totals[self._present[self._present < complete]]
+
+
+class QuestionRounds:
+    """Scores of generated answers to RULER's questions. Each question is of a random task and length.
+
+    Args:
+        cells: (task, length) to draw from, with equal probability.
+        make: makes a question.
+        tokenizer: tokenizer of the models.
+        number: number of questions.
+        seed: seed of the order.
+        identity: identity of the questions besides these.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[tuple[str, int]],
+        make: MakeSample,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        number: int,
+        seed: int,
+        identity: str,
+    ) -> None:
+        """Draw the cells of all questions, and number the questions of each cell."""
+        self._make, self._tokenizer = make, tokenizer
+        self.num_samples = number
+        self.identity = f"{identity} {seed} {list(cells)}"
+        counts = dict.fromkeys(cells, 0)
+        self._questions: list[tuple[str, int, int]] = []
+        for drawn in np.random.default_rng((seed, _STREAM)).integers(len(cells), size=number).tolist():
+            cell = cells[drawn]
+            self._questions.append((*cell, counts[cell]))
+            counts[cell] += 1
+
+    @property
+    def num_rounds(self) -> int:
+        """Return the number of rounds, the last of which may be shorter."""
+        return -(-self.num_samples // _ROUND_QUESTIONS)
+
+    def measure(self, index: int, model: PreTrainedModel) -> Float:
+        """Return the score in [0, 1] of each question of a round; -1 for one that does not fit in its length."""
+        questions = self._questions[index * _ROUND_QUESTIONS : (index + 1) * _ROUND_QUESTIONS]
+        # The longest question comes first, because the batch size is chosen by it
+        order = sorted(range(len(questions)), key=lambda number: (-questions[number][1], questions[number]))
+        lines = answer(model, self._tokenizer, lambda number: self._make(*questions[order[number]]), len(order))
+        scores = np.full(len(questions), _NO_ROOM)
+        for line in lines:
+            scores[order[line["index"]]] = line["score"]
+        return scores
+
+    def scores(self, measured: Sequence[Float]) -> Float:
+        """Return the scores of all questions that fit in their length."""
+        scores: Float = np.concatenate([np.empty(0), *measured])
+        fitting: Float = scores[scores != _NO_ROOM]
+        return fitting

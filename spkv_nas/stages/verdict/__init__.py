@@ -1,0 +1,1 @@
+"""Decide whether candidates keep up with a dense model: command ``verdict``."""

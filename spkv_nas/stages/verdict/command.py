@@ -1,0 +1,50 @@
+"""Run the ``verdict`` command; its docstring is the help."""
+
+from __future__ import annotations
+
+from spkv_nas.base.progress import Reporter
+from spkv_nas.stages.result import Result
+from spkv_nas.stages.verdict.options import VerdictOptions
+
+EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
+
+
+def verdict(options: VerdictOptions, reporter: Reporter) -> Result:
+    """Decide whether layouts or checkpoints keep up with a dense model. Writes reports/NAME/verdict.csv.
+
+    Candidates are checkpoints, or layout files, which are tried on the weights of --against without training. Both
+    models are measured sample by sample, in random order, until the answer is known: passes if the loss is below every
+    margin of --margin, fails if it is above one, else open. That any candidate passes wrongly, and that any fails
+    wrongly, has a probability of at most --risk each, however early it stops. Documents that chose a layout are left
+    out.
+
+    Exits with 0 if a candidate passes, 1 if all fail, 3 otherwise. Samples are kept in runs/NAME/verdict/ and reused.
+    """
+    from spkv_nas.stages.verdict import output, stage
+
+    result = stage.verdict(options, reporter)
+    return Result(result, output.show, output.document, exit_code=EXIT_CODES[result.answer])
+
+
+def check(options: VerdictOptions) -> None:
+    """Check the margins, the risk, the candidates, the text, and the criteria's options."""
+    from spkv_nas.base.assets import EMBEDDED_PREFIX
+    from spkv_nas.base.errors import UserError
+    from spkv_nas.model.source import check_checkpoint
+    from spkv_nas.stages.checks import check_exist
+    from spkv_nas.stages.options import DENSE
+    from spkv_nas.stages.subject import Subject
+    from spkv_nas.stages.verdict.margins import is_layout, parse_margins, parse_risk
+
+    parse_risk(options.risk)
+    margins = parse_margins(options.margin)
+    for candidate in options.candidates:
+        if is_layout(candidate):
+            check_exist([candidate], "layout")
+        else:
+            check_checkpoint(candidate)
+    if not options.model.startswith(EMBEDDED_PREFIX) and not options.data:
+        raise UserError("--against needs --data: files or folders with the text to judge on, which chose no candidate")
+    Subject.of(options, DENSE, "judge on").check()
+    for criterion, _ in margins:
+        criterion.check(options)

@@ -1,0 +1,84 @@
+"""Define the built-in criteria of a verdict: NLL by document, and RULER's questions by generated answers."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.units import parse_context
+from spkv_nas.evaluation.verdict.paired_test import MeanDrop, RelativeRise
+from spkv_nas.stages.verdict.criterion import Criterion, Setting
+from spkv_nas.stages.verdict.options import QUESTIONS, VerdictOptions
+
+if TYPE_CHECKING:
+    from spkv_nas.data.ruler.sample import Sample
+    from spkv_nas.evaluation.verdict.rounds import Rounds
+
+
+def _documents(setting: Setting) -> Rounds:
+    """Return the documents of the text, in rounds of blocks."""
+    from spkv_nas.evaluation.micro_batch import fitting_batch
+    from spkv_nas.evaluation.verdict.rounds import DocumentRounds
+
+    key = hashlib.sha256(str(setting.blocks.tokens.shape).encode())
+    for array in (setting.blocks.tokens, setting.blocks.document):
+        key.update(np.ascontiguousarray(array).data)
+    return DocumentRounds(setting.blocks, key.hexdigest(), fitting_batch(setting.dense, setting.blocks))
+
+
+def _questions(setting: Setting) -> Rounds:
+    """Return RULER's questions, each of a random task and length."""
+    from importlib.metadata import version
+
+    from spkv_nas.data.ruler.material import Material
+    from spkv_nas.data.ruler.sample import VERSION, NoRoomError
+    from spkv_nas.data.ruler.tasks import available, generate
+    from spkv_nas.evaluation.micro_batch import check_positions
+    from spkv_nas.evaluation.verdict.rounds import QuestionRounds
+
+    options = setting.options
+    material = Material.read(options.haystack or [], options.qa or [])
+    names = available(material) if options.tasks is None else [name.strip() for name in options.tasks.split(",")]
+    lengths = sorted({parse_context(text) for text in str(options.lengths).split(",")})
+    cells = [(task, length) for length in lengths for task in dict.fromkeys(names)]
+    check_positions(setting.dense, lengths[-1], "--lengths")
+
+    def make(task: str, length: int, index: int) -> Sample | None:
+        """Make a question; only the first of its task and length has to fit."""
+        try:
+            return generate(task, options.seed, index, length, setting.tokenizer, material)
+        except NoRoomError:
+            if index:
+                return None
+            raise
+
+    for cell in cells:  # raises before hours of work
+        make(*cell, 0)
+    identity = f"{VERSION} {version('wonderwords')} {material.identity}"
+    number = options.samples or QUESTIONS
+    return QuestionRounds(cells, make, setting.tokenizer, number=number, seed=options.seed, identity=identity)
+
+
+def _check_questions(options: VerdictOptions) -> None:
+    """Check the lengths, the tasks and the material of RULER."""
+    from spkv_nas.data.readers import open_source
+    from spkv_nas.data.ruler.tasks import check_task
+    from spkv_nas.stages.checks import check_exist
+
+    if options.lengths is None:
+        raise UserError("--margin ruler=... needs --lengths: comma-separated prompt lengths in tokens, such as 512,4k")
+    for length in options.lengths.split(","):
+        parse_context(length)
+    for task in [] if options.tasks is None else options.tasks.split(","):
+        check_task(task.strip())
+    for source in options.haystack or ():
+        open_source(source, Path())
+    check_exist(options.qa or (), "questions")
+
+
+NLL = Criterion("nll", "documents", RelativeRise(), _documents)
+RULER = Criterion("ruler", "questions", MeanDrop(), _questions, _check_questions)

@@ -1,0 +1,48 @@
+"""Declare the options of the ``verdict`` command, and check them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MAX_REPEATS
+from spkv_nas.stages import flags
+from spkv_nas.stages.evaluate.ruler.options import LENGTHS, Haystack, Questions, RulerTasks
+from spkv_nas.stages.options import DENSE, SubjectOptions
+
+QUESTIONS = 2000  # default maximum number of RULER's questions
+
+Candidates = Annotated[list[str], Flag("Checkpoints, and layout files (YAML).", metavar="CANDIDATE", argument=True)]
+Dense = Annotated[
+    str, Flag("Checkpoint to keep up with; layouts are tried on its weights.", ("--against",), "CHECKPOINT")
+]
+Margin = Annotated[
+    str,
+    Flag(
+        "Largest loss allowed, by criterion, such as nll=1%,ruler=2. nll: rise of the NLL in percent; ruler: drop of "
+        "the share of correct answers in percentage points.",
+        metavar="NAME=LOSS,...",
+    ),
+]
+Risk = Annotated[str, Flag("Largest probability of a wrong pass, and of a wrong failure, such as 5%.", metavar="N%")]
+MaxQuestions = Annotated[
+    int | None, Flag("Maximum number of RULER's questions, over all tasks and lengths.", low=1, high=MAX_REPEATS)
+]
+OptionalLengths = Annotated[str | None, LENGTHS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictOptions(SubjectOptions):
+    """Options of the ``verdict`` command."""
+
+    candidates: Candidates
+    model: Dense = DENSE
+    margin: Margin = "nll=1%"
+    risk: Risk = "5%"
+    lengths: OptionalLengths = default(None, "none; required by ruler")
+    tasks: RulerTasks = default(None, "all")
+    samples: MaxQuestions = default(None, str(QUESTIONS))
+    haystack: Haystack = default(None, "RULER's noise")
+    qa: Questions = default(None, "none; qa_1 and qa_2 are left out")
+    seed: flags.Seed = 0

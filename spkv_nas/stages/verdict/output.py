@@ -1,0 +1,116 @@
+"""Print a verdict for people: a line per criterion, and a sentence per candidate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from spkv_nas.base.console import caution, out, print_path
+from spkv_nas.stages.verdict.stage import VerdictResult
+
+
+def show(result: VerdictResult) -> None:
+    """Print the table, the verdict on each candidate, and what it rests on."""
+    grid = Table(
+        "candidate",
+        "criterion",
+        "loss",
+        "interval",
+        "margin",
+        "samples",
+        "result",
+        title=f"{escape(result.name)}: loss against {escape(result.against)}",
+    )
+    for row in result.rows.itertuples():
+        interval = f"{_end(row.low)} to {_end(row.high)}"
+        samples = f"{row.num_samples} {result.nouns[row.criterion]}"
+        cells = (
+            row.candidate,
+            row.criterion,
+            _end(row.loss),
+            interval,
+            f"{row.margin:g} {row.unit}",
+            samples,
+            row.answer,
+        )
+        grid.add_row(*map(escape, map(str, cells)))
+    out.print(grid)
+    for line in (*_sentences(result), basis(result)):
+        out.print(line)
+    if result.unrecorded:
+        caution(
+            f"warning: no record says which text chose {', '.join(result.unrecorded)}: check that it was not this text"
+        )
+    print_path("verdict", result.folder / "verdict.csv")
+
+
+def document(result: VerdictResult) -> dict[str, Any]:
+    """Return what ``--json`` prints: the answers, the table, and the sentences."""
+    return {
+        "name": result.name,
+        "against": result.against,
+        "answer": result.answer,
+        "answers": result.answers,
+        "criteria": result.rows.astype(object).where(result.rows.notna(), None),
+        "sentences": [Text.from_markup(line).plain for line in (*_sentences(result), basis(result))],
+        "risk": result.risk,
+        "left_out": {"documents": result.num_left_out, "chose": result.records},
+        "unrecorded": result.unrecorded,
+        "folder": result.folder,
+    }
+
+
+def _sentences(result: VerdictResult) -> list[str]:
+    """Return the verdict on each candidate."""
+    return [sentence(result, name) for name in result.answers]
+
+
+def sentence(result: VerdictResult, name: str) -> str:
+    """Return the verdict on a candidate."""
+    answer = result.answers[name]
+    rows = result.rows[result.rows["candidate"] == name]
+    if answer == "passes":
+        return f"[bold]{escape(name)} passes[/bold]: its loss is below {_listed(rows, ' and ')}"
+    if answer == "fails":
+        failed = rows[rows["answer"] == "fails"]
+        return f"[bold]{escape(name)} fails[/bold]: its loss is above {_listed(failed, ' and ')}"
+    parts = []
+    for row in rows[rows["answer"] == "open"].to_dict("records"):
+        more = row["more_samples"]
+        noun = result.nouns[row["criterion"]]
+        about = (
+            "its loss is too near the margin to say how many more would tell"
+            if more is None or more != more
+            else f"about {int(more):,} more would tell"
+        )
+        parts.append(f"{row['criterion']} after {row['num_samples']} {noun}; {about}")
+    return f"[bold]{escape(name)} is open[/bold]: {', and '.join(parts)}"
+
+
+def basis(result: VerdictResult) -> str:
+    """Return the sentence on the error rate and on what was corrected for."""
+    number = len(result.answers)
+    shared = f" for all {number} candidates together (Holm)" if number > 1 else ""
+    sources = f" ({', '.join(result.records)})" if result.records else ""
+    if result.num_left_out:
+        chosen = f"left out are {result.num_left_out} documents that chose a layout{sources}"
+    elif result.records:
+        chosen = f"no document chose a layout{sources}"
+    else:
+        chosen = "the workspace has no record of a text that chose a layout"
+    risk = f"risk of a wrong pass, and of a wrong failure, {100 * result.risk:g} % each{shared}"
+    return f"{risk}, looking after every sample; {escape(chosen)}"
+
+
+def _listed(rows: Any, joint: str) -> str:
+    """List the margins of some rows."""
+    return joint.join(f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples())
+
+
+def _end(number: float) -> str:
+    """Format a loss or an end of its interval; a dash if it is not determined."""
+    return "-" if math.isnan(number) else f"{number:+.3g}"

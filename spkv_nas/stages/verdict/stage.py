@@ -1,0 +1,239 @@
+"""Decide whether candidates keep up with a dense model, to ``reports/<name>/verdict.csv``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from spkv_nas.artifacts.result_tables import VERDICT
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.version import environment
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.micro_batch import check_positions, require_logits
+from spkv_nas.evaluation.verdict.decision import Answer, Levels, decide
+from spkv_nas.evaluation.verdict.paired_test import Evidence, loss_interval, more_samples
+from spkv_nas.evaluation.verdict.rounds import Rounds
+from spkv_nas.model.checkpoint import model_origin
+from spkv_nas.model.model_shape import check_tokens
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.checks import check
+from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, load
+from spkv_nas.stages.options import DENSE
+from spkv_nas.stages.subject import Subject
+from spkv_nas.stages.verdict.choice import Choice, find_choice
+from spkv_nas.stages.verdict.contenders import Contender, ScoreStore, contenders
+from spkv_nas.stages.verdict.criterion import Criterion, Setting
+from spkv_nas.stages.verdict.margins import parse_margins, parse_risk
+from spkv_nas.stages.verdict.options import VerdictOptions
+
+# Text to judge on by default: one block per document, within limits
+MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
+
+Pairs = dict[str, NDArray[np.float64]]  # scores [n, 2] of a candidate and the dense model, by criterion
+
+
+@dataclass(frozen=True)
+class VerdictResult:
+    """Result of ``verdict``.
+
+    Attributes:
+        name: name of the results.
+        against: the dense checkpoint.
+        risk: largest probability of a wrong pass, and of a wrong failure, as a share.
+        answers: answer about each candidate, by name.
+        rows: columns of ``VERDICT``, one row per candidate and criterion that was measured.
+        nouns: what a sample is, by criterion.
+        num_left_out: number of documents that chose a layout, so that they were left out.
+        records: what chose the layouts.
+        unrecorded: layouts of which the workspace has no record of what chose them.
+        folder: folder of the table.
+    """
+
+    name: str
+    against: str
+    risk: float
+    answers: Mapping[str, Answer]
+    rows: pd.DataFrame
+    nouns: Mapping[str, str]
+    num_left_out: int
+    records: Sequence[str]
+    unrecorded: Sequence[str]
+    folder: Path
+
+    @property
+    def answer(self) -> Answer:
+        """Return "passes" if a candidate passes, "fails" if all fail, else "open"."""
+        answers = set(self.answers.values())
+        return "passes" if "passes" in answers else "fails" if answers == {"fails"} else "open"
+
+
+def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResult:
+    """Measure candidates and the dense model until the answer about every candidate is known.
+
+    Raises:
+        UserError: all documents of the text chose a layout, two models differ in their tokenizer, or something cannot
+            be read.
+    """
+    quiet_transformers(reporter)
+    check(options)
+    margins, risk = parse_margins(options.margin), parse_risk(options.risk)
+    dense, candidates = contenders(options)
+    for candidate in candidates:
+        check_pair(candidate.source, options.model)
+    options.folders.check_writable()
+    # Load the dense model, and the documents that chose no candidate
+    subject = Subject.of(options, DENSE, "judge on")
+    loaded = load(options, options.model, reporter)
+    blocks, choice, num_left_out = _text(subject, options, candidates, loaded, reporter)
+    # Prepare the samples of every criterion
+    setting = Setting(options, *loaded, blocks)
+    samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
+    store = ScoreStore(options, options.folders.run_dir(subject.name) / "verdict", loaded, reporter)
+    # Measure one candidate after another
+    pairs: dict[str, Pairs] = {}
+    answers: list[Answer] = []
+    for candidate in candidates:
+        levels = Levels.of(risk, answers, num_candidates=len(candidates), num_criteria=len(margins))
+        pairs[candidate.name], answer = _measure(candidate, dense, margins, samples, levels, store, reporter)
+        answers.append(answer)
+    # Decide over all candidates
+    evidence = {
+        name: {
+            each.name: each.test.evidence(scores[each.name], margin) for each, margin in margins if each.name in scores
+        }
+        for name, scores in pairs.items()
+    }
+    decided = decide(evidence, [criterion.name for criterion, _ in margins], risk)
+    rows = _rows(pairs, evidence, decided, margins, risk)
+    origin = _origin(options, choice, num_left_out, decided, samples)
+    folder = options.folders.report_dir(subject.name)
+    VERDICT.write(folder, rows, origin)
+    nouns = {criterion.name: criterion.noun for criterion, _ in margins}
+    left_out = (num_left_out, choice.records, choice.unrecorded)
+    return VerdictResult(subject.name, options.model, risk, decided, rows, nouns, *left_out, folder)
+
+
+def _text(
+    subject: Subject, options: VerdictOptions, candidates: Sequence[Contender], loaded: Loaded, reporter: Reporter
+) -> tuple[TokenBlocks, Choice, int]:
+    """Return the documents to judge on in random order, what chose the layouts, and how many documents it left out."""
+    model, tokenizer = loaded
+    _, whole = subject.read(tokenizer, reporter)
+    check_positions(model, whole.block_size, "--block-size")
+    require_logits(model, 1, whole.block_size)
+    check_tokens(model, whole.largest_token)
+    layouts = {each.name: each.chosen for each in candidates if each.chosen is not None}
+    choice = find_choice(options, layouts, tokenizer, reporter)
+    # Leave out what chose
+    infos = tuple(whole.documents)
+    present = {infos[index].id for index in np.unique(whole.document)}
+    num_left_out = len(present & choice.documents)
+    if num_left_out == len(present):
+        raise UserError(
+            f"all {len(present)} documents of the text chose a layout ({', '.join(choice.records)}), so none can judge "
+            "it\ngive other text with --data"
+        )
+    blocks = whole.in_random_order(options.seed, choice.documents)
+    # Spread over the documents, as further blocks of a document tell less than those of another
+    max_tokens = options.max_tokens or min(max(MIN_BLOCKS, len(blocks.documents)) * blocks.block_size, MAX_TOKENS)
+    return blocks.spread(max(1, max_tokens // blocks.block_size)), choice, num_left_out
+
+
+def _measure(
+    candidate: Contender,
+    dense: Contender,
+    margins: Sequence[tuple[Criterion, float]],
+    samples: Mapping[str, Rounds],
+    levels: Levels,
+    store: ScoreStore,
+    reporter: Reporter,
+) -> tuple[Pairs, Answer]:
+    """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples."""
+    pairs: Pairs = {}
+    answers: list[Answer] = []
+    for criterion, margin in margins:
+        rounds = samples[criterion.name]
+        answer: Answer = "open"
+        with reporter.bar(f"judging {candidate.name} by {criterion.name}") as progress:
+            for number in range(1, rounds.num_rounds + 1):
+                scores = [store.score(each, rounds, number) for each in (candidate, dense)]
+                measured = pairs[criterion.name] = np.stack(scores, 1)
+                answer = levels.answer(criterion.test.evidence(measured, margin))
+                loss = f"loss {criterion.test.loss(measured):+.3g} {criterion.test.unit}" if len(measured) else ""
+                progress(len(measured), rounds.num_samples, loss)
+                if answer != "open":
+                    break
+        answers.append(answer)
+        if answer == "fails":
+            return pairs, answer
+    return pairs, "open" if "open" in answers else "passes"
+
+
+def _rows(
+    pairs: Mapping[str, Pairs],
+    evidence: Mapping[str, Mapping[str, Evidence]],
+    decided: Mapping[str, Answer],
+    margins: Sequence[tuple[Criterion, float]],
+    risk: float,
+) -> pd.DataFrame:
+    """Return the table, columns of ``VERDICT``; intervals hold for all candidates together."""
+    rows = []
+    for name, by_criterion in evidence.items():
+        others = [answer for other, answer in decided.items() if other != name]
+        levels = Levels.of(risk, others, num_candidates=len(decided), num_criteria=len(margins))
+        for criterion, margin in margins:
+            if criterion.name not in by_criterion:
+                continue
+            test, measured = criterion.test, pairs[name][criterion.name]
+            tested = by_criterion[criterion.name]
+            answer = levels.answer(tested)
+            low, high = loss_interval(test, measured, risk / len(decided))
+            row = {
+                "candidate": name,
+                "criterion": criterion.name,
+                "answer": answer,
+                "margin": margin,
+                "unit": test.unit,
+                "loss": test.loss(measured),
+                "low": low if math.isfinite(low) else math.nan,
+                "high": high if math.isfinite(high) else math.nan,
+                "num_samples": len(measured),
+                "more_samples": more_samples(test, measured, margin, levels.passes) if answer == "open" else None,
+                "p_passes": tested.p_passes,
+                "p_fails": tested.p_fails,
+            }
+            rows.append(row)
+    return pd.DataFrame(rows, columns=VERDICT.header).astype({"more_samples": "Int64"})
+
+
+def _origin(
+    options: VerdictOptions,
+    choice: Choice,
+    num_left_out: int,
+    decided: Mapping[str, Answer],
+    samples: Mapping[str, Rounds],
+) -> dict[str, Any]:
+    """Return the record of the verdict: answers, risk, samples, and what was left out."""
+    return {
+        "answers": dict(decided),
+        "risk": parse_risk(options.risk),
+        "margin": options.margin,
+        **{
+            f"against_{key}" if key != "model" else "against": value
+            for key, value in model_origin(options.model).items()
+        },
+        "data": options.data or "held-out text of the embedded models",
+        "seed": options.seed,
+        "samples": {name: rounds.num_samples for name, rounds in samples.items()},
+        "left_out": {"documents": num_left_out, "chose": list(choice.records)},
+        "unrecorded": list(choice.unrecorded),
+        "environment": environment(),
+    }

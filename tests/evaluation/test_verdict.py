@@ -1,0 +1,195 @@
+"""Test the decisions of a verdict: the paired tests, their intervals, several candidates, and rounds of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from helpers import tiny_model
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.data.blocks import TokenBlocks, build_blocks
+from spkv_nas.data.ruler.tasks import generate
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.evaluation.verdict.decision import Levels, decide
+from spkv_nas.evaluation.verdict.paired_test import (
+    Evidence,
+    MeanDrop,
+    PairedTest,
+    RelativeRise,
+    loss_interval,
+    more_samples,
+)
+from spkv_nas.evaluation.verdict.rounds import DocumentRounds, QuestionRounds
+
+
+def documents(rise: float, number: int = 60, noise: float = 0.01) -> np.ndarray:
+    """Return pairs of NLL sums with a rise in percent."""
+    random = np.random.default_rng(0)
+    dense = random.uniform(800, 1200, number)
+    return np.stack([dense * (1.0 + rise / 100.0 + noise * random.normal(size=number)), dense], 1)
+
+
+def answers(drop: float, number: int = 600) -> np.ndarray:
+    """Return pairs of scores of which the candidate loses a share."""
+    dense = np.ones(number)
+    candidate = dense.copy()
+    if drop:
+        candidate[:: round(1 / drop)] = 0.0
+    return np.stack([candidate, dense], 1)
+
+
+def evidence(p_passes: float, p_fails: float) -> Evidence:
+    """Return evidence with these p-values."""
+    return Evidence(np.array([-math.log(p_passes)]), np.array([-math.log(p_fails)]))
+
+
+class TestPairedTests:
+    def test_the_loss_is_that_of_score(self) -> None:
+        pairs = documents(0.7)
+        tokens = np.full(len(pairs), 500)
+        change = paired_difference(DocumentNLL(pairs[:, 0], tokens), DocumentNLL(pairs[:, 1], tokens))
+        assert RelativeRise().loss(pairs) == pytest.approx(change.percent)
+
+    @pytest.mark.parametrize(
+        ("test", "good", "bad", "margin"),
+        [(RelativeRise(), documents(0.0), documents(3.0), 1.0), (MeanDrop(), answers(0.0), answers(0.1), 2.0)],
+        ids=["nll", "answers"],
+    )
+    def test_clear_cases(self, test: PairedTest, good: np.ndarray, bad: np.ndarray, margin: float) -> None:
+        assert test.evidence(good, margin).p_passes < 0.05 < test.evidence(good, margin).p_fails
+        assert test.evidence(bad, margin).p_fails < 0.05 < test.evidence(bad, margin).p_passes
+
+    def test_equal_models_pass_at_any_margin(self) -> None:
+        pairs = documents(0.0, noise=0.0)
+        assert RelativeRise().evidence(pairs, 1e-6).p_passes < 0.05
+
+    @pytest.mark.parametrize(
+        ("test", "pairs"), [(RelativeRise(), documents(0.5)), (MeanDrop(), answers(0.05))], ids=["nll", "answers"]
+    )
+    def test_the_interval_holds_the_margins_that_are_undecided(self, test: PairedTest, pairs: np.ndarray) -> None:
+        low, high = loss_interval(test, pairs, 0.05)
+        assert low < test.loss(pairs) < high
+        target = math.log(20.0)
+        assert test.evidence(pairs, high + 1e-3).passes[-1] >= target > test.evidence(pairs, high - 1e-3).passes[-1]
+        assert test.evidence(pairs, low - 1e-3).fails[-1] >= target > test.evidence(pairs, low + 1e-3).fails[-1]
+
+    def test_more_samples_decide(self) -> None:
+        pairs = answers(0.0, 50)
+        more = more_samples(MeanDrop(), pairs, 2.0, 0.05)
+        assert more is not None
+        assert MeanDrop().evidence(answers(0.0, 50 + more), 2.0).p_passes <= 0.05
+        assert MeanDrop().evidence(answers(0.0, 50 + more - 2), 2.0).p_passes > 0.05
+
+    def test_nothing_decides_at_the_margin(self) -> None:
+        pairs = np.tile([[1.0, 0.0], [0.0, 1.0]], (20, 1))
+        assert more_samples(MeanDrop(), pairs, 1e-4, 0.05) is None
+
+    def test_no_samples(self) -> None:
+        nothing = np.empty((0, 2))
+        assert MeanDrop().evidence(nothing, 1.0).p_passes == 1.0
+        assert more_samples(MeanDrop(), nothing, 1.0, 0.05) is None
+        assert math.isnan(RelativeRise().loss(nothing))
+
+    def test_scores_outside_their_range_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="expected 0 to 1"):
+            MeanDrop().evidence(np.array([[2.0, 0.0]]), 1.0)
+
+
+class TestDecision:
+    def test_all_criteria_must_pass(self) -> None:
+        both = {"nll": evidence(0.01, 1.0), "ruler": evidence(0.01, 1.0)}
+        one = {"nll": evidence(0.01, 1.0), "ruler": evidence(0.2, 1.0)}
+        assert decide({"a": both}, ["nll", "ruler"], 0.05) == {"a": "passes"}
+        assert decide({"a": one}, ["nll", "ruler"], 0.05) == {"a": "open"}
+        assert decide({"a": {"nll": evidence(0.01, 1.0)}}, ["nll", "ruler"], 0.05) == {"a": "open"}
+
+    def test_criteria_share_the_risk_of_failing(self) -> None:
+        assert decide({"a": {"nll": evidence(1.0, 0.04)}}, ["nll"], 0.05) == {"a": "fails"}
+        assert decide({"a": {"nll": evidence(1.0, 0.04)}}, ["nll", "ruler"], 0.05) == {"a": "open"}
+        assert decide({"a": {"nll": evidence(1.0, 0.02)}}, ["nll", "ruler"], 0.05) == {"a": "fails"}
+
+    def test_candidates_share_the_risk(self) -> None:
+        weak = {"nll": evidence(0.03, 1.0)}
+        assert decide({"a": weak, "b": weak}, ["nll"], 0.05) == {"a": "open", "b": "open"}
+        strong = {"nll": evidence(0.02, 1.0)}
+        assert decide({"a": weak, "b": strong}, ["nll"], 0.05) == {"a": "passes", "b": "passes"}
+
+    def test_levels_follow_the_steps(self) -> None:
+        first = Levels.of(0.05, [], num_candidates=5, num_criteria=2)
+        assert (first.passes, first.fails) == pytest.approx((0.01, 0.005))
+        later = Levels.of(0.05, ["passes", "fails", "open"], num_candidates=5, num_criteria=2)
+        assert (later.passes, later.fails) == pytest.approx((0.0125, 0.00625))
+
+
+@pytest.fixture
+def long_text(tiny_tokenizer: PreTrainedTokenizerBase) -> TokenBlocks:
+    """Return documents of unequal length in blocks of 16 tokens."""
+    texts = [f"document {number}: " + f"fox{number} jumps " * (3 + number % 7) for number in range(40)]
+    return build_blocks(texts, tiny_tokenizer, block_size=16)
+
+
+class TestRandomOrder:
+    def test_every_document_keeps_its_tokens(self, long_text: TokenBlocks) -> None:
+        mixed = long_text.in_random_order(3)
+
+        def tokens(blocks: TokenBlocks) -> dict[str, list[int]]:
+            return {
+                info.id: blocks.tokens[blocks.document == index].tolist() for index, info in enumerate(blocks.documents)
+            }
+
+        before, after = tokens(long_text), tokens(mixed)
+        *complete, last = [info.id for info in mixed.documents]
+        assert complete != sorted(complete)
+        assert all(after[key] == before[key] for key in complete)
+        assert after[last] == before[last][: len(after[last])]
+        assert (np.diff(mixed.document.ravel()) >= 0).all()
+
+    def test_the_seed_decides(self, long_text: TokenBlocks) -> None:
+        order = [[info.id for info in long_text.in_random_order(seed).documents] for seed in (0, 0, 1)]
+        assert order[0] == order[1] != order[2]
+
+    def test_documents_are_left_out(self, long_text: TokenBlocks) -> None:
+        ids = [info.id for info in long_text.documents]
+        mixed = long_text.in_random_order(0, frozenset(ids[:30]))
+        assert {info.id for info in mixed.documents} == set(ids[30:])
+
+
+class TestRounds:
+    def test_documents_add_up_over_rounds(self, long_text: TokenBlocks) -> None:
+        """The scores of all rounds are the NLL of the whole text; those of some are of complete documents alone."""
+        model = tiny_model(vocab_size=300)
+        blocks = long_text.in_random_order(0)
+        rounds = DocumentRounds(blocks, "text", batch_size=4)
+        assert rounds.num_rounds > 2
+        measured = [rounds.measure(index, model) for index in range(rounds.num_rounds)]
+        whole = document_nll(model, blocks, batch_size=5)
+        expected = whole.total[whole.num_tokens > 0]
+        assert len(expected) == rounds.num_samples
+        assert rounds.scores(measured) == pytest.approx(expected, rel=1e-5)
+        first = rounds.scores(measured[:2])
+        assert 0 < len(first) < len(expected)
+        assert np.array_equal(first, rounds.scores(measured)[: len(first)])
+
+    def test_questions_do_not_depend_on_the_batch(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """The scores of a round come back in the order in which its questions were drawn."""
+        made: list[tuple[str, int, int]] = []
+
+        def make(task: str, length: int, index: int) -> object:
+            made.append((task, length, index))
+            if length == 400 and index == 1:
+                return None  # does not fit
+            return generate(task, 0, index, length, tiny_tokenizer)
+
+        cells: Sequence[tuple[str, int]] = [("niah_single_1", 400), ("niah_single_1", 500)]
+        rounds = QuestionRounds(cells, make, tiny_tokenizer, number=20, seed=1, identity="")  # type: ignore[arg-type]
+        measured = rounds.measure(0, tiny_model(vocab_size=300, max_position_embeddings=1024))
+        assert len(measured) == 16
+        assert (measured == -1.0).sum() == 1
+        assert len(rounds.scores([measured])) == 15
+        drawn = set(made)
+        assert len({question[:2] for question in drawn}) == 2
+        assert all((task, length, index - 1) in drawn for task, length, index in drawn if index)

@@ -1,0 +1,202 @@
+"""Test the command ``verdict``: its answers and exit codes, what it refuses, and that it resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import fails, tiny_model
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import VERDICT
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.evaluation.verdict.rounds import DocumentRounds
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.windows import apply_layout
+from spkv_nas.stages.probe.options import ProbeOptions
+from spkv_nas.stages.probe.stage import probe
+from spkv_nas.stages.verdict.options import VerdictOptions
+from spkv_nas.stages.verdict.stage import VerdictResult, verdict
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a dense model, a much worse one, a text of 60 documents, and layouts; make it the current folder."""
+    monkeypatch.chdir(tmp_path)
+    model = tiny_model(vocab_size=300)
+    save(model, tiny_tokenizer, Path("dense"))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(30.0)
+    save(model, tiny_tokenizer, Path("worse"))
+    for name in ("text", "other"):
+        Path(name).mkdir()
+        for number in range(60):
+            words = " ".join(f"{name}{(number * word) % 17} returns" for word in range(20))
+            Path(name, f"{number}.txt").write_text(f"document {number}: {words}\n")
+    Layout(("GG",) * 4, window=4, strategy="full").write("full.yaml")
+    Layout(("GL",) * 4, window=4, strategy="mixed").write("mixed.yaml")
+    return tmp_path
+
+
+def run(*candidates: str, **options: Any) -> VerdictResult:
+    return verdict(
+        VerdictOptions(candidates=[*candidates], **{"model": "dense", "data": ["text"], "block_size": 32} | options)
+    )
+
+
+class TestAnswers:
+    def test_full_attention_passes_at_the_smallest_margin(self, folder: Path) -> None:
+        result = run("full.yaml", margin="nll=0.001%")
+        assert result.answers == {"full": "passes"}
+        assert result.answer == "passes"
+        (row,) = result.rows.to_dict("records")
+        assert abs(row["loss"]) < 1e-3
+        assert row["high"] < 0.001
+        assert row["num_samples"] < 60
+
+    def test_a_worse_model_fails(self, folder: Path) -> None:
+        result = run("worse")
+        assert result.answers == {"worse": "fails"}
+        assert result.rows["low"].item() > 1.0
+
+    def test_another_batch_size_changes_nothing(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = run("mixed.yaml", name="eight")
+        measure = DocumentRounds.measure
+        monkeypatch.setattr(
+            DocumentRounds,
+            "measure",
+            lambda self, index, model: measure(DocumentRounds(self.blocks, self.identity, 3), index, model),
+        )
+        second = run("mixed.yaml", name="three")
+        assert second.answers == first.answers
+        assert second.rows["loss"].item() == pytest.approx(first.rows["loss"].item(), abs=1e-5)
+
+    def test_too_few_documents_leave_it_open(self, folder: Path) -> None:
+        result = run("mixed.yaml", max_tokens=320)
+        assert result.answers == {"mixed": "open"}
+        assert result.rows["num_samples"].item() < 20
+
+    def test_generated_answers(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        save(tiny_model(vocab_size=300, max_position_embeddings=512), tiny_tokenizer, folder / "long")
+        result = run("full.yaml", model="long", margin="ruler=40", lengths="400", tasks="niah_single_1", samples=32)
+        (row,) = result.rows.to_dict("records")
+        assert (row["criterion"], row["answer"], row["loss"], row["unit"]) == ("ruler", "passes", 0.0, "points")
+
+
+class TestCommand:
+    def test_exit_codes_and_document(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        text = ["--against", "dense", "--data", "text", "--block-size", "32"]
+        with pytest.raises(SystemExit) as failed:
+            main(["verdict", "worse", *text, "--json"])
+        assert failed.value.code == 1
+        document = json.loads(capsys.readouterr().out)
+        assert document["answer"] == "fails"
+        assert document["criteria"][0]["more_samples"] is None
+        assert "fails: its loss is above 1 % (nll)" in document["sentences"][0]
+        with pytest.raises(SystemExit) as undecided:
+            main(["verdict", "mixed.yaml", *text, "--max-tokens", "320"])
+        assert undecided.value.code == 3
+        assert "mixed is open" in capsys.readouterr().out
+        main(["verdict", "full.yaml", "worse", *text])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "full passes" in shown
+        assert "worse fails" in shown
+        assert "for all 2 candidates together (Holm)" in shown
+
+    def test_the_table_is_read_back(self, folder: Path) -> None:
+        result = run("mixed.yaml", "worse")
+        read = VERDICT.read(result.folder)
+        assert read is not None
+        assert read[0]["candidate"].tolist() == ["mixed", "worse"]
+        assert read[1]["answers"]["worse"] == "fails"
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"margin": "nll=0"}, "above 0 and below 100"),
+            ({"margin": "nll"}, "above 0 and below 100"),
+            ({"margin": "speed=1"}, "unknown criterion 'speed'; expected one of nll, ruler"),
+            ({"margin": "nll=1,nll=2"}, "two margins"),
+            ({"margin": "ruler=2"}, "needs --lengths"),
+            ({"risk": "60%"}, "up to 50%"),
+            ({"data": None}, "--against needs --data"),
+        ],
+    )
+    def test_mistakes(self, folder: Path, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            run("full.yaml", **options)
+
+    def test_a_missing_layout(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "layout not found: none.yaml" in fails(
+            capsys, "verdict", "none.yaml", "--against", "dense", "--data", "text"
+        )
+
+
+class TestResuming:
+    def test_a_killed_verdict_gives_the_same_bytes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole = run("mixed.yaml", margin="nll=0.5%", workspace=Path("whole"))
+        measure, calls = DocumentRounds.measure, []
+
+        def killed(self: DocumentRounds, index: int, model: Any) -> Any:
+            calls.append(index)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            return measure(self, index, model)
+
+        monkeypatch.setattr(DocumentRounds, "measure", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run("mixed.yaml", margin="nll=0.5%", workspace=Path("killed"))
+        resumed = run("mixed.yaml", margin="nll=0.5%", workspace=Path("killed"))
+        assert (resumed.folder / "verdict.csv").read_bytes() == (whole.folder / "verdict.csv").read_bytes()
+        number = len(calls)
+        run("mixed.yaml", margin="nll=0.5%", workspace=Path("killed"))
+        assert len(calls) == number, "finished rounds are measured again"
+
+
+class TestChoice:
+    """Documents that chose a layout never judge it."""
+
+    def chosen(self, data: str) -> str:
+        """Write a layout that a probe on a text chose, and return its file."""
+        table = probe(ProbeOptions(model="dense", data=[data], block_size=32, signal="attention-mass", name="mine"))
+        origin = {"probe": table.name, "probe_hash": table.content_hash}
+        Layout(("GL",) * 4, window=4, strategy="chosen", provenance=origin).write("chosen.yaml")
+        return "chosen.yaml"
+
+    def test_the_text_of_the_probe_is_refused(self, folder: Path) -> None:
+        layout = self.chosen("text")
+        with pytest.raises(UserError, match=r"all 60 documents of the text chose a layout \(probe mine"):
+            run(layout)
+
+    def test_shared_documents_are_left_out(self, folder: Path) -> None:
+        layout = self.chosen("text")
+        result = run(layout, data=["text", "other"])
+        assert result.num_left_out == 60
+        assert result.rows["num_samples"].item() <= 60
+        assert not result.unrecorded
+
+    def test_a_checkpoint_has_the_choice_of_its_layout(
+        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """A hybrid's config names no probe, but the workspace has its layout."""
+        layout = Layout.read(self.chosen("text"))
+        (folder / "layouts" / "mine").mkdir(parents=True)
+        layout.write(folder / "layouts" / "mine" / "chosen.yaml")
+        model = tiny_model(vocab_size=300)
+        apply_layout(model, layout)
+        save(model, tiny_tokenizer, folder / "hybrid")
+        with pytest.raises(UserError, match=r"all 60 documents of the text chose a layout \(probe mine"):
+            run("hybrid")
+
+    def test_the_text_of_score_is_refused(self, folder: Path) -> None:
+        main(["score", "mixed.yaml", "--model", "dense", "--data", "text", "--block-size", "32"])
+        with pytest.raises(UserError, match=r"chose a layout \(score dense\)"):
+            run("mixed.yaml")
+
+    def test_a_layout_without_a_record_is_named(self, folder: Path) -> None:
+        assert list(run("mixed.yaml").unrecorded) == ["mixed"]
