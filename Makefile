@@ -1,12 +1,12 @@
 # Two commands do everything: `make demo` and `make test`. `make test-slow` runs the tests that `make test` leaves out,
-# `make attack` tries to break the commands, and `make docs` builds the documentation.
+# `make test-vllm` runs tests in vLLM, `make attack` tries to break the commands, and `make docs` builds the documentation.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ROUNDS ?= 1
 
-.PHONY: demo test test-slow attack docs lint clean
+.PHONY: demo test test-slow test-vllm attack docs lint clean
 
 demo: $(STAMP)  ## probe -> propose -> train-hybrid -> report on the embedded reference
 	$(BIN)/spkv-nas demo
@@ -16,6 +16,9 @@ test: $(STAMP) lint  ## lint, types, and the quick CPU tests
 
 test-slow: $(STAMP)  ## the other CPU tests: long trainings, several processes, whole pages
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow
+
+test-vllm: $(STAMP)  ## tests in vLLM, in an environment of its own; skipped where that cannot be installed
+	bash .ci/vllm
 
 attack: $(STAMP)  ## kills, full disks, races, damage; ROUNDS: percent of the full numbers
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/attack -m attack --rounds $(ROUNDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm_server import PYTHON, needs_vllm
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.engines.cost import EngineCost
@@ -21,10 +21,6 @@ from spkv_nas.cost.engines.sglang import SGLANG
 from spkv_nas.cost.engines.vllm import VLLM, Part, kind_parts, plan_parts, unit_parts
 
 GIB = 2**30
-PYTHON = os.environ.get("SPKV_VLLM_PYTHON")
-needs_vllm = pytest.mark.skipif(
-    not PYTHON, reason="SPKV_VLLM_PYTHON does not name the Python of an environment with vLLM"
-)
 
 # 21 layers of 128 bytes a token, as served on a CPU: pages of 128 tokens, chunks of 2,048
 LAYERS = ServedCache((21, 1), 64, "bfloat16", window=128, context=32768, page_size=128, in_flight=2048)
@@ -243,7 +239,7 @@ def test_plans_equal_those_of_vllm() -> None:
     everything = list(cases())
     script = Path(__file__).with_name("vllm_capacity.py")
     result = subprocess.run(
-        [str(PYTHON), str(script)],
+        [PYTHON, str(script)],
         input=json.dumps([case.document() for case in everything]),
         capture_output=True,
         text=True,

@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from glob import glob
@@ -20,6 +21,7 @@ from helpers import make_table, scatter_gates, tiny_model
 from marks import slow
 from paths import ROOT
 from transformers import PreTrainedTokenizerBase
+from vllm_server import PYTHON, needs_vllm, serving
 
 from spkv_nas import GateConfig, attach_gates, propose
 from spkv_nas.artifacts.layout import Layout
@@ -34,13 +36,15 @@ PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if page
 BLOCK = re.compile(r"^```(bash|python|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
-FRESH = {"README.md", "own-model.md", "retrain.md"}  # start from a model and a text alone
+FRESH = {"README.md", "own-model.md", "retrain.md", "serve-vllm.md"}  # start from a model and a text alone
 EMBEDDED = {"install.md", "budget.md", "compare-signals.md"}  # on the embedded models, in the repository's workspace
 SLOW = {  # whole workflows, of twenty seconds and more
     *("install.md", "cost.md", "decoding.md", "evaluation.md", "report.md", "scores.md", "vllm.md"),
     *("budget.md", "compare-signals.md", "own-model.md", "retrain.md", "python.md", "serve.md"),
+    "serve-vllm.md",
 }
 OTHERS = {"make", "pip", "uv", "optuna-dashboard", "vllm"}  # programs that install, or serve a page
+SERVER = "localhost:8000"  # in blocks of Python that talk to a server, which another test starts
 # Data from the hub; a minute of timing; an engine; an exit code that depends on the models
 PARSED = ("evaluate tasks paper", "--train-step", "serve-check", "spkv-nas verdict")
 LIMITS = (  # options that keep a command short, by what it contains; the last of an option counts
@@ -156,6 +160,19 @@ def check_yaml(text: str) -> None:
     kind.read(file)
 
 
+def run_blocks(page: Path) -> None:
+    """Run the blocks of a page in the current folder, but those that need a server."""
+    shared: dict[str, Any] = {"texts": [file.read_text() for file in sorted(Path().glob("corpus/*.txt"))]}
+    for language, block in BLOCK.findall(page.read_text()):
+        if language == "bash":
+            for line in block.replace("\\\n", " ").splitlines():
+                run_line(line)
+        elif language == "yaml":
+            check_yaml(block)
+        elif SERVER not in block:
+            exec(compile(LEARNING.sub(r"\1, steps=2)", block), name_of(page), "exec"), shared)
+
+
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
@@ -175,15 +192,36 @@ def test_every_block_of_a_page_runs(
         write_models(tmp_path, tiny_tokenizer)
     if page.name not in FRESH | EMBEDDED:
         write_results(tmp_path)
-    shared: dict[str, Any] = {"texts": [file.read_text() for file in sorted(Path().glob("corpus/*.txt"))]}
-    for language, block in BLOCK.findall(page.read_text()):
-        if language == "bash":
-            for line in block.replace("\\\n", " ").splitlines():
-                run_line(line)
-        elif language == "python":
-            exec(compile(LEARNING.sub(r"\1, steps=2)", block), name_of(page), "exec"), shared)
-        else:
-            check_yaml(block)
+    run_blocks(page)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_the_page_on_vllm_runs_with_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its client gets our tokens from the server of the hybrid and of the dense model, whose memory is as planned."""
+    page = DOCS / "tutorials" / "serve-vllm.md"
+    monkeypatch.chdir(tmp_path)
+    write_text(Path("corpus"))
+    run_blocks(page)
+    planned = capsys.readouterr().out
+    blocks = BLOCK.findall(page.read_text())
+    (client,) = [block for language, block in blocks if language == "python" and SERVER in block]
+    held = {}
+    for line in re.findall(r"^vllm serve .*", page.read_text(), re.MULTILINE):
+        folder, *options = shlex.split(line.replace("--port 8000", ""))[2:]
+        log = tmp_path / "server.log"
+        with serving(folder, options, log) as address:
+            command = [PYTHON, "-c", client.replace(SERVER, address)]
+            answered = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert answered.returncode == 0, answered.stderr
+        match = re.search(r"100 tokens equal; ([\d,]+) KiB held at the end of 1000", answered.stdout)
+        assert match is not None, answered.stdout
+        held[folder] = int(match[1].replace(",", ""))
+        (requests,) = re.findall(r"Maximum concurrency for 8,192 tokens per request: ([\d.]+)x", log.read_text())
+        assert f" {requests} " in planned, (requests, planned)
+    assert 0 < held["hybrid/"] < held["small/"] / 2
 
 
 def targets(page: Path) -> Iterator[str]:

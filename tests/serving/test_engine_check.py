@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from vllm_server import PYTHON, needs_vllm
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
@@ -26,10 +27,6 @@ WINDOW = 8
 HEADS = Layout(("GL", "LL", "LG", "GG"), WINDOW)
 LAYERS = Layout(("GG", "LL", "LL", "GG"), WINDOW)
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite")
-VLLM = os.environ.get("SPKV_VLLM_PYTHON")
-needs_vllm = pytest.mark.skipif(
-    VLLM is None, reason="SPKV_VLLM_PYTHON names no Python with vLLM 0.32 and spkv-nas (docs/guides/vllm.md)"
-)
 MLX = os.environ.get("SPKV_MLX_PYTHON")
 needs_mlx = pytest.mark.skipif(MLX is None, reason="SPKV_MLX_PYTHON names no Python with mlx-lm (docs/guides/vllm.md)")
 
@@ -240,7 +237,7 @@ class TestVllm:
     """In vLLM itself, whose Python is SPKV_VLLM_PYTHON."""
 
     def run(self, folder: Path, **options: Any) -> EngineCheck:
-        return compare_with_engine(folder, "vllm", python=VLLM, **options)
+        return compare_with_engine(folder, "vllm", python=PYTHON, **options)
 
     @pytest.mark.parametrize(
         "family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite"]
