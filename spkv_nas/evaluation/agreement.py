@@ -8,7 +8,7 @@ continuation in one pass (teacher forcing), so that they predict every token fro
   model's tokens, as a draft model does whose token was rejected.
 - Acceptance: sum_x min(p(x), q(x)) with the dense model's distribution p and the model's q, the probability that
   speculative sampling accepts a token that the model drafts for the dense model (Leviathan et al., arXiv 2211.17192,
-  equation 3). Contexts are those that speculative sampling meets, because its output is distributed as p. In greedy
+  section 3.2). Contexts are those that speculative sampling meets, because its output is distributed as p. In greedy
   decoding both distributions are one-hot, and acceptance equals agreement.
 - Tokens per pass of the dense model, where the model drafts gamma tokens for each: the number of tokens over the
   expected number of passes. Speculative sampling accepts a drafted token x of its output with probability

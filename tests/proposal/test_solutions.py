@@ -196,6 +196,10 @@ class TestCommand:
         document = json.loads(capsys.readouterr().out)
         assert [row["differing"] for row in document["solutions"]] == [0, 6]
         assert [path.stem for path in sorted((folder / "solutions").glob("*.yaml"))] == names[:2]
+        main([*arguments, "--solutions", "9", "--apart", "12", "--json"])
+        document = json.loads(capsys.readouterr().out)
+        assert len(document["solutions"]) == 3
+        assert "differs from the 3 best layouts in at least 12 heads" in document["sentences"][0]
 
     def test_what_does_not_go_together(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert "--apart needs --solutions" in fails(capsys, *arguments, "--apart", "4")

@@ -100,11 +100,10 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     write_proposal(folder, answer, reporter)
     if answer.solutions is not None:
         write_solutions(folder, answer.solutions, reporter)
-        if answer.solutions.shortfall is not None:
-            reporter.caution(answer.solutions.shortfall)
     table_trust = trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
     trust_sentence = unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
     sentences = [
+        None if answer.solutions is None else answer.solutions.shortfall,
         *_sentences(answer, requirements, options),
         trust_sentence,
         window_advice(options.folders, measured),
