@@ -80,6 +80,7 @@ RecipeFile = Annotated[Path, _RECIPE_FILE]
 OptionalRecipeFile = Annotated[Path | None, _RECIPE_FILE]
 RecipeOption = Annotated[Path | None, Flag(_RECIPE)]
 Tau = Annotated[float | None, Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")]
+Temperature = Annotated[float, Flag("Sampling temperature; 0 is greedy decoding.", low=0.0, high=1e6)]
 Seed = Annotated[int, SEED]
 Seeds = Annotated[int, Flag("Number of repetitions, each with a different seed.", low=1, high=MAX_REPEATS)]
 Steps = Annotated[int | None, STEPS]
@@ -183,8 +184,6 @@ Uniform = Annotated[
     ),
 ]
 
-# Search
-
 # Cost and reports
 Level = Annotated[
     str | None,
@@ -204,5 +203,3 @@ DryRun = Annotated[
     bool, Flag("Only print the planned runs with their tokens, time and memory; write nothing.", ("--dry-run",))
 ]
 BatchSize = Annotated[int | None, Flag("Sequences per training step.", low=1, high=2**20)]
-
-# Layout formats

@@ -14,7 +14,6 @@ from spkv_nas.stages.options import REFERENCE, InDtype
 Prompt = Annotated[str | None, Flag("Text to continue.", argument=True)]
 PromptFile = Annotated[Path | None, Flag("Read the prompt from a file; - reads standard input.", ("--file", "-f"))]
 MaxNewTokens = Annotated[int, Flag("Maximum number of new tokens.", ("--max-new-tokens", "-n"), low=1, high=2**24)]
-Temperature = Annotated[float, Flag("Sampling temperature; 0 is greedy decoding.", low=0.0, high=1e6)]
 TopP = Annotated[float, Flag("Nucleus sampling: cumulative probability cut-off.", low=0.0, high=1.0)]
 
 
@@ -27,7 +26,7 @@ class GenerateOptions(InDtype):
     model: flags.Model = REFERENCE
     tau: flags.Tau = default(None, "the checkpoint's")
     max_new_tokens: MaxNewTokens = 200
-    temperature: Temperature = 0.0
+    temperature: flags.Temperature = 0.0
     top_p: TopP = 1.0
     seed: flags.Seed = 0
 

@@ -20,7 +20,6 @@ NewTokens = Annotated[
     int | None,
     Flag("Maximum length of a continuation; the rest of a block is its prompt.", low=1, high=MAX_BLOCK_SIZE),
 ]
-Temperature = Annotated[float, Flag("Temperature of sampled continuations; 0: only greedy ones.", low=0.0, high=1e6)]
 DraftTokens = Annotated[
     str, Flag("Tokens drafted for each pass of the dense model, comma-separated.", metavar="N,N,...")
 ]
@@ -33,7 +32,7 @@ class AgreementOptions(CheckpointOptions, SubjectOptions):
     against: flags.Against = default(None, f"{DENSE} for embedded models")
     max_tokens: flags.OptionalMaxTokens = default(None, f"{AGREEMENT_TOKENS:,}")
     new_tokens: NewTokens = default(None, "half a block")
-    temperature: Temperature = 1.0
+    temperature: flags.Temperature = 1.0
     draft_tokens: DraftTokens = DRAFT_TOKENS
     seed: flags.Seed = 0
 
