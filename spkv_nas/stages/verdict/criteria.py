@@ -59,7 +59,7 @@ def _questions(setting: Setting) -> Rounds:
     for cell in cells:  # raises before hours of work
         make(*cell, 0)
     identity = f"{VERSION} {version('wonderwords')} {material.identity}"
-    number = options.samples or QUESTIONS
+    number = options.questions or QUESTIONS
     return QuestionRounds(cells, make, setting.tokenizer, number=number, seed=options.seed, identity=identity)
 
 

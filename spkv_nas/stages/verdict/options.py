@@ -42,7 +42,7 @@ class VerdictOptions(SubjectOptions):
     risk: Risk = "5%"
     lengths: OptionalLengths = default(None, "none; required by ruler")
     tasks: RulerTasks = default(None, "all")
-    samples: MaxQuestions = default(None, str(QUESTIONS))
+    questions: MaxQuestions = default(None, str(QUESTIONS))
     haystack: Haystack = default(None, "RULER's noise")
     qa: Questions = default(None, "none; qa_1 and qa_2 are left out")
     seed: flags.Seed = 0
