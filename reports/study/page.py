@@ -86,6 +86,8 @@ def _costs(deltas: pd.DataFrame) -> list[str]:
             )
             text.append(f"Full attention after the same steps: {', '.join(shown)}.")
         text.append(_grid(part, _change))
+        if steps:
+            text += ["The same layouts, counted from that full attention:", _grid(part, _from_control)]
     return text
 
 
@@ -111,6 +113,11 @@ def _change(row: pd.Series) -> str:
     """Format a ΔNLL, with the number of heads if it differs from the budget."""
     head_count = f" ({row['heads']} heads)" if row["heads"] != row["asked"] else ""
     return f"{row['delta_nll_percent']:+.2f} ± {row['standard_error']:.2f}{head_count}"
+
+
+def _from_control(row: pd.Series) -> str:
+    """Format the change from full attention after the same steps."""
+    return f"{row['from_control_percent']:+.2f} ± {row['from_control_error']:.2f}"
 
 
 def _difference(row: pd.Series) -> str:

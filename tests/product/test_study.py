@@ -113,6 +113,7 @@ def test_the_study_runs_and_resumes(
     assert "tiny:" not in page.partition("## Not finished")[2]
     assert "## ΔNLL %, 50% of the heads, healed by 2 steps" in page
     assert "| head-gates | learned |" in page
+    assert page.count("counted from that full attention:") == 1
     assert "| duo | 1, chosen with 0 |" in page
     assert not list((runs / "models" / "branches").glob("study-*"))  # what is kept of a retraining is its NLL
 
