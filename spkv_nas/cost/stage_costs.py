@@ -285,12 +285,13 @@ class Stages:
         return f"lora: {{}} and {_AGAIN}, or {remedy}" if adapts else remedy
 
     def _sharded_remedy(self, ways: Mapping[str, Training], gated: bool) -> str:
-        """Return the fewest devices on which sharded training fits, trying each of the ``ways``."""
+        """Return the fewest devices on which sharded training fits, trying each of the ``ways``; it has no teacher."""
         number = max(2, self.site.devices)
         while number <= _MAX_DEVICES:
             for prefix, way in ways.items():
-                if self.site.holds(self._training_bytes(replace(way, sharded=True), number, 1, gated)):
-                    return f"sharding: fsdp on {number} devices, {prefix}micro_batch_size: 1"
+                sharded, dropped = replace(way, sharded=True, distills=False), ", no distill" if way.distills else ""
+                if self.site.holds(self._training_bytes(sharded, number, 1, gated)):
+                    return f"sharding: fsdp on {number} devices, {prefix}micro_batch_size: 1{dropped}"
             number *= 2
         return "a smaller data.block_size, or devices with more memory"
 

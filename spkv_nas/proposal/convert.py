@@ -148,7 +148,8 @@ def _write_duo_attention(files: Sequence[Path], scores: ForeignScores) -> str:
         write_json(new / CONFIG_NAME, config)
         write_atomic(new / TSV_NAME, _lines(scores.values, "{:.18e}"))
     content = f"{int(scores.values.sum())} of {scores.values.size} KV heads global" if scores.is_mask else "scores"
-    return f"{files[0]}: {content}, {scores.sink_size} sink tokens, window {scores.window}"
+    sinks = f"{scores.sink_size} sink token{'' if scores.sink_size == 1 else 's'}"
+    return f"{files[0]}: {content}, {sinks}, window {scores.window}"
 
 
 def _write_layout(target: Path, layout: Layout) -> list[str]:

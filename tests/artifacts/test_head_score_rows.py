@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from paths import ROOT
 
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -22,11 +23,18 @@ COMMITTED = ROOT / "probes"
         ("stdlib-21x3-head-gates", "share", "share in [0, 1]", "score"),
     ],
 )
-def test_committed_tables_keep_their_values(name: str, kind: str, unit: str, column: str, tmp_path: Path) -> None:
+def test_earlier_tables_keep_their_values(name: str, kind: str, unit: str, column: str, tmp_path: Path) -> None:
     """Tables with the column ``density`` and no kind read with the same values."""
-    old = (COMMITTED / name / "density.csv").read_text()
-    assert old.startswith("layer,kv_head,density,")
-    table = HeadScores.read(COMMITTED / name)
+    old = (COMMITTED / name / "density.csv").read_text().replace(f",{column},", ",density,", 1)
+    earlier = read_yaml(COMMITTED / name / "probe.yaml", "probe")
+    for key in ("sha256", "kind", "unit"):
+        del earlier[key]
+    for statistic in ("mean", "std"):
+        earlier[f"{statistic}_density"] = earlier.pop(f"{statistic}_{kind}")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "density.csv").write_text(old)
+    (tmp_path / "old" / "probe.yaml").write_text(yaml.safe_dump(earlier))
+    table = HeadScores.read(tmp_path / "old")
     assert (table.kind, table.measure.unit) == (kind, unit)
     table.write(tmp_path / "new")
     assert (tmp_path / "new" / "density.csv").read_text() == old.replace("density", column, 1)

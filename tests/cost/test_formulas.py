@@ -164,7 +164,7 @@ class TestCostCommand:
 
     def test_the_embedded_model_by_default(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", "attention", "--context", "512"])
-        assert "21 layers x 3 KV heads of size 16; 512 tokens" in " ".join(capsys.readouterr().out.split())
+        assert "21 layers x 3 KV heads of size 32; 512 tokens" in " ".join(capsys.readouterr().out.split())
 
     @pytest.mark.parametrize(
         ("options", "message"),

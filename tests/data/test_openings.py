@@ -31,10 +31,9 @@ def tokenizer_with(template: str, bos: bool = True) -> PreTrainedTokenizerBase:
     if bos:
         tokenizer.add_special_tokens({"bos_token": BOS})
     specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (BOS, SEPARATOR)]
-    if template:
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, special_tokens=specials
-        )
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=template or "$A", special_tokens=specials
+    )
     return tokenizer
 
 
@@ -61,8 +60,9 @@ class TestOpeningTokens:
         tokenizer = tokenizer_with(template)
         assert opening_tokens(tokenizer, bos, 64) == ids(tokenizer, *tokens)
 
-    def test_do_not_exist_for_the_embedded_tokenizer(self) -> None:
-        assert opening_tokens(embedded_tokenizer(), "auto", 64) == ()
+    def test_are_bos_for_the_embedded_tokenizer(self) -> None:
+        tokenizer = embedded_tokenizer()
+        assert opening_tokens(tokenizer, "auto", 64) == (tokenizer.bos_token_id,)
 
     def test_need_a_bos_token_and_room_for_text(self) -> None:
         with pytest.raises(UserError, match="no BOS token"):

@@ -1,7 +1,8 @@
 """Write longppl.json, the results of the package longppl 0.3.0 on three texts, for tests/evaluation/test_longppl.py.
 
 The evaluator is the embedded dense model, and so is the model that is judged: once with its own tokenizer, once with
-one without merges, whose tokens are bytes. The package has an environment of its own:
+one without merges, whose tokens are bytes. Neither adds BOS, which the package puts before the first window alone, and we
+before each. The package has an environment of its own:
 
     python -m venv lp && lp/bin/pip install longppl==0.3.0 && lp/bin/python tests/golden/make_longppl.py
 """
@@ -27,8 +28,9 @@ MAX_CHARACTERS = 1800  # characters, about 500 tokens
 def main() -> None:
     """Write the file."""
     model = AutoModelForCausalLM.from_pretrained(DENSE, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(DENSE)
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend = json.loads(AutoTokenizer.from_pretrained(DENSE).backend_tokenizer.to_str())
+    backend["post_processor"] = None
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)))
     backend["model"]["merges"] = []
     letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)))
     results: list[dict[str, Any]] = []

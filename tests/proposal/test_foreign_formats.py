@@ -204,9 +204,10 @@ class TestConverting:
     def test_a_layout_round_trips(self, tmp_path: Path, form: str) -> None:
         lines = convert(COMMITTED / "densest.yaml", tmp_path / form)
         assert lines[-1].endswith(
-            "--duoattn_sliding 32 --duoattn_sink 0" if form == "out.tsv" else "0 sink tokens, window 32"
+            "--duoattn_sliding 32 --duoattn_sink 1" if form == "out.tsv" else "1 sink token, window 32"
         )
-        back = convert(tmp_path / form, tmp_path / "back.yaml", window=32 if form == "out.tsv" else None)
+        sizes = {"window": 32, "sinks": 1} if form == "out.tsv" else {}
+        back = convert(tmp_path / form, tmp_path / "back.yaml", **sizes)  # type: ignore[arg-type]
         assert Layout.read(tmp_path / "back.yaml").hash == Layout.read(COMMITTED / "densest.yaml").hash
         assert not any(line.startswith("not carried") for line in back)
 
@@ -233,7 +234,7 @@ class TestConverting:
         convert(COMMITTED / "densest.yaml", tmp_path / "ours", window=64)
         alpha, sinks, window = as_duo_attention_reads(tmp_path / "ours")
         assert np.array_equal(alpha, Layout.read(COMMITTED / "densest.yaml").global_mask)
-        assert (sinks, window) == (0, 64)
+        assert (sinks, window) == (1, 64)
 
     def test_scores_stay_scores_for_duo_attention_unless_cut(self, duo: Path, tmp_path: Path) -> None:
         convert(duo, tmp_path / "same")

@@ -122,7 +122,7 @@ class TestData:
         items = [item for start in range(0, 32, 4) for item in data.__getitems__(range(start, start + 4))]
         samples = [item["input_ids"] for item in items if item["input_ids"].any()]
         assert [len(tokens) for tokens in samples] == [256] * 8 + [512] * 4
-        texts = [tokenizer.decode(tokens) for tokens in samples]
+        texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in samples]
         assert all(text.startswith("Remember the magic") for text in texts)
         assert all((tokens != tokenizer.eos_token_id).float().mean() > 0.95 for tokens in samples)
         assert len(set(texts)) == 12
