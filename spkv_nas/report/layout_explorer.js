@@ -39,7 +39,7 @@ function startExplorer(explorer) {
   }
   function memory(cache, budget) { return bytes(cache, budget, total, state.context); }
   function inEngine(signal) { /* looked up: the page's writer computed what the engine's allocator plans */
-    if (!signal.served) return "not counted: the engine keeps no sink tokens";
+    if (!signal.served) return "not counted: the engine keeps fewer sink tokens";
     return state.selected >= 0 && explorer.served[state.selected] || signal.served.texts[state.budget];
   }
   function drawCosts(signal, mask) {

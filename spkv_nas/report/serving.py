@@ -90,7 +90,7 @@ def layout_in_engine(served: EngineMemory, layout: Layout) -> str:
     """Return what the explorer shows for a layout."""
     planned = served.cost.layout_plan(layout)
     if planned is None:
-        return f"{served.title} runs whole layers only"
+        return f"{served.title} runs {served.cost.limit(layout)}"
     return f"{served.phrase(planned.plan, layout.num_heads)}; as {planned.form}"
 
 
@@ -144,7 +144,7 @@ def _row(served: EngineMemory, name: str, layout: Layout) -> Row:
     """Return the row of a layout; dashes where the engine does not run it."""
     planned = served.cost.layout_plan(layout)
     if planned is None:
-        cells: Sequence[str] = ("not run: whole layers only", *("-" for _ in ("", *served.limited)))
+        cells: Sequence[str] = (f"not run: {served.cost.limit(layout)}", *("-" for _ in ("", *served.limited)))
     else:
         cells = (planned.form, *served.cells(planned.plan))
     return Row(name, (str(layout.num_global), *cells))

@@ -60,6 +60,7 @@ class EngineCheck:
         difference: largest difference of a token's log-probability from the model's, in nats.
         dense_difference: the same for the model without the layout: with the windows of the dense checkpoint, or none
             if those are the layout's.
+        sink_difference: the same for local heads without sink tokens; None for a layout that has none.
         cache: the engine's report of its cache, by line.
         findings: what the engine runs instead, by line; empty if it agrees.
     """
@@ -71,13 +72,15 @@ class EngineCheck:
     num_equal: int
     difference: float
     dense_difference: float
+    sink_difference: float | None
     cache: Sequence[str]
     findings: Sequence[str]
 
     @property
     def is_conclusive(self) -> bool:
-        """Return whether the model without the layout fails the comparison."""
-        return self.dense_difference >= CONCLUSIVE
+        """Return whether the model without the layout, or without its sink tokens, fails the comparison."""
+        differences = (self.dense_difference, self.sink_difference)
+        return min(difference for difference in differences if difference is not None) >= CONCLUSIVE
 
     @property
     def passed(self) -> bool:
@@ -90,16 +93,22 @@ class EngineCheck:
             verdict = "the check proves nothing"
         else:
             verdict = "computes what the model does" if self.passed else "computes something else"
-        against = "so it would show" if self.is_conclusive else f"less than {CONCLUSIVE:g}, so it would not show"
         lines = [
             f"{self.engine}: {verdict}",
             f"{self.num_prompt} prompt tokens, window {self.window}: {self.num_equal} of {self.num_new} greedy tokens "
             f"equal, log-probabilities within {self.difference:.2g} nats",
-            f"without the layout they differ by {self.dense_difference:.2g} nats, {against}",
+            _would_show("the layout", self.dense_difference),
+            *([] if self.sink_difference is None else [_would_show("sink tokens", self.sink_difference)]),
             *self.findings,
             *(f"cache: {line}" for line in self.cache),
         ]
         return "\n".join(lines)
+
+
+def _would_show(name: str, difference: float) -> str:
+    """Say whether the check would show that the engine does not run a part of the layout."""
+    would = "so it would show" if difference >= CONCLUSIVE else f"less than {CONCLUSIVE:g}, so it would not show"
+    return f"without {name} they differ by {difference:.2g} nats, {would}"
 
 
 @dataclass(frozen=True)
@@ -152,6 +161,9 @@ def compare_with_engine(
         logprobs, preferred = reference.run(reference.windows)
         difference = _largest(answer.logprobs - logprobs)
         dense_difference = _largest(reference.run(reference.without_layout)[0] - logprobs)
+        sink_difference = None
+        if reference.has_sinks:
+            sink_difference = _largest(reference.run(reference.windows, sinks=0)[0] - logprobs)
         is_equal = (torch.tensor(answer.tokens) == preferred[len(prompt) - 1 :]).int()
         agrees = difference <= TOLERANCE and bool(is_equal.all())
         findings = [] if agrees else _findings(reference, answer.logprobs, folder_layout)
@@ -163,6 +175,7 @@ def compare_with_engine(
         int(is_equal.cumprod(0).sum()),
         difference,
         dense_difference,
+        sink_difference,
         answer.cache,
         findings,
     )
@@ -194,6 +207,7 @@ class _Reference:
         self.model, self.layout, self.tokens, self.is_native = model, layout, tokens, is_native
         self.states: list[LayerState] = layer_states(model)
         self.learned = [state.learned_sinks for state in self.states]
+        self.has_sinks = any(sinks for state in self.states for sinks in state.sinks)  # not beside native windows
         self.windows: Windows = tuple(state.head_windows(gated=False) for state in self.states)
         if is_native:
             by_letter = {GLOBAL: GLOBAL_WINDOW, LOCAL: layout.window}
@@ -213,10 +227,15 @@ class _Reference:
         return tuple((GLOBAL_WINDOW,) * len(row) for row in self.windows)
 
     @torch.no_grad()
-    def run(self, windows: Windows) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of each token after the first, and the likeliest tokens there: [T - 1] each."""
+    def run(self, windows: Windows, sinks: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of each token after the first, and the likeliest tokens there: [T - 1] each.
+
+        Args:
+            windows: recent keys that each head sees.
+            sinks: sink tokens of local heads; None: those of the layout.
+        """
         for state, row, learned in zip(self.states, windows, self.learned, strict=True):
-            state.set_windows(row, self.layout.sinks)
+            state.set_windows(row, self.layout.sinks if sinks is None else sinks)
             state.learned_sinks = learned and min(row) < GLOBAL_WINDOW
         logits = self.model(input_ids=self.tokens.to(self.model.device), use_cache=False).logits[0, :-1].float().cpu()
         return logits.log_softmax(-1).gather(1, self.tokens[0, 1:, None])[:, 0], logits.argmax(-1)
@@ -238,6 +257,8 @@ def _findings(reference: _Reference, logprobs: Tensor, folder_layout: Layout | N
     for changed, name in ((reference.without_layout, "the dense checkpoint"), (reference.full_attention, "no windows")):
         if changed not in tried and float(difference(changed).max()) <= TOLERANCE:
             return [f"the engine runs {name} in every layer"]
+    if reference.has_sinks and _largest(reference.run(windows, sinks=0)[0] - logprobs) <= TOLERANCE:
+        return ["the engine runs local heads without the sink tokens"]
     # One layer with equal windows, then single heads of the layers where that came closest
     closeness: dict[int, float] = {}
     local = reference.layout.window

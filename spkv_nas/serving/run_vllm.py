@@ -78,7 +78,7 @@ def _cache(engine: Any, held: list[int]) -> list[str]:
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
     kinds = Counter(
         (
-            getattr(group.kv_cache_spec, "sliding_window", None),
+            _visible(group.kv_cache_spec),
             len(group.layer_names),
             group.kv_cache_spec.num_kv_heads,
             group.kv_cache_spec.block_size,
@@ -87,8 +87,8 @@ def _cache(engine: Any, held: list[int]) -> list[str]:
     )
     lines = [
         f"{number} group{'s' * (number > 1)} of {layers} attention layers with {heads} KV head{'s' * (heads > 1)}, "
-        f"{'all keys' if window is None else f'a window of {window}'}, blocks of {block} tokens"
-        for (window, layers, heads, block), number in kinds.items()
+        f"{visible}, blocks of {block} tokens"
+        for (visible, layers, heads, block), number in kinds.items()
     ]
     # Requests that fit
     settings = engine.vllm_config
@@ -103,6 +103,7 @@ def _cache(engine: Any, held: list[int]) -> list[str]:
     token_bytes = sum(
         len(group.layer_names) * group.kv_cache_spec.real_page_size_bytes // group.kv_cache_spec.block_size
         for group in config.kv_cache_groups
+        if not hasattr(group.kv_cache_spec, "sink_tokens")
     )
     last, most = (blocks * block_bytes / 1024 for blocks in (held[-1], max(held)))
     dense = -(-(context - 1) // page) * page * token_bytes / 1024
@@ -110,3 +111,11 @@ def _cache(engine: Any, held: list[int]) -> list[str]:
         f"this request held {last:,.0f} KiB at its end, {most:,.0f} KiB at most; full attention {dense:,.0f} KiB"
     )
     return lines
+
+
+def _visible(spec: Any) -> str:
+    """Describe the keys that a group of layers keeps."""
+    if hasattr(spec, "sink_tokens"):
+        return "the first token of a request"
+    window = getattr(spec, "sliding_window", None)
+    return "all keys" if window is None else f"a window of {window}"

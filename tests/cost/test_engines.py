@@ -71,6 +71,12 @@ class TestVllm:
         whole = replace(LAYERS, in_flight=LAYERS.context)
         assert plan_parts(whole, {Part(1, is_local=True): 1}).request_pages == 256 + 1
 
+    @pytest.mark.parametrize("num_global", [0, 7, 9, 21])
+    def test_a_sink_token_takes_a_page_in_every_group_of_local_layers(self, num_global: int) -> None:
+        plan, with_sink = (VLLM.plan(replace(LAYERS, sinks=sinks), num_global) for sinks in (0, 1))
+        groups = {0: 1, 7: 2, 9: 1, 21: 0}[num_global]  # 21, 14, 12 and no local layers in groups of 21, 7, 12
+        assert with_sink.request_bytes - plan.request_bytes == groups * with_sink.page_bytes
+
     def test_short_contexts_favour_full_attention(self) -> None:
         cache = replace(LAYERS, grid=(7, 1), context=512)
         assert VLLM.plan(cache, 2).tokens(cache, GIB) < VLLM.plan(cache, 7).tokens(cache, GIB)
@@ -184,9 +190,13 @@ class TestBudgets:
         with pytest.raises(UserError, match=r"1\.00 KiB is too small in vLLM 0\.32: 10 requests of 32,768"):
             COST.largest_budget(1024, 21)
 
-    def test_sink_tokens_are_refused(self) -> None:
-        with pytest.raises(UserError, match=r"vLLM 0\.32 keeps no sink tokens for local heads, but the layout has 4"):
+    def test_sink_tokens_that_engines_do_not_keep_are_refused(self) -> None:
+        with pytest.raises(
+            UserError, match=r"vLLM 0\.32 keeps at most 1 sink token for local heads, but the layout has 4"
+        ):
             replace(COST, sinks=4)
+        with pytest.raises(UserError, match=r"llama\.cpp keeps no sink tokens for local heads, but the layout has 1"):
+            replace(COST, sinks=1, serving=Serving(LLAMACPP, 256, 512))
 
 
 @dataclass(frozen=True)
@@ -205,7 +215,7 @@ class Case:
         return {
             "layers": layers, "head_dim": cache.head_dim, "dtype": cache.dtype, "window": cache.window,
             "context": cache.context, "page_size": cache.page_size, "batched_tokens": cache.in_flight,
-            "memory": self.memory,
+            "memory": self.memory, "sinks": cache.sinks,
         }  # fmt: skip
 
 
@@ -226,6 +236,8 @@ def cases() -> Iterator[Case]:
             scattered[rng.permutation(cache.num_heads)[:heads]] = True
             layer_counts = scattered.reshape(cache.grid).sum(1).tolist()
             yield Case(cache, kind_parts(cache, layer_counts), 40 * GIB + 12345)
+            yield Case(replace(cache, sinks=1), kind_parts(cache, layer_counts), 40 * GIB)
+            yield Case(replace(cache, sinks=1, page_size=128), unit_parts(cache, heads), 40 * GIB)
         for heads in range(num_kv_heads + 1):  # the same number in every layer, and in every other one
             yield Case(cache, kind_parts(cache, [heads] * num_layers), 40 * GIB)
             alternating = [heads if layer % 2 else 0 for layer in range(num_layers)]

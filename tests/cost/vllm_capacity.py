@@ -1,8 +1,9 @@
 """Print what vLLM reports for KV caches; runs in vLLM's environment, without a model's weights.
 
 Reads a JSON list of cases from standard input: layers (a list of [heads, whether local]), head_dim, dtype, window,
-context, page_size, batched_tokens and memory. Prints for each case the capacity in tokens, the concurrency, the bytes
-of a block in all layers of a group, the bytes that one request needs, and whether vLLM starts with that memory.
+context, page_size, batched_tokens, memory and sinks (sink tokens of local layers). Prints for each case the capacity in
+tokens, the concurrency, the bytes of a block in all layers of a group, the bytes that one request needs, and whether
+vLLM starts with that memory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from vllm.config import (
 )
 from vllm.v1.core import kv_cache_utils as allocator
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+from spkv_nas.serving.vllm.sink_tokens import SinkTokenSpec
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -55,18 +58,25 @@ def config(folder: Path, case: dict[str, Any]) -> VllmConfig:
 
 
 def specs(case: dict[str, Any]) -> dict[str, KVCacheSpec]:
-    """Make a spec for every attention layer, as ``Attention.get_kv_cache_spec`` does."""
+    """Make a spec for every attention layer, as their ``get_kv_cache_spec`` do."""
     sizes = {
         "block_size": case["page_size"],
         "head_size": case["head_dim"],
         "dtype": getattr(torch, case["dtype"]),
     }
-    return {
+    layers: dict[str, KVCacheSpec] = {
         f"layers.{number}": SlidingWindowSpec(num_kv_heads=heads, sliding_window=case["window"], **sizes)
         if is_local
         else FullAttentionSpec(num_kv_heads=heads, **sizes)
         for number, (heads, is_local) in enumerate(case["layers"])
     }
+    if case["sinks"]:
+        layers |= {
+            f"sinks.{number}": SinkTokenSpec(num_kv_heads=heads, **sizes)
+            for number, (heads, is_local) in enumerate(case["layers"])
+            if is_local
+        }
+    return layers
 
 
 def report(settings: VllmConfig, case: dict[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,18 @@ def test_an_engine_of_whole_layers() -> None:
     assert rows["a"][:2] == ("27", "whole layers")
 
 
+def test_sink_tokens_of_layouts() -> None:
+    rows = ("GLL",) * 21
+    plain, one, four = (Layout(rows, 128, sinks=sinks) for sinks in (0, 1, 4))
+    plans = [served().cost.layout_plan(layout) for layout in (plain, one)]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert plans[1].plan.request_bytes > plans[0].plan.request_bytes
+    assert layout_in_engine(served(), four) == "vLLM 0.32 runs at most 1 sink token"
+    layers = replace(one, heads=("GGG",) * 9 + ("LLL",) * 12)
+    assert layout_in_engine(served(LLAMACPP, page_size=256), layers) == "llama.cpp runs no sink tokens"
+
+
 def test_layouts_are_served_in_the_form_that_takes_least() -> None:
     """Regular heads are split by kind, scattered ones into units, which take the memory of whole layers."""
     regular, scattered = Layout(("GLL",) * 21, 128), Layout(("GLL",) * 8 + ("GGL",) * 5 + ("LLL",) * 8, 128)

@@ -138,6 +138,23 @@ def test_a_layer_that_the_engine_runs_otherwise_is_named(
 
 
 @pytest.mark.usefixtures("in_process")
+def test_sink_tokens_that_the_engine_does_not_run_are_named(
+    per_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, folder = engine_check._ask, tmp_path / "with-sink"
+    export(replace(HEADS, sinks=1), per_head.with_name("dense"), folder)
+    check = compare_with_engine(folder, "transformers")
+    assert check.passed
+    assert check.sink_difference is not None
+    assert check.sink_difference > 0.1
+    assert "without sink tokens they differ by" in str(check)
+    monkeypatch.setattr(engine_check, "_ask", lambda _, *arguments: ask(per_head, *arguments))
+    check = compare_with_engine(folder, "transformers")
+    assert not check.passed
+    assert check.findings == ["the engine runs local heads without the sink tokens"]
+
+
+@pytest.mark.usefixtures("in_process")
 def test_a_check_that_proves_nothing_fails(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the layout the tokens get the same log-probabilities, as where every key is in the window."""
     export(HEADS, dense, tmp_path / "hybrid")
@@ -271,10 +288,27 @@ class TestVllm:
         assert not check.passed
         assert check.findings == ["layer 2: the engine runs LL instead of LG, as the folder's config says"]
 
-    def test_sink_tokens_are_refused(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        model = lively()
-        apply_layout(model, replace(HEADS, sinks=2))
-        save(model, tiny_tokenizer, tmp_path / "out")
+    @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "olmo2"])
+    @pytest.mark.parametrize("layout", [HEADS, LAYERS], ids=["heads", "layers"])
+    def test_a_sink_token_is_exact(
+        self, family: str, layout: Layout, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        save(lively(family), tiny_tokenizer, tmp_path / "dense")
+        export(replace(layout, sinks=1), tmp_path / "dense", tmp_path / "out", to="spkv")
+        check = self.run(tmp_path / "out")
+        assert check.passed, str(check)
+        assert check.sink_difference is not None
+        assert any("the first token of a request" in line for line in check.cache)
+
+    def test_a_sink_token_takes_a_page(self, dense: Path, tmp_path: Path) -> None:
+        """The 4 local heads keep 2 blocks: of the last tokens, and of the first."""
+        export(replace(HEADS, sinks=1), dense, tmp_path / "out")
+        check = self.run(tmp_path / "out", num_prompt=480)
+        assert check.passed, str(check)
+        assert check.cache[-1] == "this request held 768 KiB at its end, 1,152 KiB at most; full attention 1,024 KiB"
+
+    def test_several_sink_tokens_are_refused(self, dense: Path, tmp_path: Path) -> None:
+        export(replace(HEADS, sinks=2), dense, tmp_path / "out")
         with pytest.raises(UserError, match="see the first 2 tokens"):
             self.run(tmp_path / "out")
 

@@ -142,7 +142,7 @@ class TestPlanAttention:
         assert "runs whole layers only, but the layout mixes" in refused(*layouts, "--engine", "llamacpp")
         assert "counts numbers of 1, 2, 4 bytes; found --element-size 3" in refused(*CPU, "--element-size", "3")
         Layout(("GLL",) * 21, window=128, strategy="mine", sinks=4).write(tmp_path / "sinks.yaml")
-        assert "keeps no sink tokens" in refused(*CPU, "--layout", str(tmp_path / "sinks.yaml"))
+        assert "keeps at most 1 sink token" in refused(*CPU, "--layout", str(tmp_path / "sinks.yaml"))
 
 
 class TestPropose:
@@ -223,7 +223,7 @@ class TestPropose:
             (["--engine", "none"], "unknown engine 'none'"),
             (["--engine", "sglang"], "SGLang 0.5.23 runs whole layers only: add --granularity layer"),
             (["--kv-bytes", "1MiB"], "1.00 MiB is too small in vLLM 0.32: 10 requests of 32,768 tokens need at least"),
-            (["--sinks", "4"], "vLLM 0.32 keeps no sink tokens for local heads, but the layout has 4"),
+            (["--sinks", "4"], "vLLM 0.32 keeps at most 1 sink token for local heads, but the layout has 4"),
         ],
     )
     def test_mistakes(
@@ -283,7 +283,7 @@ class TestReport:
     @pytest.mark.parametrize(
         ("metadata", "message"),
         [
-            ({"sinks": 4}, "keeps no sink tokens for local heads"),
+            ({"sinks": 4}, "keeps at most 1 sink token for local heads"),
             ({"native_windows": [16, None] * 10 + [16]}, "have a sliding window by design, which --engine does not"),
         ],
     )

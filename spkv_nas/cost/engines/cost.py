@@ -8,7 +8,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_memory import CacheCost
-from spkv_nas.cost.engines.engine import LayoutPlan, ServedCache, Serving, is_mixed
+from spkv_nas.cost.engines.engine import LayoutPlan, ServedCache, Serving
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,11 @@ class EngineCost(CacheCost):
         """Validate the fields.
 
         Raises:
-            UserError: as ``CacheCost``, local heads see sink tokens, which engines do not keep, or some heads are local
-                by design.
+            UserError: as ``CacheCost``, local heads see more sink tokens than the engine keeps, or some heads are
+                local by design.
         """
         super().__post_init__()
-        if self.sinks:
-            raise UserError(
-                f"{self.serving.engine.title} keeps no sink tokens for local heads, but the layout has {self.sinks}\n"
-                "leave out --engine, or use --sinks 0 and train the hybrid with learned sinks (branch.sinks)"
-            )
-
+        self.serving.engine.check_sinks(self.sinks, "leave out --engine, or use fewer --sinks")
         if self.native_heads:
             raise UserError(
                 "layers of the model have a sliding window by design, which --engine does not count\nleave out --engine"
@@ -79,18 +74,34 @@ class EngineCost(CacheCost):
 
     def layout_plan(self, layout: Layout) -> LayoutPlan | None:
         """Plan the cache of a layout in the form that takes least; None where the engine does not run it."""
-        cache = self.serving.cache(
-            layout.grid, head_dim=self.head_dim, dtype=self.dtype, window=layout.window, context=self.context
-        )
-        layer_counts = layout.global_mask.sum(1).tolist()
-        if is_mixed(cache, layer_counts) and not self.serving.engine.per_head:
+        if self.limit(layout) is not None:
             return None
-        return self.serving.engine.plan_layout(cache, layer_counts)
+        cache = self.serving.cache(
+            layout.grid,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            window=layout.window,
+            context=self.context,
+            sinks=layout.sinks,
+        )
+        return self.serving.engine.plan_layout(cache, layout.global_mask.sum(1).tolist())
+
+    def limit(self, layout: Layout) -> str | None:
+        """Return the limit that keeps the engine from running a layout, after "runs"; None if it runs the layout."""
+        engine = self.serving.engine
+        if layout.sinks > engine.max_sinks:
+            return engine.sink_limit
+        return None if engine.per_head or layout.is_layerwise else "whole layers only"
 
     def cache(self, num_heads: int) -> ServedCache:
         """Return the sizes of a model's cache, in which only the numbers of heads matter."""
         return self.serving.cache(
-            (num_heads, 1), head_dim=self.head_dim, dtype=self.dtype, window=self.window, context=self.context
+            (num_heads, 1),
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            window=self.window,
+            context=self.context,
+            sinks=self.sinks,
         )
 
     def no_dearer(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:

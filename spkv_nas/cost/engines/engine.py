@@ -27,6 +27,7 @@ class ServedCache:
         context: maximum tokens of a request.
         page_size: tokens per page.
         in_flight: maximum tokens of all requests in the steps that are scheduled at one time.
+        sinks: first tokens that a local head sees besides its window.
     """
 
     grid: Grid
@@ -36,6 +37,7 @@ class ServedCache:
     context: int
     page_size: int
     in_flight: int
+    sinks: int = 0
 
     @property
     def num_heads(self) -> int:
@@ -98,6 +100,7 @@ class Engine(ABC):
         per_head: whether it runs layouts that are not of whole layers.
         page_size: default tokens per page.
         in_flight: default tokens in flight.
+        max_sinks: most sink tokens that a local head may see.
     """
 
     name: str
@@ -107,6 +110,7 @@ class Engine(ABC):
     per_head: bool
     page_size: int
     in_flight: int
+    max_sinks: int = 0
 
     @abstractmethod
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
@@ -129,6 +133,18 @@ class Engine(ABC):
             )
         return LayoutPlan("whole layers", self.plan(cache, sum(layer_counts)))
 
+    @property
+    def sink_limit(self) -> str:
+        """Return how many sink tokens local heads may see, as the end of a sentence."""
+        return f"at most {self.max_sinks} sink token" if self.max_sinks else "no sink tokens"
+
+    def check_sinks(self, sinks: int, advice: str) -> None:
+        """Raise ``UserError``, with ``advice``, if local heads see more sink tokens than the engine keeps."""
+        if sinks > self.max_sinks:
+            raise UserError(
+                f"{self.title} keeps {self.sink_limit} for local heads, but the layout has {sinks}\n{advice}"
+            )
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -144,9 +160,9 @@ class Serving:
     page_size: int
     in_flight: int
 
-    def cache(self, grid: Grid, *, head_dim: int, dtype: str, window: int, context: int) -> ServedCache:
+    def cache(self, grid: Grid, *, head_dim: int, dtype: str, window: int, context: int, sinks: int = 0) -> ServedCache:
         """Return the sizes of a model's cache in this engine."""
-        return ServedCache(grid, head_dim, dtype, window, context, self.page_size, self.in_flight)
+        return ServedCache(grid, head_dim, dtype, window, context, self.page_size, self.in_flight, sinks)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ divides the number of global heads in every layer. What each keeps is written in
   padded. All members of a group share a page table.
 - A request reserves, in every global group, the pages of its maximum length; in every local group, those of the window
   and of the tokens in flight, and one more, because a window may begin inside a page.
+- With a sink token every local ``Attention`` has a cache of the first token beside it, with a bucket of its own
+  (``serving/vllm/sink_tokens.py``). A request has a page in each of their groups.
 
 Units of any g, and whole layers, give the same memory for the same total of global heads. The rules are those of cache
 layouts whose outermost dimension is the layer, vLLM's default.
@@ -107,9 +109,14 @@ def plan_parts(cache: ServedCache, parts: Mapping[Part, int]) -> PagedPlan:
         group_size = largest
     # Count the pages of a request of maximum length
     local_tokens = min(cache.window - 1 + cache.in_flight, cache.context)
+    sink_pages = 1 if cache.sinks else 0
     request_pages = sum(
         -(-count // group_size)
-        * (-(-local_tokens // page_sizes[part]) + 1 if part.is_local else -(-cache.context // page_sizes[part]))
+        * (
+            -(-local_tokens // page_sizes[part]) + 1 + sink_pages
+            if part.is_local
+            else -(-cache.context // page_sizes[part])
+        )
         for part, count in parts.items()
     )
     return PagedPlan(group_size * cache.page_size * most_heads * cache.head_bytes, request_pages)
@@ -124,6 +131,7 @@ class Vllm(Engine):
     note = "layouts per head take the memory of whole layers with as many global heads"
     per_head = True
     page_size = 16  # DEFAULT_BLOCK_SIZE on GPUs; 128 on CPUs
+    max_sinks = 1
     in_flight = 16384  # of ``vllm serve`` on an H100: max_num_batched_tokens of 8,192 in two batches
 
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:

@@ -102,7 +102,9 @@ _ROWS: dict[str, tuple[Cell, ...]] = {
     "gpt_oss with other layers": (_UNTRIED, _EXACT, _UNTRIED, _UNTRIED, _REFUSED_AS_READ, _UNTRIED, _UNTRIED, _UNTRIED),
     "granite_swa": (_EXACT, _EXACT, _UNTRIED, _REFUSED, _SQUARE, _UNTRIED, _UNTRIED, _UNTRIED),
     "spkv": (_PLUGIN, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _UNTRIED),
-    "spkv with sink tokens": (_REFUSED, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _UNTRIED),
+    "spkv with a sink token": (_PLUGIN, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _UNTRIED),
+    "spkv with several sink tokens": (_REFUSED, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _UNTRIED),
+    "spkv with both kinds of sinks": (_REFUSED, _IMPORTED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _REFUSED, _UNTRIED),
 }
 
 # Forms of families that have a window in all but every n-th layer, by n; engines that ignore layer_types assume it

@@ -25,8 +25,12 @@ class SpkvTarget(ExportTarget):
     help = "a custom model type, which only spkv_nas loads"
 
     def form(self, config: PreTrainedConfig, layout: Layout) -> str:
-        """Return the name, and whether local heads see sink tokens, which vLLM's attention does not have."""
-        return f"{self.name} with sink tokens" if layout.sinks else self.name
+        """Return the name, and what local heads see besides their window: vLLM serves one sink token, and no more."""
+        from spkv_nas.model.config_section import has_learned_sinks
+
+        if layout.sinks and has_learned_sinks(config):
+            return f"{self.name} with both kinds of sinks"
+        return self.name + {0: "", 1: " with a sink token"}.get(layout.sinks, " with several sink tokens")
 
     def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
         """Return None: any layout can be expressed."""

@@ -16,7 +16,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cost.engines.engine import ServedCache
 from spkv_nas.serving.vllm.config import ServedLayer, served_layers
 from spkv_nas.serving.vllm.heads import Part, choose_unit, parts
+from spkv_nas.serving.vllm.sink_tokens import SinkTokenAttention, check_engine
 
+_CACHE_DTYPES = ("auto", "float16", "bfloat16")  # those that are not quantized
 _DEFAULT_BLOCK = 16  # tokens, where the platform chooses after the model is built
 
 
@@ -39,7 +41,7 @@ class HeadwiseAttention(nn.Module):
             stock: the ``Attention`` to replace.
             divided: its KV heads on this rank, from 0.
             first_head: KV heads on the ranks before this one.
-            layer: says whether its local heads have learned sinks.
+            layer: says whether its local heads have learned sinks or sink tokens.
             vllm_config: config of the engine.
         """
         super().__init__()
@@ -55,25 +57,24 @@ class HeadwiseAttention(nn.Module):
         self.query_counts, self.head_counts = [], []
         for number, part in enumerate(divided):
             num_queries = len(part.heads) * self.group
-            sinks = None
-            if self.has_sink and part.window is not None:
-                sinks = nn.Parameter(torch.zeros(num_queries), requires_grad=False)
-                self.register_parameter(f"sinks_{number}", sinks)
+            sizes = (num_queries, self.head_size, stock.impl.scale)
+            options = {
+                "num_kv_heads": len(part.heads),
+                "cache_config": cache_config,
+                "quant_config": stock.quant_config,
+                "per_layer_sliding_window": part.window,
+                "logits_soft_cap": getattr(stock.impl, "logits_soft_cap", None) or None,
+            }
             names = "_".join(str(first_head + head) for head in part.heads)
-            self.parts.append(
-                Attention(
-                    num_queries,
-                    self.head_size,
-                    stock.impl.scale,
-                    num_kv_heads=len(part.heads),
-                    cache_config=cache_config,
-                    quant_config=stock.quant_config,
-                    logits_soft_cap=getattr(stock.impl, "logits_soft_cap", None) or None,
-                    per_layer_sliding_window=part.window,
-                    prefix=f"{stock.layer_name}.{'G' if part.window is None else 'L'}{names}",
-                    **({} if sinks is None else {"sinks": sinks}),
-                )
-            )
+            if self.has_sink and part.window is not None:
+                options["sinks"] = nn.Parameter(torch.zeros(num_queries), requires_grad=False)
+                self.register_parameter(f"sinks_{number}", options["sinks"])
+            if layer.sinks and part.window is not None:
+                attention = SinkTokenAttention(*sizes, stock.layer_name, names, vllm_config, **options)
+            else:
+                kind = "G" if part.window is None else "L"
+                attention = Attention(*sizes, prefix=f"{stock.layer_name}.{kind}{names}", **options)
+            self.parts.append(attention)
             self.query_counts.append(num_queries)
             self.head_counts.append(len(part.heads))
         # Order of the heads in the parts, and back; None where it is that of the model
@@ -149,10 +150,12 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
         if isinstance(child, Attention)
     }
     _check_layers(stock_layers, layers, vllm_config)
+    if any(layer.sinks for layer in layers.values()):
+        check_engine(vllm_config)
     # Divide the heads alike on all ranks
     ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
     for index, (_, _, stock) in stock_layers.items():
-        _check_layer(index, stock, len(layers[index].windows), ranks)
+        _check_layer(index, stock, layers[index], ranks)
     shards = [
         layer.windows[start : start + len(layer.windows) // ranks]
         for layer in layers.values()
@@ -182,6 +185,7 @@ def _served_cache(layers: dict[int, ServedLayer], vllm_config: Any) -> ServedCac
         context=vllm_config.model_config.max_model_len,
         page_size=vllm_config.cache_config.block_size or _DEFAULT_BLOCK,
         in_flight=vllm_config.max_in_flight_tokens,
+        sinks=max((layer.sinks for layer in layers.values()), default=0),
     )
 
 
@@ -197,8 +201,9 @@ def _check_layers(stock_layers: dict[int, Any], layers: dict[int, ServedLayer], 
         )
 
 
-def _check_layer(index: int, stock: Any, num_heads: int, ranks: int) -> None:
+def _check_layer(index: int, stock: Any, layer: ServedLayer, ranks: int) -> None:
     """Raise ``UserError`` for an attention that the parts of its heads would not compute."""
+    num_heads = len(layer.windows)
     if stock.num_kv_heads * ranks != num_heads:
         raise UserError(
             f"layer {index}: {ranks} tensor-parallel ranks for {num_heads} KV heads\n"
@@ -211,6 +216,9 @@ def _check_layer(index: int, stock: Any, num_heads: int, ranks: int) -> None:
         "learned sinks in the dense model": stock.has_sink,
         "values of another size than keys": stock.head_size_v != stock.head_size,
     }
+    if layer.sinks:  # which is subtracted from scores, keys and values (sink_tokens.py)
+        reasons["a sink token and soft-capped scores"] = bool(getattr(stock.impl, "logits_soft_cap", None))
+        reasons["a sink token and a quantized cache"] = stock.kv_cache_dtype not in _CACHE_DTYPES
     for reason, applies in reasons.items():
         if applies:
             raise UserError(f"layer {index}: vLLM cannot serve a layout of a model with {reason}")

@@ -22,6 +22,7 @@ NATIVE = {  # architecture: module below vllm.model_executor.models; each has on
     "Phi3ForCausalLM": "phi3",
     "GraniteForCausalLM": "granite",
 }
+MAX_SINKS = 1  # first tokens that a local head may see (sink_tokens.py)
 _ALL_KEYS = 1 << 62  # longer than any window
 BACKEND = "TransformersForCausalLM"  # serves every other architecture with the code of transformers
 _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's classes refuse layers of several kinds, which mean windows alone here
@@ -36,12 +37,14 @@ class ServedLayer:
         is_always_local: whether all heads keep it in every layout.
         windows: recent keys that each KV head sees, its query's included; None: all.
         learned_sinks: whether its local heads have learned sinks.
+        sinks: first tokens that its local heads see besides their window.
     """
 
     native_window: int | None
     is_always_local: bool = False
     windows: tuple[int | None, ...] = ()
     learned_sinks: bool = False
+    sinks: int = 0
 
     @property
     def checkpoint_window(self) -> int:
@@ -69,7 +72,8 @@ def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     for layer, row in zip(layers.values(), layout["heads"], strict=True):
         windows = [layout_window(layer, int(layout["window"]), is_global=head == "G") for head in row]
         layer.windows = tuple(None if window == _ALL_KEYS else window for window in windows)
-        layer.learned_sinks = bool(layout.get("learned_sinks")) and layer.native_window is None and "L" in row
+        if layer.native_window is None and "L" in row:
+            layer.learned_sinks, layer.sinks = bool(layout.get("learned_sinks")), int(layout.get("sinks", 0))
     return layers
 
 
@@ -133,11 +137,15 @@ def _check_section(section: Mapping[str, Any]) -> None:
         raise UserError(
             "section 'spkv' of the config has no layout\nthe config is damaged: export the checkpoint again"
         )
-    if layout.get("sinks"):
+    if layout.get("sinks", 0) > MAX_SINKS:
         raise UserError(
-            f"the layout's local heads see the first {layout['sinks']} tokens besides their window, which no attention "
-            "of vLLM does\nuse learned sinks, which vLLM has: convert the layout to --sinks 0, train "
-            "with branch.sinks, and export that"
+            f"the layout's local heads see the first {layout['sinks']} tokens besides their window, but vLLM serves at "
+            f"most {MAX_SINKS} sink token\nconvert the layout to --sinks {MAX_SINKS}, and export that"
+        )
+    if layout.get("sinks") and layout.get("learned_sinks"):
+        raise UserError(
+            "the layout's local heads have a sink token and learned sinks, of which vLLM serves one at a time\n"
+            "train the layout without branch.sinks, or convert it to --sinks 0"
         )
 
 

@@ -44,7 +44,9 @@ def engine_memory(
     assert isinstance(cost, EngineCost)
     memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
     counted = {
-        probe.name: None if probe.sinks else EngineMemory(replace(cost, window=probe.window or cost.window), memory)
+        probe.name: EngineMemory(replace(cost, window=probe.window or cost.window, sinks=probe.sinks), memory)
+        if probe.sinks <= serving.engine.max_sinks
+        else None
         for probe in probes
     }
     return {**counted, table.name: EngineMemory(cost, memory)}

@@ -19,6 +19,7 @@ from spkv_nas.model.export.engines import ENGINES, Outcome, cells, form_name, gu
 from spkv_nas.model.export.export import export
 from spkv_nas.model.export.native import native_config
 from spkv_nas.model.export.registry import AUTO, chosen_targets
+from spkv_nas.model.windows import add_learned_sinks, apply_layout
 
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -115,14 +116,26 @@ def test_the_command_prints_what_engines_do(
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_sink_tokens_are_not_for_vllm(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_several_sink_tokens_are_not_for_vllm(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     """The plug-in refuses them, so ``--for`` must not promise otherwise."""
     model = dense("llama", tmp_path / "dense", tiny_tokenizer)
-    layout = Layout(("GL", "LL", "LL", "GG"), 6, sinks=1)
-    with pytest.raises(UserError, match=r"vLLM 0\.32\.0 refuses the form spkv with sink tokens"):
-        export(layout, model, tmp_path / "with", engine="vllm")
-    assert export(replace(layout, sinks=0), model, tmp_path / "without", engine="vllm").target == "spkv"
+    layout = Layout(("GL", "LL", "LL", "GG"), 6, sinks=2)
+    with pytest.raises(UserError, match=r"vLLM 0\.32\.0 refuses the form spkv with several sink tokens"):
+        export(layout, model, tmp_path / "several", engine="vllm")
+    assert export(replace(layout, sinks=1), model, tmp_path / "one", engine="vllm").target == "spkv"
     assert export(layout, model, tmp_path / "any").engines["vLLM 0.32.0"] == "refused"
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_sink_token_beside_learned_sinks_is_not_for_vllm(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = tiny_model("llama", vocab_size=300)
+    apply_layout(model, Layout(("GL", "LL", "LL", "GG"), 6, sinks=1))
+    add_learned_sinks(model)
+    save(model, tiny_tokenizer, tmp_path / "hybrid")
+    with pytest.raises(UserError, match="refuses the form spkv with both kinds of sinks"):
+        export(None, tmp_path / "hybrid", tmp_path / "out", engine="vllm")
 
 
 def test_what_an_engine_would_run_wrong_is_not_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,9 +122,29 @@ def test_learned_sinks_are_read(tmp_path: Path, tiny_tokenizer: PreTrainedTokeni
 
 
 @pytest.mark.usefixtures("engine")
-def test_sink_tokens_are_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(UserError, match="see the first 2 tokens"):
+@pytest.mark.parametrize(("family", "expected"), [("llama", [1, 1, 1, 0]), ("gemma3_text", [0, 1, 0, 0])])
+def test_a_sink_token_is_read(
+    family: str, expected: list[int], tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Layers 0 and 2 of a Gemma have a window of their own, and no sink token."""
+    config = AutoConfig.from_pretrained(saved(tmp_path / "hybrid", tiny_tokenizer, family, sinks=1))
+    assert [layer.sinks for layer in served_layers(config.spkv).values()] == expected
+
+
+@pytest.mark.usefixtures("engine")
+def test_several_sink_tokens_are_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=r"see the first 2 tokens[^\n]*at most 1 sink token\nconvert .* --sinks 1"):
         AutoConfig.from_pretrained(saved(tmp_path / "hybrid", tiny_tokenizer, sinks=2))
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_sink_token_beside_learned_sinks_is_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    model = tiny_model("llama", vocab_size=300)
+    apply_layout(model, Layout(LAYOUT.heads, LAYOUT.window, sinks=1))
+    add_learned_sinks(model)
+    save(model, tiny_tokenizer, tmp_path / "hybrid")
+    with pytest.raises(UserError, match="a sink token and learned sinks"):
+        AutoConfig.from_pretrained(tmp_path / "hybrid")
 
 
 @pytest.mark.usefixtures("engine")

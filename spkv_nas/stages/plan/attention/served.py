@@ -59,9 +59,8 @@ def plan_layouts(
     plans = [serving.engine.plan_layout(cache, [shape.num_kv_heads] * shape.num_layers)]
     # Each layout, with its window
     for title, layout in zip(titles[1:], layouts, strict=True):
-        if layout.sinks:
-            raise UserError(f"{serving.engine.title} keeps no sink tokens for local heads, but {title} has some")
+        serving.engine.check_sinks(layout.sinks, f"leave out {title}, or use another engine")
         counts = layout.global_mask.sum(1).tolist()
-        plans.append(serving.engine.plan_layout(replace(cache, window=layout.window), counts))
+        plans.append(serving.engine.plan_layout(replace(cache, window=layout.window, sinks=layout.sinks), counts))
     memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
     return ServedLayouts(serving.engine, cache, tuple(zip(titles, plans, strict=True)), memory)
