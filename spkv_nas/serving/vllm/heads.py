@@ -12,7 +12,7 @@ wastes pages on some layouts:
 
 ``choose_unit`` plans the cache of a request both ways, and takes the cheaper one, or pairs where both cost the same.
 Cache layouts that a platform packs block by block (``_get_packed_kv_cache_groups``) waste less with pairs than is
-planned here. Local heads of two windows are planned as if they had the larger one.
+planned here. Local heads of two windows are planned as if all had the larger one, and the sink token of any.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ if s_0 is subtracted from all of its scores, which is the same as subtracting k_
 
 So the cache holds k_j - k_0 and v_j - v_0, and a learned sink of 0 stands for the first token, exactly. The window of
 the first queries has that token as well, so that the learned sink would count it twice. Every query head is therefore
-computed twice, with learned sinks of 0 and of minus infinity, which read the same keys, and each query takes one of
-both results (``SinkTokenAttention``).
+computed twice, with a learned sink and in effect without, from the same keys, and each query takes one of both results
+(``SinkTokenAttention``).
 
 k_0 and v_0 are those of the request. ``SinkTokenCache`` keeps them in a cache of its own, one page a request, which
 vLLM pages and shares between requests as any other (``SinkTokenSpec``, ``SinkTokenManager``).
@@ -18,7 +18,6 @@ vLLM pages and shares between requests as any other (``SinkTokenSpec``, ``SinkTo
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +34,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from spkv_nas.base.errors import UserError
 
+_NO_SINK = -1e4  # underflows to a weight of 0 beside the first token in the window, whose score is 0
 _FIRST, _UNUSED = 0, 1  # slots of a page: of the first token, and one that nobody reads
 
 
@@ -61,7 +61,7 @@ class SinkTokenAttention(nn.Module):
         self.head_size, self.num_kv_heads = head_size, options["num_kv_heads"]
         self.group = num_queries // self.num_kv_heads
         # Query heads of a KV head: the group with the first token as learned sink, then without
-        sinks = torch.tensor([0.0] * self.group + [-math.inf] * self.group).repeat(self.num_kv_heads)
+        sinks = torch.tensor([0.0] * self.group + [_NO_SINK] * self.group).repeat(self.num_kv_heads)
         self.register_buffer("sinks", sinks.to(torch.get_default_dtype()), persistent=False)
         self.attention = Attention(
             2 * num_queries, head_size, scale, prefix=f"{prefix}.L{names}", sinks=self.sinks, **options
