@@ -186,3 +186,14 @@ VERDICT = ResultTable(
         _number("p_fails", high=1.0),
     ),
 )
+CRITICAL_BUDGET = ResultTable(
+    "critical-budget",
+    (
+        Column("num_global", "whole"),  # budget that was looked at
+        Column("look", "whole"),  # from 1, in order
+        _number("level", high=1.0),  # largest p-value at which it passes
+        Column("result"),  # passes, fails or open, in all criteria
+        *VERDICT.columns[1:],
+        _number("kv_bytes"),
+    ),
+)

@@ -122,6 +122,11 @@ def densest_layout(table: HeadScores, heads: int, *, name: str | None = None, wi
     return layout_by(DENSEST, table, heads, name=name, window=window)
 
 
+def with_sinks(table: HeadScores, sinks: int | None) -> HeadScores:
+    """Return a table whose layouts get this number of sink tokens; unchanged for None."""
+    return table if sinks is None else replace(table, metadata={**table.metadata, "sinks": sinks})
+
+
 def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) -> HeadScores:
     """Return the table at the density threshold ``tau``.
 

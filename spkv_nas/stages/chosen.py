@@ -19,12 +19,14 @@ from spkv_nas.stages.record import model_identity, probe_records, read_options
 from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
+from spkv_nas.stages.verdict.options import VerdictOptions
 
 _MAX_LISTED = 8  # maximum number of commands in an error
 
 
 def chosen_table(
-    options: ProposeOptions | SearchOptions | TrainHybridOptions | ReportOptions, reporter: Reporter = SILENT
+    options: ProposeOptions | SearchOptions | TrainHybridOptions | ReportOptions | VerdictOptions,
+    reporter: Reporter = SILENT,
 ) -> HeadScores:
     """Read the probe that options name, by default the workspace's only one.
 

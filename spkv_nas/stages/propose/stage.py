@@ -21,6 +21,7 @@ from spkv_nas.proposal.propose import (
     tau_advice,
     tie_advice,
     unmatched,
+    with_sinks,
 )
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, write_solutions
@@ -78,7 +79,7 @@ class BudgetsResult:
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
     """Propose layouts for a budget by every strategy and write them to ``layouts/<name>/``."""
     requirements, measured = _requirements(options), chosen_table(options, reporter)
-    table = _with_sinks(measured, options.sinks)
+    table = with_sinks(measured, options.sinks)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
     # Solve for the layouts
@@ -91,7 +92,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
             window=options.window,
             seed=options.seed,
             num_random=options.num_random,
-            others=[_with_sinks(other, options.sinks) for other in _recommended(options.folders, measured)],
+            others=[with_sinks(other, options.sinks) for other in _recommended(options.folders, measured)],
             solutions=_several_solutions(options),
             progress=progress,
         )
@@ -121,11 +122,6 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
         folder,
         tuple(steps),
     )
-
-
-def _with_sinks(table: HeadScores, sinks: int | None) -> HeadScores:
-    """Return a table whose layouts get this number of sink tokens; unchanged for None."""
-    return table if sinks is None else replace(table, metadata={**table.metadata, "sinks": sinks})
 
 
 def _recommended(workspace: Workspace, table: HeadScores) -> list[HeadScores]:
@@ -226,7 +222,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     from spkv_nas.report.budget_charts import budgets_chart
     from spkv_nas.report.figures import save_figure
 
-    table = _with_sinks(chosen_table(options, reporter), options.sinks)
+    table = with_sinks(chosen_table(options, reporter), options.sinks)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
     # Solve at every budget

@@ -18,10 +18,18 @@ def verdict(options: VerdictOptions, reporter: Reporter) -> Result:
     wrongly, has a probability of at most --risk each, however early it stops. Documents that chose a layout are left
     out.
 
+    With --budgets, candidates are the layouts of one probe at each budget. A bisection finds the smallest budget that
+    passes, with the same error rate for all of them together. Constraints and memory apply to it alone. Writes
+    reports/NAME/critical-budget.csv.
+
     Exits with 0 if a candidate passes, 1 if all fail, 3 otherwise. Samples are kept in runs/NAME/verdict/ and reused.
     """
-    from spkv_nas.stages.verdict import output, stage
+    from spkv_nas.stages.verdict import budget_output, budgets, output, stage
 
+    if options.budgets is not None:
+        budget = budgets.critical_budget(options, reporter)
+        code = EXIT_CODES[budget.answer]
+        return Result(budget, budget_output.show, budget_output.document, exit_code=code, next=budget.next)
     result = stage.verdict(options, reporter)
     return Result(result, output.show, output.document, exit_code=EXIT_CODES[result.answer])
 
@@ -31,14 +39,22 @@ def check(options: VerdictOptions) -> None:
     from spkv_nas.base.assets import EMBEDDED_PREFIX
     from spkv_nas.base.errors import UserError
     from spkv_nas.model.source import check_checkpoint
+    from spkv_nas.proposal.budget import parse_budgets
+    from spkv_nas.proposal.requirements import asks_for_several
     from spkv_nas.stages.checks import check_exist
+    from spkv_nas.stages.chosen import chosen_table
     from spkv_nas.stages.options import DENSE
     from spkv_nas.stages.subject import Subject
+    from spkv_nas.stages.verdict.budget_options import check_budget_options
     from spkv_nas.stages.verdict.margins import is_layout, parse_margins, parse_risk
 
     parse_risk(options.risk)
     margins = parse_margins(options.margin)
-    for candidate in options.candidates:
+    check_budget_options(options, options.candidates)
+    if options.budgets is not None:
+        asks_for_several(options.budgets, options.tau)
+        parse_budgets(options.budgets, chosen_table(options).num_candidates)
+    for candidate in options.candidates or ():
         if is_layout(candidate):
             check_exist([candidate], "layout")
         else:

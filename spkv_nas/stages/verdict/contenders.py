@@ -59,7 +59,7 @@ class Contender:
 def contenders(options: VerdictOptions) -> tuple[Contender, list[Contender]]:
     """Return the dense model and the candidates, under different names."""
     candidates: list[Contender] = []
-    for text in options.candidates:
+    for text in options.candidates or ():
         layout = Layout.read(text) if is_layout(text) else None
         name = model_name(text) if layout is None else layout.strategy
         if any(other.name == name for other in candidates):

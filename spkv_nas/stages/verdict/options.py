@@ -10,10 +10,13 @@ from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.ruler.options import LENGTHS, Haystack, Questions, RulerTasks
 from spkv_nas.stages.options import DENSE, SubjectOptions
+from spkv_nas.stages.verdict.budget_options import BudgetOptions
 
 QUESTIONS = 2000  # default maximum number of RULER's questions
 
-Candidates = Annotated[list[str], Flag("Checkpoints, and layout files (YAML).", metavar="CANDIDATE", argument=True)]
+Candidates = Annotated[
+    list[str] | None, Flag("Checkpoints, and layout files (YAML).", metavar="CANDIDATE", argument=True)
+]
 Dense = Annotated[
     str, Flag("Checkpoint to keep up with; layouts are tried on its weights.", ("--against",), "CHECKPOINT")
 ]
@@ -33,10 +36,10 @@ OptionalLengths = Annotated[str | None, LENGTHS]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerdictOptions(SubjectOptions):
+class VerdictOptions(BudgetOptions, SubjectOptions):
     """Options of the ``verdict`` command."""
 
-    candidates: Candidates
+    candidates: Candidates = default(note="Not with --budgets.")
     model: Dense = DENSE
     margin: Margin = "nll=1%"
     risk: Risk = "5%"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -26,12 +27,12 @@ def show(result: VerdictResult) -> None:
         title=f"{escape(result.name)}: loss against {escape(result.against)}",
     )
     for row in result.rows.itertuples():
-        interval = f"{_end(row.low)} to {_end(row.high)}"
+        interval = f"{format_loss(row.low)} to {format_loss(row.high)}"
         samples = f"{row.num_samples} {result.nouns[row.criterion]}"
         cells = (
             row.candidate,
             row.criterion,
-            _end(row.loss),
+            format_loss(row.loss),
             interval,
             f"{row.margin:g} {row.unit}",
             samples,
@@ -41,10 +42,7 @@ def show(result: VerdictResult) -> None:
     out.print(grid)
     for line in (*_sentences(result), basis(result)):
         out.print(line)
-    if result.unrecorded:
-        caution(
-            f"warning: no record says which text chose {', '.join(result.unrecorded)}: check that it was not this text"
-        )
+    show_unrecorded(result.unrecorded)
     print_path("verdict", result.folder / "verdict.csv")
 
 
@@ -95,15 +93,28 @@ def basis(result: VerdictResult) -> str:
     """Return the sentence on the error rate and on what was corrected for."""
     number = len(result.answers)
     shared = f" for all {number} candidates together (Holm)" if number > 1 else ""
-    sources = f" ({', '.join(result.records)})" if result.records else ""
-    if result.num_left_out:
-        chosen = f"left out are {result.num_left_out} documents that chose a layout{sources}"
-    elif result.records:
-        chosen = f"no document chose a layout{sources}"
-    else:
-        chosen = "the workspace has no record of a text that chose a layout"
-    risk = f"risk of a wrong pass, and of a wrong failure, {100 * result.risk:g} % each{shared}"
-    return f"{risk}, looking after every sample; {escape(chosen)}"
+    return f"{risk(result.risk)}{shared}, looking after every sample; {left_out(result.num_left_out, result.records)}"
+
+
+def risk(share: float) -> str:
+    """Return the words for the error rate."""
+    return f"risk of a wrong pass, and of a wrong failure, {100 * share:g} % each"
+
+
+def left_out(number: int, records: Sequence[str]) -> str:
+    """Return the words for the documents that chose a layout."""
+    sources = f" ({', '.join(records)})" if records else ""
+    if number:
+        return escape(f"left out are {number} documents that chose a layout{sources}")
+    if records:
+        return escape(f"no document chose a layout{sources}")
+    return "the workspace has no record of a text that chose a layout"
+
+
+def show_unrecorded(unrecorded: Sequence[str]) -> None:
+    """Warn of layouts of which no record says what chose them."""
+    if unrecorded:
+        caution(f"warning: no record says which text chose {', '.join(unrecorded)}: check that it was not this text")
 
 
 def _listed(rows: Any, joint: str) -> str:
@@ -111,6 +122,6 @@ def _listed(rows: Any, joint: str) -> str:
     return joint.join(f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples())
 
 
-def _end(number: float) -> str:
+def format_loss(number: float) -> str:
     """Format a loss or an end of its interval; a dash if it is not determined."""
     return "-" if math.isnan(number) else f"{number:+.3g}"

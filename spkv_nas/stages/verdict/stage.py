@@ -75,6 +75,29 @@ class VerdictResult:
         return "passes" if "passes" in answers else "fails" if answers == {"fails"} else "open"
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What candidates are measured with.
+
+    Attributes:
+        name: name of the results.
+        dense: the dense model.
+        margins: criteria with their margins.
+        samples: samples of each criterion.
+        store: scores that were measured.
+        choice: documents that chose the candidates, which ``samples`` do not have.
+        num_left_out: number of these documents in the text.
+    """
+
+    name: str
+    dense: Contender
+    margins: Sequence[tuple[Criterion, float]]
+    samples: Mapping[str, Rounds]
+    store: ScoreStore
+    choice: Choice
+    num_left_out: int
+
+
 def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResult:
     """Measure candidates and the dense model until the answer about every candidate is known.
 
@@ -88,21 +111,13 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     dense, candidates = contenders(options)
     for candidate in candidates:
         check_pair(candidate.source, options.model)
-    options.folders.check_writable()
-    # Load the dense model, and the documents that chose no candidate
-    subject = Subject.of(options, DENSE, "judge on")
-    loaded = load(options, options.model, reporter)
-    blocks, choice, num_left_out = _text(subject, options, candidates, loaded, reporter)
-    # Prepare the samples of every criterion
-    setting = Setting(options, *loaded, blocks)
-    samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
-    store = ScoreStore(options, options.folders.run_dir(subject.name) / "verdict", loaded, reporter)
+    trial = prepare(options, dense, candidates, reporter)
     # Measure one candidate after another
     pairs: dict[str, Pairs] = {}
     answers: list[Answer] = []
     for candidate in candidates:
         levels = Levels.of(risk, answers, num_candidates=len(candidates), num_criteria=len(margins))
-        pairs[candidate.name], answer = _measure(candidate, dense, margins, samples, levels, store, reporter)
+        pairs[candidate.name], answer = measure(candidate, trial, levels, reporter)
         answers.append(answer)
     # Decide over all candidates
     evidence = {
@@ -113,12 +128,29 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     }
     decided = decide(evidence, [criterion.name for criterion, _ in margins], risk)
     rows = _rows(pairs, evidence, decided, margins, risk)
-    origin = _origin(options, choice, num_left_out, decided, samples)
-    folder = options.folders.report_dir(subject.name)
-    VERDICT.write(folder, rows, origin)
+    folder = options.folders.report_dir(trial.name)
+    VERDICT.write(folder, rows, origin(options, trial, decided))
     nouns = {criterion.name: criterion.noun for criterion, _ in margins}
-    left_out = (num_left_out, choice.records, choice.unrecorded)
-    return VerdictResult(subject.name, options.model, risk, decided, rows, nouns, *left_out, folder)
+    left_out = (trial.num_left_out, trial.choice.records, trial.choice.unrecorded)
+    return VerdictResult(trial.name, options.model, risk, decided, rows, nouns, *left_out, folder)
+
+
+def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Contender], reporter: Reporter) -> Trial:
+    """Load the dense model, and the documents that chose no candidate; prepare the samples of every criterion.
+
+    Raises:
+        UserError: all documents of the text chose a layout, or something cannot be read.
+    """
+    options.folders.check_writable()
+    # Load the dense model, and the documents that chose no candidate
+    subject = Subject.of(options, DENSE, "judge on")
+    loaded = load(options, options.model, reporter)
+    blocks, choice, num_left_out = _text(subject, options, candidates, loaded, reporter)
+    # Prepare the samples of every criterion
+    margins, setting = parse_margins(options.margin), Setting(options, *loaded, blocks)
+    samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
+    store = ScoreStore(options, options.folders.run_dir(subject.name) / "verdict", loaded, reporter)
+    return Trial(subject.name, dense, margins, samples, store, choice, num_left_out)
 
 
 def _text(
@@ -147,24 +179,16 @@ def _text(
     return blocks.spread(max(1, max_tokens // blocks.block_size)), choice, num_left_out
 
 
-def _measure(
-    candidate: Contender,
-    dense: Contender,
-    margins: Sequence[tuple[Criterion, float]],
-    samples: Mapping[str, Rounds],
-    levels: Levels,
-    store: ScoreStore,
-    reporter: Reporter,
-) -> tuple[Pairs, Answer]:
+def measure(candidate: Contender, trial: Trial, levels: Levels, reporter: Reporter) -> tuple[Pairs, Answer]:
     """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples."""
     pairs: Pairs = {}
     answers: list[Answer] = []
-    for criterion, margin in margins:
-        rounds = samples[criterion.name]
+    for criterion, margin in trial.margins:
+        rounds = trial.samples[criterion.name]
         answer: Answer = "open"
         with reporter.bar(f"judging {candidate.name} by {criterion.name}") as progress:
             for number in range(1, rounds.num_rounds + 1):
-                scores = [store.score(each, rounds, number) for each in (candidate, dense)]
+                scores = [trial.store.score(each, rounds, number) for each in (candidate, trial.dense)]
                 measured = pairs[criterion.name] = np.stack(scores, 1)
                 answer = levels.answer(criterion.test.evidence(measured, margin))
                 loss = f"loss {criterion.test.loss(measured):+.3g} {criterion.test.unit}" if len(measured) else ""
@@ -192,35 +216,52 @@ def _rows(
         for criterion, margin in margins:
             if criterion.name not in by_criterion:
                 continue
-            test, measured = criterion.test, pairs[name][criterion.name]
-            tested = by_criterion[criterion.name]
+            measured, tested = pairs[name][criterion.name], by_criterion[criterion.name]
             answer = levels.answer(tested)
-            low, high = loss_interval(test, measured, risk / len(decided))
-            row = {
-                "candidate": name,
-                "criterion": criterion.name,
-                "answer": answer,
-                "margin": margin,
-                "unit": test.unit,
-                "loss": test.loss(measured),
-                "low": low if math.isfinite(low) else math.nan,
-                "high": high if math.isfinite(high) else math.nan,
-                "num_samples": len(measured),
-                "more_samples": more_samples(test, measured, margin, levels.passes) if answer == "open" else None,
-                "p_passes": tested.p_passes,
-                "p_fails": tested.p_fails,
-            }
-            rows.append(row)
+            row = describe(criterion, margin, measured, tested, answer, level=levels.passes, risk=risk / len(decided))
+            rows.append({"candidate": name, **row})
     return pd.DataFrame(rows, columns=VERDICT.header).astype({"more_samples": "Int64"})
 
 
-def _origin(
-    options: VerdictOptions,
-    choice: Choice,
-    num_left_out: int,
-    decided: Mapping[str, Answer],
-    samples: Mapping[str, Rounds],
+def describe(
+    criterion: Criterion,
+    margin: float,
+    measured: NDArray[np.float64],
+    tested: Evidence,
+    answer: Answer,
+    *,
+    level: float,
+    risk: float,
 ) -> dict[str, Any]:
+    """Return the columns of ``VERDICT`` from "criterion" on.
+
+    Args:
+        criterion: the criterion.
+        margin: largest loss allowed.
+        measured: scores [n, 2] of a candidate and the dense model.
+        tested: evidence of these scores.
+        answer: answer about the candidate by this criterion.
+        level: largest p-value at which the candidate passes.
+        risk: largest probability that an end of the interval is wrong.
+    """
+    test = criterion.test
+    low, high = loss_interval(test, measured, risk)
+    return {
+        "criterion": criterion.name,
+        "answer": answer,
+        "margin": margin,
+        "unit": test.unit,
+        "loss": test.loss(measured),
+        "low": low if math.isfinite(low) else math.nan,
+        "high": high if math.isfinite(high) else math.nan,
+        "num_samples": len(measured),
+        "more_samples": more_samples(test, measured, margin, level) if answer == "open" else None,
+        "p_passes": tested.p_passes,
+        "p_fails": tested.p_fails,
+    }
+
+
+def origin(options: VerdictOptions, trial: Trial, decided: Mapping[str, Answer]) -> dict[str, Any]:
     """Return the record of the verdict: answers, risk, samples, and what was left out."""
     return {
         "answers": dict(decided),
@@ -232,8 +273,8 @@ def _origin(
         },
         "data": options.data or "held-out text of the embedded models",
         "seed": options.seed,
-        "samples": {name: rounds.num_samples for name, rounds in samples.items()},
-        "left_out": {"documents": num_left_out, "chose": list(choice.records)},
-        "unrecorded": list(choice.unrecorded),
+        "samples": {name: rounds.num_samples for name, rounds in trial.samples.items()},
+        "left_out": {"documents": trial.num_left_out, "chose": list(trial.choice.records)},
+        "unrecorded": list(trial.choice.unrecorded),
         "environment": environment(),
     }

@@ -1,0 +1,99 @@
+"""Test the bisection for the smallest candidate that passes: what it finds, and the error rate of all its looks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spkv_nas.evaluation.verdict.bisection import Critical, Test, critical
+from spkv_nas.evaluation.verdict.decision import Answer
+
+LETTERS: dict[str, Answer] = {"F": "fails", "o": "open", "P": "passes"}
+
+
+def find(answers: str) -> Critical:
+    """Bisect candidates with these answers, one letter each."""
+    return critical(len(answers), 0.05, lambda position, level: LETTERS[answers[position]])
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 37, 64])
+def test_every_place_is_found_with_few_looks(number: int) -> None:
+    for first in range(number + 1):
+        found = find("F" * first + "P" * (number - first))
+        assert found.passes == (first if first < number else None)
+        assert found.fails == (first - 1 if first else None)
+        assert len(found.looks) <= number.bit_length() + 1
+
+
+def test_open_candidates_are_between_the_answers() -> None:
+    found = find("FFFFFFFooooooPPPPPPPPP")
+    assert (found.fails, found.passes) == (6, 13)
+    assert all(look.answer == "open" for look in found.looks if 6 < look.position < 13)
+
+
+def test_all_or_none() -> None:
+    assert (find("oooo").passes, find("oooo").fails) == (None, None)
+    assert (find("FFFo").passes, find("FFFo").fails) == (None, 2)
+    assert (find("PPPP").passes, find("PPPP").fails) == (0, None)
+
+
+def test_a_smaller_candidate_that_passes_is_found_below_one_that_does_not() -> None:
+    """Losses need not fall: the two candidates below the answer are tested."""
+    found = find("FFFFPFP")
+    assert found.passes == 4
+    assert {look.position: look.answer for look in found.looks}[5] == "fails"
+
+
+def test_a_look_has_the_level_of_its_depth() -> None:
+    levels: dict[int, float] = {}
+
+    def test(position: int, level: float) -> Answer:
+        levels.setdefault(position, level)
+        return "passes"
+
+    critical(15, 0.08, test)
+    assert levels == pytest.approx({7: 0.04, 3: 0.02, 1: 0.01, 0: 0.005})
+
+
+def test_a_candidate_gets_no_answer_that_its_bisection_does_not_ask_for() -> None:
+    """Above an open candidate, only passing is looked for."""
+    found = find("FFFoFFF")
+    assert {look.position: look.answer for look in found.looks} == {
+        3: "open",
+        5: "open",
+        6: "open",
+        1: "fails",
+        2: "fails",
+    }
+    assert found.fails == 2
+
+
+def draw(random: np.random.Generator, kind: str, number: int) -> np.ndarray:
+    """Return p-values of true hypotheses: independent, all equal, or of candidates beside each other alike."""
+    if kind == "independent":
+        return random.random(number)
+    if kind == "equal":
+        return np.full(number, random.random())
+    return np.repeat(random.random(number // 4 + 1), 4)[:number]
+
+
+@pytest.mark.parametrize("kind", ["independent", "equal", "alike"])
+@pytest.mark.parametrize("order", ["none", "lower half", "every second", "upper half"])
+def test_any_wrong_pass_is_rarer_than_the_risk(kind: str, order: str) -> None:
+    """The error rate holds in any order of losses, and with any dependence of the tests."""
+    random, number, risk, runs = np.random.default_rng(0), 37, 0.1, 4_000
+    positions = np.arange(number)
+    should_pass = {
+        "none": np.zeros(number, bool),
+        "lower half": positions < number // 2,  # the opposite of the usual order
+        "every second": positions % 2 == 0,
+        "upper half": positions >= number // 2,
+    }[order]
+    wrong = 0
+    for _ in range(runs):
+        p = np.where(should_pass, random.random(number) ** 8, draw(random, kind, number))
+        test: Test = lambda position, level, p=p: "passes" if p[position] <= level else "open"  # noqa: E731
+        wrong += any(
+            look.answer == "passes" and not should_pass[look.position] for look in critical(number, risk, test).looks
+        )
+    assert wrong / runs <= risk + 3 * (risk / runs) ** 0.5

@@ -1,0 +1,203 @@
+"""Test ``verdict --budgets``: the critical budget of a model on text that it wrote itself, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import fails, make_table, tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.evaluation.verdict.rounds import DocumentRounds
+from spkv_nas.model.checkpoint import save
+from spkv_nas.stages.probe.options import ProbeOptions
+from spkv_nas.stages.probe.stage import probe
+from spkv_nas.stages.verdict.budgets import BudgetVerdict, critical_budget
+from spkv_nas.stages.verdict.options import VerdictOptions
+
+TOKENS = 48  # per document
+NUM_HEADS = 8
+
+
+def write_model(folder: Path) -> None:
+    """Write a random model with large attention outputs, and 200 documents that were sampled from it.
+
+    So every head that becomes local raises the NLL.
+    """
+    model = tiny_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(4.0)
+            layer.self_attn.v_proj.weight.mul_(4.0)
+            layer.self_attn.o_proj.weight.mul_(4.0)
+        model.get_output_embeddings().weight.mul_(20.0)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    save(model, PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0"), folder / "dense")
+    # Sample the text
+    torch.manual_seed(0)
+    length = {"max_new_tokens": TOKENS - 1, "min_new_tokens": TOKENS - 1, "eos_token_id": None, "pad_token_id": 0}
+    documents = model.generate(torch.randint(3, 97, (200, 1)), do_sample=True, **length)
+    (folder / "text").mkdir()
+    for number, document in enumerate(documents.tolist()):
+        (folder / "text" / f"{number}.txt").write_text(" ".join(f"w{token}" for token in document))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a folder with model, text, and a table that prefers the heads of low layers the current one."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("dense", "text"):
+        Path(name).symlink_to(model_folder / name)
+    table = make_table(np.arange(NUM_HEADS, 0, -1.0).reshape(4, 2) / NUM_HEADS)
+    table.write(tmp_path / "probes" / "mine")
+    return tmp_path
+
+
+def run(**options: Any) -> BudgetVerdict:
+    chosen = {"budgets": "1..8", "probe": "mine", "model": "dense", "data": ["text"], "block_size": TOKENS, "window": 4}
+    return critical_budget(VerdictOptions(**chosen | {"margin": "nll=10%"} | options))
+
+
+class TestAnswer:
+    def test_the_critical_budget_and_the_interval_around_it(self, folder: Path) -> None:
+        """The losses are 16.5 % with 4 heads, 10.3 % with 5 and 5.0 % with 6."""
+        result = run()
+        assert (result.fails, result.passes, result.answer) == (4, 6, "passes")
+        assert result.answers[5] == "open"
+        assert len(result.critical.looks) < NUM_HEADS
+        losses = result.rows.sort_values("num_global")["loss"]
+        assert (losses.diff().dropna() < 0).all()
+
+    def test_each_look_halves_the_risk(self, folder: Path) -> None:
+        rows = run(risk="8%").rows.set_index("num_global")
+        assert rows["level"][4] == pytest.approx(0.04)
+        assert rows["level"][6] == pytest.approx(0.02)
+        for result, column in (("passes", "p_passes"), ("fails", "p_fails")):
+            decided = rows[rows["result"] == result]
+            assert len(decided)
+            assert (decided[column] <= decided["level"]).all()
+
+    def test_no_budget_passes(self, folder: Path) -> None:
+        result = run(budgets="1..3")
+        assert (result.passes, result.fails, result.answer) == (None, 3, "fails")
+        assert result.memory is None
+        assert not result.next
+
+    def test_too_few_documents_leave_it_open(self, folder: Path) -> None:
+        result = run(max_tokens=20 * TOKENS)
+        assert (result.passes, result.answer) == (None, "open")
+
+    def test_layouts_are_those_of_propose(self, folder: Path) -> None:
+        result = run()
+        main(["propose", "--probe", "mine", "--budget", str(result.passes), "--window", "4"])
+        record = CRITICAL_BUDGET.read(result.folder)
+        assert record is not None
+        layout = Layout.read("layouts/p/densest.yaml")
+        assert record[1]["heads"] == list(layout.heads)
+        assert record[1]["critical_budget"] == layout.num_global == result.passes
+
+    def test_constraints_skip_budgets_with_the_same_layout(self, folder: Path) -> None:
+        result = run(budgets="2..8", granularity="layer")
+        assert list(result.budgets) == [2, 4, 6, 8]
+        assert "--granularity layer" in result.next[0].command
+
+
+class TestResuming:
+    def test_a_killed_command_gives_the_same_bytes_and_measures_nothing_twice(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = run(workspace=folder, name="whole")
+        measure, calls = DocumentRounds.measure, []
+
+        def killed(self: DocumentRounds, index: int, model: Any) -> Any:
+            calls.append(index)
+            if len(calls) == 9:
+                raise KeyboardInterrupt
+            return measure(self, index, model)
+
+        monkeypatch.setattr(DocumentRounds, "measure", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(workspace=folder, name="killed")
+        resumed = run(workspace=folder, name="killed")
+        number = len(calls)
+        again = run(workspace=folder, name="killed")
+        assert len(calls) == number
+        tables = [(each.folder / "critical-budget.csv").read_bytes() for each in (whole, resumed, again)]
+        assert tables[0] == tables[1] == tables[2]
+
+
+class TestChoice:
+    def test_documents_of_the_probe_do_not_judge(self, folder: Path) -> None:
+        table = probe(
+            ProbeOptions(model="dense", data=["text"], block_size=TOKENS, signal="attention-mass", name="chosen")
+        )
+        with pytest.raises(UserError, match=r"all 200 documents of the text chose a layout \(probe chosen"):
+            run(probe=table.name)
+
+    def test_a_table_without_a_record_is_named(self, folder: Path) -> None:
+        assert list(run(max_tokens=20 * TOKENS).unrecorded) == ["the layouts of p"]
+
+
+class TestCommand:
+    TEXT = ("--against", "dense", "--data", "text", "--block-size", str(TOKENS), "--window", "4", "--margin", "nll=10%")
+
+    def test_sentences_exit_codes_and_document(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        main(["verdict", "--budgets", "1..8", "--probe", "mine", *self.TEXT, "--context", "1k"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "6 of 8 KV heads pass: the loss is below 10 % (nll); 4 are too few; 5 is open" in shown
+        assert "for all 8 budgets together, of which" in shown
+        with pytest.raises(SystemExit) as failed:
+            main(["verdict", "--budgets", "1..3", "--probe", "mine", *self.TEXT, "--json"])
+        assert failed.value.code == 1
+        document = json.loads(capsys.readouterr().out)
+        assert (document["answer"], document["largest_failing"]) == ("fails", 3)
+        with pytest.raises(SystemExit) as undecided:
+            main(["verdict", "--budgets", "5", "--probe", "mine", *self.TEXT])
+        assert undecided.value.code == 3
+
+    def test_memory(self, folder: Path) -> None:
+        keys = run(context="1k").memory
+        assert keys is not None
+        head = 2 * 8 * 4 * 1024  # bytes of keys and values, head dimension 8, float32
+        assert keys.full == NUM_HEADS * head
+        assert keys.used == 6 * head + 2 * head * 4 // 1024
+        served = run(context="1k", engine="vllm").memory
+        assert served is not None
+        assert served.engine is not None
+        assert served.used != keys.used
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ("dense --budgets 1..8", "leave out the candidates"),
+            ("", "no candidates"),
+            ("dense --context 1k", "--context applies to --budgets only"),
+            ("dense --granularity layer", "--granularity applies to --budgets only"),
+            ("--budgets 8..1", "descending"),
+            ("--budgets 1..9", "the model has 8 KV heads"),
+            ("--budgets 1..8 --engine sglang", "whole layers only"),
+            ("--budgets 1..8 --tau match-budget", "needs a single budget"),
+        ],
+    )
+    def test_mistakes(self, folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+        text = ["--against", "dense", "--data", "text", "--block-size", str(TOKENS)]
+        assert message in fails(capsys, "verdict", *arguments.split(), *text)
