@@ -48,6 +48,7 @@ class Formula:
     shape, settings = SHAPE, {"name": "a formula"}
     identity = "a formula"
     num_selection_tokens = 1
+    num_selection_documents = 1
     evaluation_tokens = np.array([1])
 
     def __init__(self, folder: Path, seconds: float) -> None:

@@ -40,6 +40,10 @@ class Evaluator(Protocol):
         """Return the held-out tokens used for scores and short retrainings. Raises ``UserError`` if too few."""
 
     @property
+    def num_selection_documents(self) -> int:
+        """Return the held-out documents used for scores and short retrainings."""
+
+    @property
     def evaluation_tokens(self) -> NDArray[np.int64]:
         """Return the tokens per held-out document used for full retrainings; unseen by the search."""
 

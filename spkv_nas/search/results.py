@@ -89,6 +89,7 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "trials": effort.trials,
         "seeds": list(effort.seeds),
         "tokens": {"chosen_on": evaluator.num_selection_tokens, "judged_on": int(evaluator.evaluation_tokens.sum())},
+        "documents": {"chosen_on": evaluator.num_selection_documents},
         "num_documents": int((evaluator.evaluation_tokens > 0).sum()),
         "effective_documents": round(effective_number(evaluator.evaluation_tokens), 1),
         "counted_from": {"zero_shot": DENSE, "short": FULL_ATTENTION, "full": FULL_ATTENTION},

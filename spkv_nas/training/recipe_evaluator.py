@@ -106,6 +106,11 @@ class RecipeEvaluator:
         return self._chosen_on.tokens.size
 
     @property
+    def num_selection_documents(self) -> int:
+        """Return the number of held-out documents used for scores and short retrainings."""
+        return int(self._selection_documents.sum())
+
+    @property
     def evaluation_tokens(self) -> NDArray[np.int64]:
         """Return the number of tokens of each held-out document used for full retrainings, int64 [documents].
 

@@ -197,6 +197,7 @@ class TableJudge:
     shape = Shape(6, 6, 3, 4, 1000)
     identity = "none"
     num_selection_tokens = 100
+    num_selection_documents = 1
     evaluation_tokens = np.array([100])
 
     def __init__(self, table: HeadScores, racing: bool = False) -> None:

@@ -110,6 +110,7 @@ class TestCommand:
         summary = yaml.safe_load((reports / "search.yaml").read_text())
         assert summary["tokens"]["chosen_on"] == 640
         assert summary["tokens"]["judged_on"] > 0
+        assert summary["documents"]["chosen_on"] > 0
         assert summary["counted_from"] == {"zero_shot": "dense", "short": "full-attention", "full": "full-attention"}
         assert summary["control"].keys() == {"short", "full"}
         assert summary["control"]["full"]["percent"] < 0  # the tiny recipe's dense phase is not decayed

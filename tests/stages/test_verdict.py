@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.records import write_record
 from spkv_nas.cli import main
 from spkv_nas.evaluation.verdict.rounds import DocumentRounds
 from spkv_nas.model.checkpoint import save
@@ -21,6 +22,7 @@ from spkv_nas.model.windows import apply_layout
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.probe.stage import probe
 from spkv_nas.stages.verdict.options import VerdictOptions
+from spkv_nas.stages.verdict.output import basis
 from spkv_nas.stages.verdict.stage import VerdictResult, verdict
 
 
@@ -195,8 +197,33 @@ class TestChoice:
 
     def test_the_text_of_score_is_refused(self, folder: Path) -> None:
         main(["score", "mixed.yaml", "--model", "dense", "--data", "text", "--block-size", "32"])
-        with pytest.raises(UserError, match=r"chose a layout \(score dense\)"):
+        with pytest.raises(UserError, match=r"chose a layout \(score dense among 1 layout scored on 60 documents\)"):
             run("mixed.yaml")
+
+    def test_the_sentence_says_among_how_many_layouts_it_was_chosen(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main(["score", "mixed.yaml", "full.yaml", "--model", "dense", "--data", "text", "--block-size", "32"])
+        sentence = basis(run("mixed.yaml", data=["other", "text"]))
+        assert (
+            "chosen by score dense among 2 layouts scored on 60 documents; none of these documents judges "
+            "(60 documents are left out)" in sentence
+        )
+
+    def test_a_search_counts_its_layouts(self, folder: Path) -> None:
+        """Of an older search without the number of documents, the layouts are counted all the same."""
+        layout, other = Layout.read("mixed.yaml"), Layout.read("full.yaml")
+        data = {"sources": ["text"], "block_size": 32}
+        for name, more in (("new", {"documents": {"chosen_on": 30}}), ("old", {})):
+            reports = folder / "reports" / name
+            reports.mkdir(parents=True)
+            hashes = (layout.hash, other.hash, layout.hash)  # two samplers found the same layout
+            (reports / "search.csv").write_text("\n".join(["hash", *hashes]) + "\n")
+            write_record(reports / "search.yaml", {"recipe": {"data": data}, "num_documents": 7, **more})
+        assert list(run("mixed.yaml", data=["other"]).records) == [
+            "search new among 2 layouts scored on 30 documents",
+            "search old among 2 layouts scored",
+        ]
 
     def test_a_layout_without_a_record_is_named(self, folder: Path) -> None:
         assert list(run("mixed.yaml").unrecorded) == ["mixed"]

@@ -7,9 +7,10 @@ All documents of that text are left out, also where only a part of their tokens 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ class Choice:
 
     Attributes:
         documents: ids of the documents.
-        records: what chose the layouts, such as "probe mine".
+        records: what chose the layouts, such as "probe mine" or "search mine among 248 layouts scored on 9 documents".
         unrecorded: names of layouts of which no record says what chose them.
     """
 
@@ -68,18 +69,18 @@ def find_choice(
     records: dict[str, None] = {}
     unrecorded = []
     for name, layout in layouts.items():
-        texts = dict(_texts(options, layout, tokenizer, reporter))
-        for record, read in texts.items():
-            if record in records:
+        texts = list(_texts(options, layout, tokenizer, reporter))
+        for text in texts:
+            if text.selection in records:
                 continue
             try:
-                documents.update(*map(_ids, read()))
+                documents.update(*map(_ids, text.read()))
             except UserError as error:
                 raise UserError(
-                    f"the text of {record}, which chose {name}, cannot be read: {first_line(error)}\n"
+                    f"the text of {text.record}, which chose {name}, cannot be read: {first_line(error)}\n"
                     "so its documents cannot be left out; restore the text, or judge in another workspace"
                 ) from error
-            records[record] = None
+            records[text.selection] = None
         if not texts:
             unrecorded.append(name)
     return Choice(frozenset(documents), tuple(records), tuple(unrecorded))
@@ -92,7 +93,24 @@ def _ids(blocks: TokenBlocks) -> Iterator[str]:
         yield infos[index].id
 
 
-_Text = tuple[str, Any]  # name of a record; function without arguments that returns its blocks
+@dataclass(frozen=True)
+class _Text:
+    """Text that chose a layout.
+
+    Attributes:
+        record: name of the record, such as "search mine".
+        read: returns its blocks.
+        among: how many layouts were looked at on how many documents; empty if no layout was.
+    """
+
+    record: str
+    read: Callable[[], Iterable[TokenBlocks]]
+    among: str = ""
+
+    @property
+    def selection(self) -> str:
+        """Return what chose the layout, for people."""
+        return f"{self.record}{self.among}"
 
 
 def _texts(
@@ -104,15 +122,17 @@ def _texts(
     workspace = options.folders
     for folder in sorted((workspace.root / "reports").glob("*")):
         for name, kind in (("search", "search"), ("zero-shot", "score")):
-            if not _lists(folder / f"{name}.csv", layout):
+            hashes = _hashes(folder / f"{name}.csv")
+            if layout.hash not in hashes:
                 continue
             record = read_unchecked(folder / f"{name}.yaml", name)
             recipe = record.get("recipe")
             data = recipe.get("data") if isinstance(recipe, Mapping) else record.get("data")
             cache = workspace.run_dir(folder.name) / "blocks"
-            yield (
+            yield _Text(
                 f"{kind} {folder.name}",
-                lambda data=data, record=record, cache=cache: _blocks(data, record, tokenizer, cache, reporter),
+                partial(_blocks, data, record, tokenizer, cache, reporter),
+                _among(len(hashes), record.get("num_documents") if kind == "score" else _chosen_on(record)),
             )
 
 
@@ -140,7 +160,7 @@ def _probe_text(
             whole = whole.spread(max(1, SCORING_TOKENS // whole.block_size))
         return [whole] if train is None else [train, whole]
 
-    yield f"probe {name}", read
+    yield _Text(f"probe {name}", read)
 
 
 def _probe_of(options: VerdictOptions, layout: Layout) -> str:
@@ -157,12 +177,25 @@ def _probe_of(options: VerdictOptions, layout: Layout) -> str:
     return ""
 
 
-def _lists(table: Path, layout: Layout) -> bool:
-    """Return whether a table of a search or of scores has a row of the layout."""
+def _hashes(table: Path) -> set[str]:
+    """Return the hashes of the layouts in a table of a search or of scores; empty without a table."""
     if not table.is_file():
-        return False
+        return set()
     rows = pd.read_csv(table, dtype=str, keep_default_na=False)
-    return "hash" in rows and layout.hash in set(rows["hash"])
+    return set(rows["hash"]) - {""} if "hash" in rows else set()
+
+
+def _chosen_on(record: Mapping[str, Any]) -> object:
+    """Return the number of documents that a search chose on; None if an older one did not record it."""
+    documents = record.get("documents")
+    return documents.get("chosen_on") if isinstance(documents, Mapping) else None
+
+
+def _among(num_layouts: int, num_documents: object) -> str:
+    """Return the words for the layouts that were scored, and for the number of documents if it is known."""
+    layouts = f"{num_layouts} layout{'s' if num_layouts != 1 else ''}"
+    documents = f" on {num_documents} document{'s' if num_documents != 1 else ''}" if num_documents else ""
+    return f" among {layouts} scored{documents}"
 
 
 def _blocks(

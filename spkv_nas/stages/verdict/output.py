@@ -102,13 +102,11 @@ def risk(share: float) -> str:
 
 
 def left_out(number: int, records: Sequence[str]) -> str:
-    """Return the words for the documents that chose a layout."""
-    sources = f" ({', '.join(records)})" if records else ""
-    if number:
-        return escape(f"left out are {number} documents that chose a layout{sources}")
-    if records:
-        return escape(f"no document chose a layout{sources}")
-    return "the workspace has no record of a text that chose a layout"
+    """Return the words for what chose the layouts, and for its documents in the text, which are left out."""
+    if not records:
+        return "the workspace has no record of a text that chose a layout"
+    documents = f"{number} documents are left out" if number else "none is in this text"
+    return escape(f"chosen by {', and by '.join(records)}; none of these documents judges ({documents})")
 
 
 def show_unrecorded(unrecorded: Sequence[str]) -> None:
