@@ -64,7 +64,7 @@ class RulerMix(Section):
 
 
 class MixConfig(Section):
-    """Mix other samples into the training text; held-out text stays as it is."""
+    """Mix other samples into the training text; evaluations of training runs measure on text alone."""
 
     ruler: RulerMix = Field(description="samples of RULER")
 

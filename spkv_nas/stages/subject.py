@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from spkv_nas.training.recipe import Recipe
 
 
-_MIN_SAMPLES = 2  # minimum number of RULER blocks, so that a domain has a standard error
-
-
 @dataclass(frozen=True)
 class Measured:
     """Loaded model with the blocks of text to measure it on.
@@ -247,7 +244,7 @@ class Subject:
         """
         from spkv_nas.data.splits import load_heldout
         from spkv_nas.training.corpus import read_essays
-        from spkv_nas.training.dataset import ruler_blocks
+        from spkv_nas.training.dataset import mixed_heldout
 
         recipe = self.recipe
         cache = self.options.folders.run_dir(recipe.name) / "blocks"
@@ -256,11 +253,7 @@ class Subject:
         if recipe.data.mix is None:
             return text
         total = min(text.num_blocks, max_blocks or text.num_blocks)
-        samples = ruler_blocks(recipe, tokenizer, read_essays(recipe, self.base), text.block_size, recipe.seed)
-        assert samples is not None
-        number = max(min(_MIN_SAMPLES, total), round(recipe.data.mix.ruler.share * total))
-        held_out = samples.held_out(number)
-        return held_out if number == total else text.spread(total - number).and_(held_out)
+        return mixed_heldout(recipe, tokenizer, read_essays(recipe, self.base), text, total)
 
     def _split(
         self, tokenizer: PreTrainedTokenizerBase, length: int, reporter: Reporter

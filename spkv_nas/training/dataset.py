@@ -25,6 +25,8 @@ from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.extension import Extension
 from spkv_nas.training.recipe import DenseConfig, Recipe
 
+_MIN_SAMPLES = 2  # minimum number of held-out RULER blocks, so that a domain has a standard error
+
 Item = dict[str, Tensor]  # "input_ids" and "labels", both int64 [T]
 
 
@@ -175,3 +177,26 @@ def ruler_blocks(
     samples = RulerBlocks(tokenizer, size, tasks, lengths, mix.loss == "all", seed, Material(essays), opening)
     samples.check()
     return samples
+
+
+def mixed_heldout(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, essays: Essays | None, text: TokenBlocks, num_blocks: int
+) -> TokenBlocks:
+    """Return held-out text, mixed with RULER samples as the recipe's training text is.
+
+    Args:
+        recipe: a recipe with a mixture.
+        tokenizer: tokenizer of the text.
+        essays: haystacks of the samples.
+        text: held-out text.
+        num_blocks: number of blocks of text and samples together, at most those of the text.
+
+    Raises:
+        UserError: a task does not fit in a block.
+    """
+    samples = ruler_blocks(recipe, tokenizer, essays, text.block_size, recipe.seed)
+    assert samples is not None
+    assert recipe.data.mix is not None
+    number = max(min(_MIN_SAMPLES, num_blocks), round(recipe.data.mix.ruler.share * num_blocks))
+    held_out = samples.held_out(number)
+    return held_out if number == num_blocks else text.spread(num_blocks - number).and_(held_out)

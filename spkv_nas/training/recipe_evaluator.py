@@ -2,7 +2,8 @@
 
 Measurements are cached in files named by the layout's hash, so that an interrupted search resumes from them. Held-out
 text is split by document: scores and short retrainings use documents of the first half only, full retrainings the
-others.
+others. If the recipe mixes RULER samples into its training text, scores without training are measured on held-out
+samples too; retrainings are judged on text alone.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.model.checkpoint import read_shape
 from spkv_nas.training.branches import BranchContext, is_finished, read_branch
 from spkv_nas.training.corpus import join_processes
+from spkv_nas.training.dataset import mixed_heldout
 from spkv_nas.training.harm import compare_control
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
@@ -134,6 +136,18 @@ class RecipeEvaluator:
         return heldout.take(heldout.num_blocks // 2).spread(number)  # the other half's documents remain unseen
 
     @cached_property
+    def _scored_on(self) -> TokenBlocks:
+        """Return the text that layouts are scored on without training.
+
+        It is the text used for selection, mixed with RULER samples if the recipe's training text is, so that heads
+        that answers need count.
+        """
+        text, corpus, recipe = self._chosen_on, self._context.corpus, self._context.recipe
+        if recipe.data.mix is None:
+            return text
+        return mixed_heldout(recipe, corpus.tokenizer, corpus.essays, text, text.num_blocks)
+
+    @cached_property
     def _dense(self) -> DocumentNLL:
         """Return the NLL of the unchanged dense model on all held-out text."""
         heldout = self._context.corpus.heldout
@@ -163,8 +177,8 @@ class RecipeEvaluator:
 
     @cached_property
     def _cache(self) -> Path:
-        """Return the folder of scores on the text used for selection."""
-        return self._cache_of(self._chosen_on)
+        """Return the folder of scores without training."""
+        return self._cache_of(self._scored_on)
 
     def _cache_of(self, text: TokenBlocks) -> Path:
         """Return the folder of scores on ``text``."""
@@ -173,7 +187,7 @@ class RecipeEvaluator:
     @cached_property
     def _race(self) -> Race | None:
         """Return the early-stopping race, or None if every layout is scored on the whole text."""
-        schedule = RungSchedule.of(self._chosen_on) if self._racing else None
+        schedule = RungSchedule.of(self._scored_on) if self._racing else None
         if schedule is None:
             return None
         batch_size = self._context.recipe.evaluation.batch_size
@@ -198,7 +212,7 @@ class RecipeEvaluator:
             return self._race.run(layouts, incumbents, finished)
         batch_size = self._context.recipe.evaluation.batch_size
         full, *scores = zero_shot(
-            self._model, [None, *layouts], self._chosen_on, batch_size=batch_size, cache=self._cache
+            self._model, [None, *layouts], self._scored_on, batch_size=batch_size, cache=self._cache
         )
         return [Score.of(paired_difference(score, full), self.num_selection_tokens) for score in scores]
 

@@ -15,6 +15,7 @@ from interruptions import assert_same, cut
 from ruler_bytes import embedded_tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SEED
 from spkv_nas.base.schema import merged
@@ -22,6 +23,8 @@ from spkv_nas.data.mixture import Mixture
 from spkv_nas.data.order import BlockOrder, mixed_order
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available, generate
+from spkv_nas.evaluation.paired import paired_difference
+from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.loss import NO_TARGET
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.probe.stage import probe
@@ -31,6 +34,7 @@ from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dataset import training_data
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 from spkv_nas.training.variants import Variant
 
 MIX = {"share": 0.5, "tasks": ["niah_single_1"]}
@@ -219,6 +223,25 @@ class TestTraining:
         assert set(tokens.index) == {"code", "prose", "ruler"}
         assert tokens["ruler"] == pytest.approx(tokens.sum() / 2, rel=0.1)
         assert table.rows["standard_error"].notna().all()
+
+    def test_a_search_scores_on_samples_too(
+        self, mixed: Recipe, mixed_corpus: Corpus, recipe_file: Path, tmp_path: Path
+    ) -> None:
+        """Half of the scored blocks are samples; the text beside them is text that the search may select on."""
+        judge = RecipeEvaluator.prepare(mixed, recipe_file.parent, tmp_path / "runs", max_tokens=4_000)
+        num_blocks = judge.num_selection_tokens // 400
+        scored = judge._scored_on
+        infos = [tuple(scored.documents)[index] for index in scored.document[:, 200]]
+        assert len(infos) == num_blocks
+        assert sum(info.domain == "ruler" for info in infos) == round(num_blocks / 2)
+        texts = {info.id for info in infos if info.domain != "ruler"}
+        heldout = [info.id for info in mixed_corpus.heldout.documents]
+        assert texts <= {heldout[index] for index in np.flatnonzero(judge._selection_documents)}
+        # The scores are those of these blocks
+        layout = Layout(("GL", "LL"), window=4)
+        (score,) = judge.score([layout], [None], [])
+        full, local = zero_shot(judge._model, [None, layout], scored)
+        assert score.percent == pytest.approx(paired_difference(local, full).percent)
 
     def test_a_recipe_without_the_key_trains_as_before(self, recipe: Recipe, mixed: Recipe) -> None:
         plain = Recipe(**merged(mixed.model_dump(), {"data": {**recipe.data.model_dump()}}))
