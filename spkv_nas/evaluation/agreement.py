@@ -142,6 +142,7 @@ def write_continuations(
     *,
     temperature: float = 0.0,
     seed: int = 0,
+    first: int = 0,
     progress: Progress | None = None,
 ) -> list[Line]:
     """Continue the beginning of every block, all but its last ``new_tokens`` tokens; must be called on all ranks.
@@ -152,7 +153,8 @@ def write_continuations(
         blocks: held-out text.
         new_tokens: maximum number of new tokens; a continuation can end earlier, with an end-of-text token.
         temperature: sampling temperature; 0 decodes greedily.
-        seed: random seed; a block's sample depends on nothing but the seed and the block's index.
+        seed: random seed; a block's sample depends on nothing but the seed, the block's index, and ``first``.
+        first: number of blocks of the text before these, added to the index for the random seed.
         progress: called with (blocks done, in all) of this process.
 
     Returns:
@@ -168,7 +170,7 @@ def write_continuations(
     def run(start: int, size: int) -> list[Line]:
         """Continue ``size`` blocks from ``start`` on."""
         prompts = torch.from_numpy(blocks.tokens[start : start + size, :prompt_length].astype(np.int64))
-        seeds = [(seed, start + row) for row in range(len(prompts))]
+        seeds = [(seed, first + start + row) for row in range(len(prompts))]
         with evaluation_mode(model):
             rows = continue_tokens(model, tokenizer, prompts, new_tokens, temperature=temperature, seeds=seeds)
         documents = blocks.document[start : start + size, prompt_length - 1].tolist()
@@ -212,11 +214,7 @@ def compare(
     def run(start: int, size: int) -> list[Line]:
         """Compare the models on ``size`` continuations from ``start`` on."""
         batch = continuations[start : start + size]
-        # Pad on the right, which earlier positions do not see: tokens [B, T]
-        tokens = torch.zeros(len(batch), blocks.block_size, dtype=torch.long)
-        for row, line in zip(tokens, batch, strict=True):
-            row[:prompt_length] = torch.from_numpy(blocks.tokens[line["block"], :prompt_length].astype(np.int64))
-            row[prompt_length : prompt_length + len(line["tokens"])] = torch.tensor(line["tokens"])
+        tokens = _continued(blocks, batch, prompt_length)
         # Compare predictions of the new tokens: logits [B, N, V]
         with evaluation_mode(model), evaluation_mode(dense):
             logits, dense_logits = (_last_logits(reader, tokens, new_tokens) for reader in (model, dense))
@@ -229,8 +227,69 @@ def compare(
             for row, line in enumerate(batch)
         ]
 
-    together = min(_TOGETHER // blocks.block_size, chunk_tokens(vocabulary_size(model)) // new_tokens)
-    return _in_batches(run, len(continuations), together, progress)
+    return _in_batches(run, len(continuations), _num_together(model, blocks, new_tokens), progress)
+
+
+def predict(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    continuations: Sequence[Mapping[str, Any]],
+    new_tokens: int,
+    *,
+    temperature: float = 0.0,
+) -> list[Line]:
+    """Predict the tokens of continuations with one model, by teacher forcing; must be called on all ranks.
+
+    Two models' records give what ``compare`` gives of both, without the distributions: whether their most probable
+    tokens are equal, or min(1, q(x) / p(x)) of the tokens x that the dense model drew, whose mean is the acceptance.
+
+    Args:
+        model: the model, with gates, if any, set by the caller: hard.
+        blocks: the text whose beginnings were continued.
+        continuations: records of ``write_continuations``.
+        new_tokens: as in ``write_continuations``.
+        temperature: as in ``write_continuations``.
+
+    Returns:
+        One record per continuation: block, and predicted, a number per token. Greedy: the most probable token; else the
+        logarithm of the probability of the continuation's own token.
+
+    Raises:
+        UserError: if logits are not finite.
+    """
+    prompt_length = blocks.block_size - new_tokens
+
+    def run(start: int, size: int) -> list[Line]:
+        """Predict the tokens of ``size`` continuations from ``start`` on."""
+        batch = continuations[start : start + size]
+        tokens = _continued(blocks, batch, prompt_length)
+        with evaluation_mode(model):
+            logits = _last_logits(model, tokens, new_tokens)  # [B, N, V]
+        if temperature == 0:
+            predicted = logits.argmax(-1)
+        else:
+            following = tokens[:, prompt_length:, None].to(logits.device)
+            predicted = (logits.float() / temperature).log_softmax(-1).gather(-1, following)[..., 0]
+        return [
+            {"block": line["block"], "predicted": row[: len(line["tokens"])].tolist()}
+            for line, row in zip(batch, predicted.cpu(), strict=True)
+        ]
+
+    return _in_batches(run, len(continuations), _num_together(model, blocks, new_tokens), None)
+
+
+def _num_together(model: PreTrainedModel, blocks: TokenBlocks, new_tokens: int) -> int:
+    """Return the maximum number of continuations per batch, whose logits are in memory at once."""
+    return max(1, min(_TOGETHER // blocks.block_size, chunk_tokens(vocabulary_size(model)) // new_tokens))
+
+
+def _continued(blocks: TokenBlocks, continuations: Sequence[Mapping[str, Any]], prompt_length: int) -> Tensor:
+    """Return prompts with their continuations, int64 [B, T], padded on the right, which earlier positions ignore."""
+    tokens = torch.zeros(len(continuations), blocks.block_size, dtype=torch.long)
+    for row, line in zip(tokens, continuations, strict=True):
+        row[:prompt_length] = torch.from_numpy(blocks.tokens[line["block"], :prompt_length].astype(np.int64))
+        row[prompt_length : prompt_length + len(line["tokens"])] = torch.tensor(line["tokens"])
+    return tokens
 
 
 def _compared(logits: Tensor, dense_logits: Tensor, tokens: Tensor, temperature: float) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from spkv_nas.evaluation.agreement import (
     agreement_table,
     compare,
     expected_passes,
+    predict,
     write_continuations,
 )
 from spkv_nas.model.checkpoint import save
@@ -77,6 +79,30 @@ def test_a_model_agrees_with_itself_exactly(tiny_tokenizer: PreTrainedTokenizerB
     rows = agreement_table({GREEDY: result}, [3])
     assert rows.loc[0, ["agreement", "acceptance", "tokens_per_pass"]].tolist() == [1.0, 1.0, 4.0]
     assert rows.loc[0, "agreement_standard_error"] == pytest.approx(unseen_share(3) / 1.96)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_two_predictions_give_what_compare_gives(tiny_tokenizer: PreTrainedTokenizerBase, temperature: float) -> None:
+    expected, texts = measure(hybrid(), tiny_tokenizer, temperature)
+    lines = [
+        {"block": block, "document": 0, "name": "", "tokens": tokens[: NEW - block]}  # of unequal lengths
+        for block, tokens in enumerate(texts)
+    ]
+    ours, theirs = (predict(model, blocks(), lines, NEW, temperature=temperature) for model in (hybrid(), dense()))
+    for block, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        length = NEW - block
+        assert (mine["block"], len(mine["predicted"])) == (block, length)
+        difference = np.array(mine["predicted"]) - np.array(other["predicted"])
+        scores = difference == 0 if temperature == 0 else np.exp(np.minimum(difference, 0.0))
+        assert scores == pytest.approx(expected.kept[block, :length], abs=1e-5)
+
+
+def test_samples_of_later_blocks_are_those_of_all_blocks(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Texts that are continued in parts, each with the number of blocks before it."""
+    whole = write_continuations(dense(), tiny_tokenizer, blocks(), NEW, temperature=1.0)
+    later = replace(blocks(), tokens=blocks().tokens[4:], document=blocks().document[4:])
+    part = write_continuations(dense(), tiny_tokenizer, later, NEW, temperature=1.0, first=4)
+    assert [line["tokens"] for line in part] == [line["tokens"] for line in whole[4:]]
 
 
 class TestGreedy:

@@ -18,6 +18,7 @@ from spkv_nas.evaluation.verdict.decision import Levels, decide
 from spkv_nas.evaluation.verdict.paired_test import (
     Evidence,
     MeanDrop,
+    MeanShortfall,
     PairedTest,
     RelativeRise,
     loss_interval,
@@ -56,8 +57,12 @@ class TestPairedTests:
 
     @pytest.mark.parametrize(
         ("test", "good", "bad", "margin"),
-        [(RelativeRise(), documents(0.0), documents(3.0), 1.0), (MeanDrop(), answers(0.0), answers(0.1), 2.0)],
-        ids=["nll", "answers"],
+        [
+            (RelativeRise(), documents(0.0), documents(3.0), 1.0),
+            (MeanDrop(), answers(0.0), answers(0.1), 2.0),
+            (MeanShortfall(), answers(0.0), answers(0.1), 2.0),
+        ],
+        ids=["nll", "answers", "shortfall"],
     )
     def test_clear_cases(self, test: PairedTest, good: np.ndarray, bad: np.ndarray, margin: float) -> None:
         assert test.evidence(good, margin).p_passes < 0.05 < test.evidence(good, margin).p_fails
@@ -68,7 +73,9 @@ class TestPairedTests:
         assert RelativeRise().evidence(pairs, 1e-6).p_passes < 0.05
 
     @pytest.mark.parametrize(
-        ("test", "pairs"), [(RelativeRise(), documents(0.5)), (MeanDrop(), answers(0.05))], ids=["nll", "answers"]
+        ("test", "pairs"),
+        [(RelativeRise(), documents(0.5)), (MeanDrop(), answers(0.05)), (MeanShortfall(), answers(0.05))],
+        ids=["nll", "answers", "shortfall"],
     )
     def test_the_interval_holds_the_margins_that_are_undecided(self, test: PairedTest, pairs: np.ndarray) -> None:
         low, high = loss_interval(test, pairs, 0.05)
@@ -76,6 +83,17 @@ class TestPairedTests:
         target = math.log(20.0)
         assert test.evidence(pairs, high + 1e-3).passes[-1] >= target > test.evidence(pairs, high - 1e-3).passes[-1]
         assert test.evidence(pairs, low - 1e-3).fails[-1] >= target > test.evidence(pairs, low + 1e-3).fails[-1]
+
+    def test_a_shortfall_is_seen_sooner_than_a_drop(self) -> None:
+        """Where the baseline always scores 1, the candidate cannot score above it."""
+        pairs = answers(0.1, 40)
+        assert MeanShortfall().evidence(pairs, 2.0).p_fails < 0.05 < MeanDrop().evidence(pairs, 2.0).p_fails
+        same = MeanShortfall().evidence(pairs, 20.0).passes == MeanDrop().evidence(pairs, 20.0).passes
+        assert same.all()
+
+    def test_no_interval_reaches_below_no_shortfall(self) -> None:
+        low, high = loss_interval(MeanShortfall(), answers(0.0, 300), 0.05)
+        assert low == 0.0 < high < 2.0
 
     def test_more_samples_decide(self) -> None:
         pairs = answers(0.0, 50)
@@ -165,7 +183,7 @@ class TestRounds:
         blocks = long_text.in_random_order(0)
         rounds = DocumentRounds(blocks, "text", batch_size=4)
         assert rounds.num_rounds > 2
-        measured = [rounds.measure(index, model) for index in range(rounds.num_rounds)]
+        measured = [rounds.measure(index, model, {}) for index in range(rounds.num_rounds)]
         whole = document_nll(model, blocks, batch_size=5)
         expected = whole.total[whole.num_tokens > 0]
         assert len(expected) == rounds.num_samples
@@ -186,7 +204,7 @@ class TestRounds:
 
         cells: Sequence[tuple[str, int]] = [("niah_single_1", 400), ("niah_single_1", 500)]
         rounds = QuestionRounds(cells, make, tiny_tokenizer, number=20, seed=1, identity="")  # type: ignore[arg-type]
-        measured = rounds.measure(0, tiny_model(vocab_size=300, max_position_embeddings=1024))
+        measured = rounds.measure(0, tiny_model(vocab_size=300, max_position_embeddings=1024), {})
         assert len(measured) == 16
         assert (measured == -1.0).sum() == 1
         assert len(rounds.scores([measured])) == 15

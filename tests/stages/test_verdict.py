@@ -72,7 +72,7 @@ class TestAnswers:
         monkeypatch.setattr(
             DocumentRounds,
             "measure",
-            lambda self, index, model: measure(DocumentRounds(self.blocks, self.identity, 3), index, model),
+            lambda self, *arguments: measure(DocumentRounds(self.blocks, self.identity, 3), *arguments),
         )
         second = run("mixed.yaml", name="three")
         assert second.answers == first.answers
@@ -122,7 +122,7 @@ class TestCommand:
         [
             ({"margin": "nll=0"}, "above 0 and below 100"),
             ({"margin": "nll"}, "above 0 and below 100"),
-            ({"margin": "speed=1"}, "unknown criterion 'speed'; expected one of nll, ruler"),
+            ({"margin": "speed=1"}, "unknown criterion 'speed'; expected one of nll, agreement, acceptance, ruler"),
             ({"margin": "nll=1,nll=2"}, "two margins"),
             ({"margin": "ruler=2"}, "needs --lengths"),
             ({"risk": "60%"}, "up to 50%"),
@@ -144,11 +144,11 @@ class TestResuming:
         whole = run("mixed.yaml", margin="nll=0.5%", workspace=Path("whole"))
         measure, calls = DocumentRounds.measure, []
 
-        def killed(self: DocumentRounds, index: int, model: Any) -> Any:
+        def killed(self: DocumentRounds, index: int, *arguments: Any) -> Any:
             calls.append(index)
             if len(calls) == 4:
                 raise KeyboardInterrupt
-            return measure(self, index, model)
+            return measure(self, index, *arguments)
 
         monkeypatch.setattr(DocumentRounds, "measure", killed)
         with pytest.raises(KeyboardInterrupt):

@@ -56,8 +56,12 @@ class PairedTest(Protocol):
         """Return the unit of losses and margins."""
 
     @property
+    def lowest(self) -> float:
+        """Return the smallest possible loss."""
+
+    @property
     def highest(self) -> float:
-        """Return the largest loss."""
+        """Return the largest possible loss."""
 
     def loss(self, pairs: Float) -> float:
         """Return the loss on these samples."""
@@ -78,6 +82,7 @@ class RelativeRise:
     """
 
     unit: str = "%"
+    lowest: float = -math.inf
     highest: float = 1e6
 
     def loss(self, pairs: Float) -> float:
@@ -97,6 +102,7 @@ class MeanDrop:
     """Test of the drop of a mean of scores in [0, 1], in points of 100. Exact for any distribution."""
 
     unit: str = "points"
+    lowest: float = -100.0
     highest: float = 100.0
 
     def loss(self, pairs: Float) -> float:
@@ -114,18 +120,37 @@ class MeanDrop:
         )
 
 
+@dataclass(frozen=True)
+class MeanShortfall(MeanDrop):
+    """Test of how far a mean of scores in [0, 1] is below 1, the baseline's own score; exact for any distribution.
+
+    The candidate cannot score above the baseline, so a loss above the margin shows in far fewer samples than by
+    ``MeanDrop``.
+    """
+
+    lowest: float = 0.0
+
+    def evidence(self, pairs: Float, margin: float, *, repeats: float = 1.0) -> Evidence:
+        """Return the evidence after each sample."""
+        passes = super().evidence(pairs, margin, repeats=repeats).passes
+        if margin <= 0.0:  # no mean is above 1, so any loss is at least the margin
+            return Evidence(passes, np.full(len(pairs), math.inf))
+        allowed = margin / 100.0
+        return Evidence(passes, betting_log_e(1.0 - pairs[:, 0] - allowed, allowed, repeats=repeats))
+
+
 def loss_interval(test: PairedTest, pairs: Float, risk: float) -> tuple[float, float]:
     """Return an interval of the loss whose ends are each wrong with a probability of at most ``risk``, at any time.
 
     It holds the margins that the candidate neither passes nor fails at these samples (a confidence sequence). An end
-    that the samples do not determine is infinite, or the largest loss.
+    that the samples do not determine is infinite, or the smallest or the largest possible loss.
     """
     if not len(pairs):
         return -math.inf, math.inf
     loss, target = test.loss(pairs), -math.log(risk)
     passing = _smallest(lambda distance: test.evidence(pairs, loss + distance).passes[-1] >= target)
     failing = _smallest(lambda distance: test.evidence(pairs, loss - distance).fails[-1] >= target)
-    return loss - failing, min(loss + passing, test.highest)
+    return max(loss - failing, test.lowest), min(loss + passing, test.highest)
 
 
 def _smallest(is_enough: Callable[[float], bool]) -> float:

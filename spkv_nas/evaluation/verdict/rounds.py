@@ -1,26 +1,29 @@
 """Measure the samples of a criterion in rounds, in a random order that is the same for every model.
 
 A round is the unit that is stored: an interrupted verdict resumes after the last finished one, and gives the same
-answer. So rounds must not depend on the machine.
+answer. So rounds must not depend on the machine. Where samples depend on the dense model, such as continuations that it
+writes, it prepares each round once for all candidates, and that is stored too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.base.arrays import Array
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.ruler.sample import Sample
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.ruler import answer
 
 Float = NDArray[np.float64]
+Prepared = Mapping[str, NDArray[Any]]  # arrays of a round that the dense model prepared, by name
 _ROUND_BLOCKS = 16  # blocks of text per round
 _ROUND_QUESTIONS = 16
 _NO_ROOM = -1.0  # score of a question that does not fit in its length
@@ -36,6 +39,7 @@ class Rounds(Protocol):
         identity: text of everything that the samples depend on besides the model.
         num_rounds: number of rounds.
         num_samples: number of samples in all rounds.
+        prepared: arrays that the dense model prepares for each round; empty if it prepares none.
     """
 
     @property
@@ -50,15 +54,32 @@ class Rounds(Protocol):
     def num_samples(self) -> int:
         """Return ``num_samples``."""
 
-    def measure(self, index: int, model: PreTrainedModel) -> Float:
+    @property
+    def prepared(self) -> tuple[Array, ...]:
+        """Return ``prepared``."""
+
+    def prepare(self, index: int, dense: PreTrainedModel) -> dict[str, NDArray[Any]]:
+        """Return the arrays ``prepared`` of a round; called only if there are any."""
+
+    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
         """Measure a round: finite numbers, at least one."""
 
     def scores(self, measured: Sequence[Float]) -> Float:
         """Return one score per sample that the first rounds, measured in order, complete."""
 
 
+class Unprepared:
+    """Base of rounds that the dense model does not prepare."""
+
+    prepared: tuple[Array, ...] = ()
+
+    def prepare(self, index: int, dense: PreTrainedModel) -> dict[str, NDArray[Any]]:
+        """Return no arrays."""
+        return {}
+
+
 @dataclass(frozen=True)
-class DocumentRounds:
+class DocumentRounds(Unprepared):
     """NLL sums of documents, in rounds of blocks.
 
     Attributes:
@@ -86,7 +107,7 @@ class DocumentRounds:
         """Return the number of documents with predicted tokens."""
         return len(self._present)
 
-    def measure(self, index: int, model: PreTrainedModel) -> Float:
+    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
         """Return the NLL sums of the documents of a round's blocks, from the first to the last."""
         part = slice(index * _ROUND_BLOCKS, (index + 1) * _ROUND_BLOCKS)
         tokens, document = self.blocks.tokens[part], self.blocks.document[part]
@@ -105,7 +126,7 @@ class DocumentRounds:
         return totals[self._present[self._present < complete]]
 
 
-class QuestionRounds:
+class QuestionRounds(Unprepared):
     """Scores of generated answers to RULER's questions. Each question is of a random task and length.
 
     Args:
@@ -143,7 +164,7 @@ class QuestionRounds:
         """Return the number of rounds, the last of which may be shorter."""
         return -(-self.num_samples // _ROUND_QUESTIONS)
 
-    def measure(self, index: int, model: PreTrainedModel) -> Float:
+    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
         """Return the score in [0, 1] of each question of a round; -1 for one that does not fit in its length."""
         questions = self._questions[index * _ROUND_QUESTIONS : (index + 1) * _ROUND_QUESTIONS]
         # The longest question comes first, because the batch size is chosen by it

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,9 @@ from spkv_nas.stages.verdict.options import VerdictOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+DENSE_NAME = "dense"  # name of the dense model in a verdict
 _SCORE = Array("score", "number", "samples", low=-1.0)
+_REMEDY = "remove it and run the command again"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def contenders(options: VerdictOptions) -> tuple[Contender, list[Contender]]:
             name = text
         source, chosen = (text, _layout_of(text)) if layout is None else (options.model, layout)
         candidates.append(Contender(name, source, layout, chosen))
-    return Contender("dense", options.model), candidates
+    return Contender(DENSE_NAME, options.model), candidates
 
 
 def _layout_of(source: str) -> Layout | None:
@@ -76,7 +78,7 @@ def _layout_of(source: str) -> Layout | None:
 
 @dataclass
 class ScoreStore:
-    """Scores of all contenders, by criterion and round, in a folder.
+    """Scores of all contenders, and what the dense model prepared for them, by criterion and round, in a folder.
 
     At most two models are in memory: the dense one, and the last other one.
 
@@ -109,13 +111,28 @@ class ScoreStore:
         if file in self._measured:
             return self._measured[file]
         if not file.is_file():
+            prepared = self._prepared(rounds, index)  # first, as a layout is put on the dense model itself
             model, _ = self._model(contender.source)
             with contender.applied(model):
-                measured = rounds.measure(index, model)
+                measured = rounds.measure(index, model, prepared)
             folder.mkdir(parents=True, exist_ok=True)
             write_npz(file, {_SCORE.name: measured})
-        self._measured[file] = read_arrays(file, (_SCORE,), "remove it and run the command again")[_SCORE.name]
+        self._measured[file] = read_arrays(file, (_SCORE,), _REMEDY)[_SCORE.name]
         return self._measured[file]
+
+    def _prepared(self, rounds: Rounds, index: int) -> dict[str, NDArray[Any]]:
+        """Return what the dense model prepared for a round; if it is new, prepare and write it."""
+        if not rounds.prepared:
+            return {}
+        dense, (model, _) = Contender(DENSE_NAME, self.options.model), self.dense
+        folder = self.folder / self._key(dense, rounds)
+        file = folder / f"prepared-{index:05d}.npz"
+        if not file.is_file():
+            with dense.applied(model):
+                arrays = rounds.prepare(index, model)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_npz(file, arrays)
+        return read_arrays(file, rounds.prepared, _REMEDY)
 
     def _key(self, contender: Contender, rounds: Rounds) -> str:
         """Return the name of a folder for a contender and a criterion's samples, on this device and dtype."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from spkv_nas.evaluation.verdict.paired_test import PairedTest
 from spkv_nas.stages.verdict.options import VerdictOptions
@@ -31,6 +35,14 @@ class Setting:
     dense: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     blocks: TokenBlocks
+
+    @cached_property
+    def text(self) -> str:
+        """Return the identity of the text: a hash of its tokens and their documents."""
+        key = hashlib.sha256(str(self.blocks.tokens.shape).encode())
+        for array in (self.blocks.tokens, self.blocks.document):
+            key.update(np.ascontiguousarray(array).data)
+        return key.hexdigest()
 
 
 @dataclass(frozen=True)

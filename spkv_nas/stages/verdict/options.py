@@ -8,6 +8,7 @@ from typing import Annotated
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.stages import flags
+from spkv_nas.stages.evaluate.agreement.options import NewTokens
 from spkv_nas.stages.evaluate.ruler.options import LENGTHS, Haystack, Questions, RulerTasks
 from spkv_nas.stages.options import DENSE, SubjectOptions
 from spkv_nas.stages.verdict.budget_options import BudgetOptions
@@ -23,8 +24,9 @@ Dense = Annotated[
 Margin = Annotated[
     str,
     Flag(
-        "Largest loss allowed, by criterion, such as nll=1%,ruler=2. nll: rise of the NLL in percent; ruler: drop of "
-        "the share of correct answers in percentage points.",
+        "Largest loss allowed, by criterion, such as nll=1%,ruler=2. nll: rise of the NLL in percent. In percentage "
+        "points: agreement: share of greedy tokens that differ from the dense model's; acceptance: share of sampled "
+        "tokens that speculative sampling rejects; ruler: drop of the share of correct answers.",
         metavar="NAME=LOSS,...",
     ),
 ]
@@ -43,6 +45,7 @@ class VerdictOptions(BudgetOptions, SubjectOptions):
     model: Dense = DENSE
     margin: Margin = "nll=1%"
     risk: Risk = "5%"
+    new_tokens: NewTokens = default(None, "half a block", note="For agreement and acceptance.")
     lengths: OptionalLengths = default(None, "none; required by ruler")
     tasks: RulerTasks = default(None, "all")
     questions: MaxQuestions = default(None, str(QUESTIONS))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from spkv_nas.base.registry import Registry
-from spkv_nas.stages.verdict.criteria import NLL, RULER
+from spkv_nas.stages.verdict.criteria.continuations import ACCEPTANCE, AGREEMENT
+from spkv_nas.stages.verdict.criteria.nll import NLL
+from spkv_nas.stages.verdict.criteria.ruler import RULER
 from spkv_nas.stages.verdict.criterion import Criterion
 
-CRITERIA = Registry("spkv_nas.criteria", "criterion", Criterion, (NLL, RULER))
+CRITERIA = Registry("spkv_nas.criteria", "criterion", Criterion, (NLL, AGREEMENT, ACCEPTANCE, RULER))

@@ -1,33 +1,19 @@
-"""Define the built-in criteria of a verdict: NLL by document, and RULER's questions by generated answers."""
+"""Criterion ``ruler``: RULER's questions, by generated answers."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import parse_context
-from spkv_nas.evaluation.verdict.paired_test import MeanDrop, RelativeRise
+from spkv_nas.evaluation.verdict.paired_test import MeanDrop
 from spkv_nas.stages.verdict.criterion import Criterion, Setting
 from spkv_nas.stages.verdict.options import QUESTIONS, VerdictOptions
 
 if TYPE_CHECKING:
     from spkv_nas.data.ruler.sample import Sample
     from spkv_nas.evaluation.verdict.rounds import Rounds
-
-
-def _documents(setting: Setting) -> Rounds:
-    """Return the documents of the text, in rounds of blocks."""
-    from spkv_nas.evaluation.micro_batch import fitting_batch
-    from spkv_nas.evaluation.verdict.rounds import DocumentRounds
-
-    key = hashlib.sha256(str(setting.blocks.tokens.shape).encode())
-    for array in (setting.blocks.tokens, setting.blocks.document):
-        key.update(np.ascontiguousarray(array).data)
-    return DocumentRounds(setting.blocks, key.hexdigest(), fitting_batch(setting.dense, setting.blocks))
 
 
 def _questions(setting: Setting) -> Rounds:
@@ -80,5 +66,4 @@ def _check_questions(options: VerdictOptions) -> None:
     check_exist(options.qa or (), "questions")
 
 
-NLL = Criterion("nll", "documents", RelativeRise(), _documents)
 RULER = Criterion("ruler", "questions", MeanDrop(), _questions, _check_questions)

@@ -1,0 +1,1 @@
+"""Define the built-in criteria of a verdict, one per file."""

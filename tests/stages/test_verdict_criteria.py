@@ -1,0 +1,137 @@
+"""Test the criteria of ``verdict`` besides the NLL, each as the command runs it: its answers, and that it resumes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.agreement import Agreement, compare, write_continuations
+from spkv_nas.evaluation.verdict.continuation_rounds import ContinuationRounds, one_per_document
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.windows import layout_applied
+from spkv_nas.stages.verdict.options import VerdictOptions
+from spkv_nas.stages.verdict.stage import VerdictResult, verdict
+
+
+def decisive_model() -> PreTrainedModel:
+    """Make a model whose predictions are not nearly uniform, and that never ends a text by itself."""
+    model = tiny_model(vocab_size=300)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = 299
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.mul_(4.0)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a dense model, a text of 60 documents, and layouts; make it the current folder."""
+    monkeypatch.chdir(tmp_path)
+    save(decisive_model(), tiny_tokenizer, Path("dense"))
+    Path("text").mkdir()
+    for number in range(60):
+        words = " ".join(f"word{(number * word) % 17} returns" for word in range(20))
+        Path("text", f"{number}.txt").write_text(f"document {number}: {words}\n")
+    Layout(("GG",) * 4, window=4, strategy="full").write("full.yaml")
+    Layout(("LL", "LL", "LL", "GG"), window=4, strategy="three-to-one").write("three-to-one.yaml")
+    return tmp_path
+
+
+def run(*candidates: str, **options: Any) -> VerdictResult:
+    return verdict(
+        VerdictOptions(candidates=[*candidates], **{"model": "dense", "data": ["text"], "block_size": 32} | options)
+    )
+
+
+def check_resumes(rounds: Any, monkeypatch: pytest.MonkeyPatch, *candidates: str, **options: Any) -> None:
+    """Kill a verdict at every call of ``measure`` and ``prepare`` of its rounds in turn, until it is done."""
+    whole = run(*candidates, workspace=Path("whole"), **options)
+    calls: list[int] = []
+
+    def killing(method: Any) -> Any:
+        def killed(self: Any, *arguments: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return method(self, *arguments)
+
+        return killed
+
+    for name in ("measure", "prepare"):
+        monkeypatch.setattr(rounds, name, killing(getattr(rounds, name)))
+    num_killed = 0
+    while True:
+        calls.clear()
+        try:
+            resumed = run(*candidates, workspace=Path("killed"), **options)
+        except KeyboardInterrupt:
+            num_killed += 1
+        else:
+            break
+    assert num_killed > 1
+    assert (resumed.folder / "verdict.csv").read_bytes() == (whole.folder / "verdict.csv").read_bytes()
+    calls.clear()
+    run(*candidates, workspace=Path("killed"), **options)
+    assert not calls, "finished rounds are measured again"
+
+
+class TestContinuations:
+    @pytest.mark.parametrize("criterion", ["agreement", "acceptance"])
+    def test_full_attention_passes_and_local_layers_fail(self, folder: Path, criterion: str) -> None:
+        result = run("full.yaml", "three-to-one.yaml", margin=f"{criterion}=12")
+        assert result.answers == {"full": "passes", "three-to-one": "fails"}
+        full, local = result.rows.to_dict("records")
+        assert (full["criterion"], full["unit"], full["loss"]) == (criterion, "points", pytest.approx(0.0, abs=1e-3))
+        assert full["low"] == pytest.approx(0.0, abs=1e-3)
+        assert local["num_samples"] <= 32
+        assert local["low"] > 12.0
+
+    @pytest.mark.parametrize("criterion", ["agreement", "acceptance"])
+    def test_an_interrupted_verdict_gives_the_same_bytes(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, criterion: str
+    ) -> None:
+        check_resumes(ContinuationRounds, monkeypatch, "three-to-one.yaml", margin=f"{criterion}=90")
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_scores_are_those_of_the_comparison(
+        self, tiny_tokenizer: PreTrainedTokenizerBase, blocks: TokenBlocks, temperature: float
+    ) -> None:
+        """In rounds, with a layout on the dense model itself, as ``compare`` measures it with two models."""
+        layout = Layout(("GG", "GG", "GL", "GG"), window=8)
+        many = replace(blocks, tokens=np.tile(blocks.tokens, (3, 1)), document=np.tile(blocks.document, (3, 1)))
+        model, reader = decisive_model(), decisive_model()
+        texts = write_continuations(reader, tiny_tokenizer, many, 12, temperature=temperature, seed=5)
+        with layout_applied(model, layout):
+            result = Agreement.of(compare(model, reader, many, texts, 12, temperature=temperature), temperature)
+        rounds = ContinuationRounds(tiny_tokenizer, many, 12, temperature, 5, "text")
+        assert (rounds.num_samples, rounds.num_rounds) == (27, 2)
+        measured, dense = [], []
+        for index in range(2):
+            prepared = rounds.prepare(index, model)
+            dense.append(rounds.measure(index, model, prepared))
+            with layout_applied(model, layout):
+                measured.append(rounds.measure(index, model, prepared))
+        assert (rounds.scores(dense) == 1.0).all()
+        assert rounds.scores(measured) == pytest.approx(np.nanmean(result.kept, 1), abs=1e-5)
+        assert 0.1 < rounds.scores(measured).mean() < 0.95
+
+    def test_each_document_is_continued_once(self, blocks: TokenBlocks) -> None:
+        chosen = one_per_document(blocks, 12)
+        last = chosen.document[:, 32 - 12 - 1].tolist()
+        assert len(set(last)) == len(last)
+        assert set(last) == set(blocks.document[:, 32 - 12 - 1].tolist())
+
+    def test_a_continuation_as_long_as_a_block(self, folder: Path) -> None:
+        with pytest.raises(UserError, match="leaves no prompt in a block of 32 tokens"):
+            run("full.yaml", margin="agreement=2", new_tokens=32)
