@@ -4,86 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from helpers import tiny_model
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+from verdict_cases import check_resumes, decisive_model, run, write_folder
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.agreement import Agreement, compare, write_continuations
 from spkv_nas.evaluation.verdict.continuation_rounds import ContinuationRounds, one_per_document
-from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import layout_applied
-from spkv_nas.stages.verdict.options import VerdictOptions
-from spkv_nas.stages.verdict.stage import VerdictResult, verdict
-
-
-def decisive_model() -> PreTrainedModel:
-    """Make a model whose predictions are not nearly uniform, and that never ends a text by itself."""
-    model = tiny_model(vocab_size=300)
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = 299
-    with torch.no_grad():
-        for weights in model.parameters():
-            weights.mul_(4.0)
-    return model
 
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a dense model, a text of 60 documents, and layouts; make it the current folder."""
+    """Write models, a text and layouts; make their folder the current one."""
     monkeypatch.chdir(tmp_path)
-    save(decisive_model(), tiny_tokenizer, Path("dense"))
-    Path("text").mkdir()
-    for number in range(60):
-        words = " ".join(f"word{(number * word) % 17} returns" for word in range(20))
-        Path("text", f"{number}.txt").write_text(f"document {number}: {words}\n")
-    Layout(("GG",) * 4, window=4, strategy="full").write("full.yaml")
-    Layout(("LL", "LL", "LL", "GG"), window=4, strategy="three-to-one").write("three-to-one.yaml")
+    write_folder(tiny_tokenizer)
     return tmp_path
-
-
-def run(*candidates: str, **options: Any) -> VerdictResult:
-    return verdict(
-        VerdictOptions(candidates=[*candidates], **{"model": "dense", "data": ["text"], "block_size": 32} | options)
-    )
-
-
-def check_resumes(rounds: Any, monkeypatch: pytest.MonkeyPatch, *candidates: str, **options: Any) -> None:
-    """Kill a verdict at every call of ``measure`` and ``prepare`` of its rounds in turn, until it is done."""
-    whole = run(*candidates, workspace=Path("whole"), **options)
-    calls: list[int] = []
-
-    def killing(method: Any) -> Any:
-        def killed(self: Any, *arguments: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-            return method(self, *arguments)
-
-        return killed
-
-    for name in ("measure", "prepare"):
-        monkeypatch.setattr(rounds, name, killing(getattr(rounds, name)))
-    num_killed = 0
-    while True:
-        calls.clear()
-        try:
-            resumed = run(*candidates, workspace=Path("killed"), **options)
-        except KeyboardInterrupt:
-            num_killed += 1
-        else:
-            break
-    assert num_killed > 1
-    assert (resumed.folder / "verdict.csv").read_bytes() == (whole.folder / "verdict.csv").read_bytes()
-    calls.clear()
-    run(*candidates, workspace=Path("killed"), **options)
-    assert not calls, "finished rounds are measured again"
 
 
 class TestContinuations:

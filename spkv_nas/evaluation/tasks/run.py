@@ -7,7 +7,7 @@ the checkpoint and its gates, on the requests, and on the task's config.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.utils import handle_non_serializable
 
 from spkv_nas.base.distributed import on_main
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.evaluation.tasks.language_model import CheckpointLM
@@ -78,6 +79,53 @@ def run_task(
             density = lm.stop()
             on_main(lambda: _write(file, task, density, results["samples"][task.task_name]))
     return on_main(partial(_read, file, task, was_kept))
+
+
+def score_documents(
+    lm: CheckpointLM, task: Task, documents: Sequence[int], *, seed: int, allow_code: bool = False
+) -> list[float]:
+    """Return the score in [0, 1] of some documents of a task, without reading or writing files.
+
+    The score is the first metric of the task's first filter, that of ``tasks_table``'s average.
+
+    Args:
+        lm: checkpoint to evaluate.
+        task: task to run.
+        documents: indices of its documents, at least one.
+        seed: random seed of few-shot examples, which must differ between calls.
+        allow_code: as in ``run_task``.
+
+    Raises:
+        UserError: the metric is no mean of scores from 0 to 1, of which more are better.
+    """
+    name, ordered = task.task_name, sorted(documents)
+    task.set_fewshot_seed(seed=seed)
+    with _without_bars():
+        results = evaluate(
+            lm,
+            {"tasks": {name: task}},
+            samples={name: ordered},
+            bootstrap_iters=0,
+            confirm_run_unsafe_code=allow_code,
+        )
+    samples = results["samples"][name]
+    first, metric = samples[0]["filter"], samples[0]["metrics"][0]
+    scores = {sample["doc_id"]: sample[metric] for sample in samples if sample["filter"] == first}
+    # Check that a mean of these scores is what the task reports
+    is_mean = task.aggregation().get(metric, mean) is mean and task.higher_is_better().get(metric, True)
+    if not is_mean or not all(isinstance(score, int | float) and 0.0 <= score <= 1.0 for score in scores.values()):
+        raise UserError(
+            f"task {name}: its first metric, {metric}, is no mean of scores from 0 to 1 by sample, so it allows no "
+            "verdict\nleave the task out, or choose another metric in your own YAML file of the task"
+        )
+    return [float(scores[document]) for document in documents]
+
+
+def task_identity(task: Task) -> str:
+    """Return a text of everything that the scores of ``score_documents`` depend on besides model and seed."""
+    config = {key: value for key, value in task.dump_config().items() if key not in _OF_PLACES}
+    examples = list(task.fewshot_docs()) if config.get("num_fewshot") else []
+    return json.dumps([config, list(task.eval_docs), examples], sort_keys=True, default=_named)
 
 
 def _content(task: Task, identity: str) -> str:

@@ -7,6 +7,7 @@ user. The paper's sixteen tasks use its number of few-shot examples (appendix "E
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -119,6 +120,14 @@ def load_suite(
     if missing:
         raise _no_data(index, missing, len(task_options))
     return suite
+
+
+def quiet_libraries() -> None:
+    """Silence lm-eval and the datasets library."""
+    import datasets
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
 
 
 @contextmanager

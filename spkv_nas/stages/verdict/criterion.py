@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spkv_nas.base.progress import Reporter
 from spkv_nas.evaluation.verdict.paired_test import PairedTest
 from spkv_nas.stages.verdict.options import VerdictOptions
 
@@ -29,12 +30,14 @@ class Setting:
         dense: the model to keep up with.
         tokenizer: tokenizer of all models.
         blocks: text with its documents in random order; no document chose a candidate.
+        reporter: receives messages.
     """
 
     options: VerdictOptions
     dense: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     blocks: TokenBlocks
+    reporter: Reporter
 
     @cached_property
     def text(self) -> str:

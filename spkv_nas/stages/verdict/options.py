@@ -10,6 +10,7 @@ from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.agreement.options import NewTokens
 from spkv_nas.stages.evaluate.ruler.options import LENGTHS, Haystack, Questions, RulerTasks
+from spkv_nas.stages.evaluate.tasks.options import AllowCode, DataSets, Include
 from spkv_nas.stages.options import DENSE, SubjectOptions
 from spkv_nas.stages.verdict.budget_options import BudgetOptions
 
@@ -26,13 +27,17 @@ Margin = Annotated[
     Flag(
         "Largest loss allowed, by criterion, such as nll=1%,ruler=2. nll: rise of the NLL in percent. In percentage "
         "points: agreement: share of greedy tokens that differ from the dense model's; acceptance: share of sampled "
-        "tokens that speculative sampling rejects; ruler: drop of the share of correct answers.",
+        "tokens that speculative sampling rejects; ruler, tasks: drop of the share of correct answers.",
         metavar="NAME=LOSS,...",
     ),
 ]
 Risk = Annotated[str, Flag("Largest probability of a wrong pass, and of a wrong failure, such as 5%.", metavar="N%")]
 MaxQuestions = Annotated[
     int | None, Flag("Maximum number of RULER's questions, over all tasks and lengths.", low=1, high=MAX_REPEATS)
+]
+LMTasks = Annotated[
+    str | None,
+    Flag("Comma-separated lm-eval tasks, such as stdlib_completions, which is built in.", ("--lm-tasks",), "NAMES"),
 ]
 OptionalLengths = Annotated[str | None, LENGTHS]
 
@@ -51,4 +56,8 @@ class VerdictOptions(BudgetOptions, SubjectOptions):
     questions: MaxQuestions = default(None, str(QUESTIONS))
     haystack: Haystack = default(None, "RULER's noise")
     qa: Questions = default(None, "none; qa_1 and qa_2 are left out")
+    lm_tasks: LMTasks = default(None, "none; required by tasks")
+    data_sets: DataSets = default(None, "the Hub or its cache")
+    include: Include = None
+    allow_code: AllowCode = False
     seed: flags.Seed = 0

@@ -147,7 +147,7 @@ def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Cont
     loaded = load(options, options.model, reporter)
     blocks, choice, num_left_out = _text(subject, options, candidates, loaded, reporter)
     # Prepare the samples of every criterion
-    margins, setting = parse_margins(options.margin), Setting(options, *loaded, blocks)
+    margins, setting = parse_margins(options.margin), Setting(options, *loaded, blocks, reporter)
     samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
     store = ScoreStore(options, options.folders.run_dir(subject.name) / "verdict", loaded, reporter)
     return Trial(subject.name, dense, margins, samples, store, choice, num_left_out)

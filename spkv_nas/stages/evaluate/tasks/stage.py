@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -53,10 +52,12 @@ def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> TasksResult:
             cannot be loaded.
     """
     check(options)
-    from spkv_nas.evaluation.tasks.suite import code_allowed, load_suite
+    from spkv_nas.evaluation.tasks.suite import code_allowed, load_suite, quiet_libraries
     from spkv_nas.evaluation.tasks.table import Results, tasks_table
 
-    _quiet(reporter)
+    quiet_transformers(reporter)
+    if not reporter.verbose:
+        quiet_libraries()
     name = options.name or result_name(options.model)
     folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "tasks"
     # Run the tasks on every checkpoint
@@ -124,13 +125,3 @@ def _run_tasks(
 def _share(bar: Bar, index: int, num_tasks: int, name: str) -> Any:
     """Return a ``Progress`` that maps one of ``num_tasks`` tasks to an equal part of the bar."""
     return lambda done, total: bar(round(1000 * (index + done / total)), 1000 * num_tasks, name)
-
-
-def _quiet(reporter: Reporter) -> None:
-    """Silence transformers, lm-eval and the datasets library."""
-    import datasets
-
-    quiet_transformers(reporter)
-    if not reporter.verbose:
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        datasets.disable_progress_bars()
