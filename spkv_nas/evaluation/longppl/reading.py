@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.defaults import LONGPPL_ALPHA, LONGPPL_BETA, LONGPPL_SHORT
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_BLOCK_SIZE
 from spkv_nas.base.memory import AdaptiveBatchSize
@@ -36,6 +37,7 @@ from spkv_nas.model.density_tracker import DensityTracker, layout_density
 from spkv_nas.model.loss import token_nll
 
 _TOGETHER = 1 << 12  # tokens of short contexts per batch
+_PART = 4  # default ratio of text to short context, and of short context to stride
 
 Spans = list[tuple[int, int]]  # (start, end) of characters, ascending
 
@@ -70,8 +72,35 @@ class Criterion:
 
     short: int
     stride: int
-    alpha: float = 2.0
-    beta: float = -2.0
+    alpha: float = LONGPPL_ALPHA
+    beta: float = LONGPPL_BETA
+
+    @classmethod
+    def of(
+        cls,
+        length: int,
+        short: int | None = None,
+        stride: int | None = None,
+        alpha: float | None = None,
+        beta: float | None = None,
+    ) -> Criterion:
+        """Return the criterion for texts of at most ``length`` tokens, with defaults for what is None.
+
+        Raises:
+            UserError: the short context leaves nothing of a text.
+        """
+        short = short or max(1, min(LONGPPL_SHORT, length // _PART))
+        if short >= length:
+            raise UserError(
+                f"the short context ({short} tokens) must be shorter than a text ({length} tokens)\n"
+                "use a smaller --short-context or a larger --block-size"
+            )
+        return cls(
+            short=short,
+            stride=stride or max(1, short // _PART),
+            alpha=LONGPPL_ALPHA if alpha is None else alpha,
+            beta=LONGPPL_BETA if beta is None else beta,
+        )
 
 
 @dataclass(frozen=True)
@@ -137,15 +166,32 @@ def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
         UserError: if the tokenizer does not support offsets, or an NLL is not finite.
     """
     ids, offsets = _encoded(tokenizer, text)
-    opening = text_opening(tokenizer)
-    if len(ids) <= criterion.short:
-        return []
-    # Compare the NLL in the whole text with that in the short context
-    whole = _losses(evaluator, ids[None], opening)[0]
-    short = _short_losses(evaluator, ids, criterion, opening)
-    whole = whole[criterion.short - 1 :]
-    is_key = (short - whole > criterion.alpha) & (whole < -criterion.beta)
-    return _merged(offsets[criterion.short + int(index)] for index in np.flatnonzero(is_key))
+    is_key = key_mask(evaluator, ids, criterion, text_opening(tokenizer))
+    return _merged(offsets[index] for index in np.flatnonzero(is_key))
+
+
+@torch.inference_mode()
+def key_mask(
+    evaluator: PreTrainedModel, ids: NDArray[np.int64], criterion: Criterion, opening: tuple[int, ...]
+) -> NDArray[np.bool_]:
+    """Return which tokens of ``ids`` [T] are key tokens, bool [T].
+
+    Args:
+        evaluator: model in evaluation mode, with open gates if it has any.
+        ids: tokens of a text.
+        criterion: contexts and thresholds.
+        opening: tokens that every sequence begins with.
+
+    Raises:
+        UserError: if an NLL is not finite.
+    """
+    is_key = np.zeros(len(ids), dtype=np.bool_)
+    if len(ids) > criterion.short:
+        # Compare the NLL in the whole text with that in the short context
+        whole = sequence_nll(evaluator, ids[None], opening)[0, criterion.short - 1 :]
+        short = _short_losses(evaluator, ids, criterion, opening)
+        is_key[criterion.short :] = (short - whole > criterion.alpha) & (whole < -criterion.beta)
+    return is_key
 
 
 def _short_losses(
@@ -164,12 +210,12 @@ def _short_losses(
     while num_done < len(full_windows):
 
         def attempt(number: int, num_done: int = num_done) -> NDArray[np.float64]:
-            return _losses(evaluator, np.stack(full_windows[num_done : num_done + number]), opening)
+            return sequence_nll(evaluator, np.stack(full_windows[num_done : num_done + number]), opening)
 
         losses = batching.run(attempt, len(full_windows) - num_done)
         parts += list(losses)
         num_done += len(losses)
-    parts += [_losses(evaluator, window[None], opening)[0] for window in last_windows]
+    parts += [sequence_nll(evaluator, window[None], opening)[0] for window in last_windows]
     return np.concatenate([part[short - 1 :] for part in parts])
 
 
@@ -191,7 +237,7 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, 
     if watch is not None:
         watch.start()
     try:
-        losses = _losses(model, ids[None], text_opening(tokenizer))[0]
+        losses = sequence_nll(model, ids[None], text_opening(tokenizer))[0]
         head_densities = None if watch is None else watch.stop(alone=True)
     finally:
         if watch is not None:
@@ -244,7 +290,8 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[NDArray[np.
     return np.array(encoding["input_ids"], dtype=np.int64), [tuple(pair) for pair in encoding["offset_mapping"]]
 
 
-def _losses(model: PreTrainedModel, ids: NDArray[np.int64], opening: tuple[int, ...]) -> NDArray[np.float64]:
+@torch.inference_mode()
+def sequence_nll(model: PreTrainedModel, ids: NDArray[np.int64], opening: tuple[int, ...]) -> NDArray[np.float64]:
     """Compute the NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``.
 
     Raises:

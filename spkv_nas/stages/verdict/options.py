@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from spkv_nas.artifacts.defaults import LONGPPL_SHORT
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.agreement.options import NewTokens
+from spkv_nas.stages.evaluate.longppl.options import ShortContext
 from spkv_nas.stages.evaluate.ruler.options import LENGTHS, Haystack, Questions, RulerTasks
 from spkv_nas.stages.evaluate.tasks.options import AllowCode, DataSets, Include
 from spkv_nas.stages.options import DENSE, SubjectOptions
@@ -25,9 +27,10 @@ Dense = Annotated[
 Margin = Annotated[
     str,
     Flag(
-        "Largest loss allowed, by criterion, such as nll=1%,ruler=2. nll: rise of the NLL in percent. In percentage "
-        "points: agreement: share of greedy tokens that differ from the dense model's; acceptance: share of sampled "
-        "tokens that speculative sampling rejects; ruler, tasks: drop of the share of correct answers.",
+        "Largest loss allowed, by criterion, such as nll=1%,ruler=2. nll: rise of the NLL in percent; longppl: rise of "
+        "the NLL of key tokens, which need a long context. In percentage points: agreement: share of greedy tokens "
+        "that differ from the dense model's; acceptance: share of sampled tokens that speculative sampling rejects; "
+        "ruler, tasks: drop of the share of correct answers.",
         metavar="NAME=LOSS,...",
     ),
 ]
@@ -50,6 +53,7 @@ class VerdictOptions(BudgetOptions, SubjectOptions):
     model: Dense = DENSE
     margin: Margin = "nll=1%"
     risk: Risk = "5%"
+    short_context: ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a block", note="For longppl.")
     new_tokens: NewTokens = default(None, "half a block", note="For agreement and acceptance.")
     lengths: OptionalLengths = default(None, "none; required by ruler")
     tasks: RulerTasks = default(None, "all")

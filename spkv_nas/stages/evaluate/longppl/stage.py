@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from spkv_nas.artifacts.defaults import LONGPPL_ALPHA, LONGPPL_BETA, LONGPPL_LENGTH, LONGPPL_SHORT
+from spkv_nas.artifacts.defaults import LONGPPL_LENGTH
 from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.distributed import gathered, on_main, own_share
@@ -42,8 +42,6 @@ from spkv_nas.stages.names import model_name, result_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_PART = 4  # default ratio of text to short context, and of short context to stride
 
 Line = dict[str, Any]
 
@@ -114,20 +112,7 @@ def _sizes(options: LongPPLOptions, sources: Sequence[str]) -> tuple[int, Criter
     if length is None:
         max_positions = (read_size(source).positions for source in sources)
         length = min([LONGPPL_LENGTH, *(positions for positions in max_positions if positions is not None)])
-    # Short context and thresholds of key tokens
-    short = options.short_context or max(1, min(LONGPPL_SHORT, length // _PART))
-    if short >= length:
-        raise UserError(
-            f"the short context ({short} tokens) must be shorter than a text ({length} tokens)\n"
-            "use a smaller --short-context or a larger --block-size"
-        )
-    criterion = Criterion(
-        short=short,
-        stride=options.stride or max(1, short // _PART),
-        alpha=LONGPPL_ALPHA if options.alpha is None else options.alpha,
-        beta=LONGPPL_BETA if options.beta is None else options.beta,
-    )
-    return length, criterion
+    return length, Criterion.of(length, options.short_context, options.stride, options.alpha, options.beta)
 
 
 def _keys(
