@@ -225,7 +225,9 @@ class TestCommand:
             assert words in output.out
         assert "does not fit: train the SP-KV reference\n" in output.err
         assert "does not fit: retrain a hybrid\n" in output.err
-        assert "sharding: fsdp on 2 devices, gradient_checkpointing: true, micro_batch_size: 1, no distill" in output.err
+        assert (
+            "sharding: fsdp on 2 devices, gradient_checkpointing: true, micro_batch_size: 1, no distill" in output.err
+        )
 
     def test_for_programs(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
         line = ["plan", "--model", str(llama), "--hardware", "a100", "--budget", "64", "--context", "32k", "--json"]

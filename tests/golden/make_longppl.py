@@ -1,8 +1,8 @@
 """Write longppl.json, the results of the package longppl 0.3.0 on three texts, for tests/evaluation/test_longppl.py.
 
 The evaluator is the embedded dense model, and so is the model that is judged: once with its own tokenizer, once with
-one without merges, whose tokens are bytes. Neither adds BOS, which the package puts before the first window alone, and we
-before each. The package has an environment of its own:
+one without merges, whose tokens are bytes. Neither adds BOS, which the package puts before the first window alone, and
+we before each. The package has an environment of its own:
 
     python -m venv lp && lp/bin/pip install longppl==0.3.0 && lp/bin/python tests/golden/make_longppl.py
 """
