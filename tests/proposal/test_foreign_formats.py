@@ -203,9 +203,8 @@ class TestConverting:
     @pytest.mark.parametrize("form", ["duo", "out.tsv", "duo/full_attention_heads.tsv"])
     def test_a_layout_round_trips(self, tmp_path: Path, form: str) -> None:
         lines = convert(COMMITTED / "densest.yaml", tmp_path / form)
-        assert lines[-1].endswith(
-            "--duoattn_sliding 32 --duoattn_sink 1" if form == "out.tsv" else "1 sink token, window 32"
-        )
+        end = "--duoattn_sliding 32 --duoattn_sink 1" if form == "out.tsv" else "1 sink token, window 32"
+        assert lines[-1].endswith(end)
         sizes = {"window": 32, "sinks": 1} if form == "out.tsv" else {}
         back = convert(tmp_path / form, tmp_path / "back.yaml", **sizes)  # type: ignore[arg-type]
         assert Layout.read(tmp_path / "back.yaml").hash == Layout.read(COMMITTED / "densest.yaml").hash

@@ -25,13 +25,13 @@ def test_bytes_and_requests_of_a_serving_engine(open_page: Any, workspace: Path,
     file = tmp_path / "reports/stdlib-21x3/index.html"
     page = open_page("#budget=25&context=1000", file)
     assert page.inner_text("#explorer-memory-row dt") == "KV cache in vLLM 0.32"
-    shown = "100.15 MiB of 126.00 MiB a request; 40.90 requests in 4.00 GiB; 33 global heads take no more"
+    shown = "200.39 MiB of 252.00 MiB a request; 20.44 requests in 4.00 GiB; 33 global heads take no more"
     assert page.inner_text("#explorer-memory") == shown
     assert page.input_value("#explorer-context") == "32768"
     assert page.is_disabled("#explorer-context")
-    page.fill("#explorer-limit", "96")
+    page.fill("#explorer-limit", "192")
     assert page.inner_text("#explorer-heads") == "23 of 63 KV heads"
-    page.fill("#explorer-limit", "96.1")
+    page.fill("#explorer-limit", "192.3")
     assert page.inner_text("#explorer-heads") == "32 of 63 KV heads"
     page.select_option("#explorer-selected", label="densest")
     assert page.inner_text("#explorer-memory").endswith("; as units of 1 head")

@@ -199,7 +199,7 @@ def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:
     assert num_outlined(page) == 63
     page.locator("#explorer-limit").fill("100")
     page.locator("#explorer-context").fill("65536")
-    assert page.inner_text("#explorer-heads") == "24 of 63 KV heads"  # 4 MiB each, and local ones 2 KiB
+    assert page.inner_text("#explorer-heads") == "12 of 63 KV heads"  # 8 MiB each, and local ones 4 KiB
     page.locator("#explorer-limit").fill("0.0001")
     assert page.inner_text("#explorer-heads") == "1 of 63 KV heads"
 
@@ -241,9 +241,9 @@ def test_a_watched_page_reloads_in_its_state(open_page: Any, tmp_path: Path) -> 
 def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
     page = open_page("#budget=18")
     row = page.locator("#explorer-measured tr").first
-    assert row.inner_text().split("\t")[1:] == ["+0.797 ± 0.069", "densest", "0"]
+    assert row.inner_text().split("\t")[1:] == ["+0.797 ± 0.069", "densest", "6"]
     row.locator("button").click()
-    assert "both 18 · only here 0 · only in densest 0" in page.inner_text("form.controls")
+    assert "both 15 · only here 3 · only in densest 3" in page.inner_text("form.controls")
 
 
 @pytest.mark.slow
@@ -301,7 +301,7 @@ def test_measured_layouts_are_sorted_and_filtered(open_page: Any, workspace: Pat
     covered = [
         100 * coverage(table, Layout(tuple(heads.split()), window=table.window)) for heads in unseen["heads"].head(5)
     ]
-    assert [float(row[5]) for row in shown[:5]] == pytest.approx(covered, abs=0.06)
+    assert [float(row[5]) for row in shown[:5]] == pytest.approx(covered, abs=0.07)
     page.fill("#measured-filter", "surrogate 46")
     assert [row.split("\t")[0] for row in page.locator(rows).all_inner_texts()] == ["surrogate-0-46"]
     assert page.inner_text("#measured-count").startswith("1 of ")

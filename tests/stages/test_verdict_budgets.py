@@ -128,11 +128,11 @@ class TestResuming:
         whole = run(workspace=folder, name="whole")
         measure, calls = DocumentRounds.measure, []
 
-        def killed(self: DocumentRounds, index: int, model: Any) -> Any:
+        def killed(self: DocumentRounds, index: int, model: Any, prepared: Any) -> Any:
             calls.append(index)
             if len(calls) == 9:
                 raise KeyboardInterrupt
-            return measure(self, index, model)
+            return measure(self, index, model, prepared)
 
         monkeypatch.setattr(DocumentRounds, "measure", killed)
         with pytest.raises(KeyboardInterrupt):
