@@ -1,4 +1,4 @@
-"""Build the page's sections on benchmarks of a checkpoint: training-free pruning, RULER, downstream tasks, LongPPL.
+"""Build the page's sections on benchmarks of a checkpoint: verdicts, training-free pruning, RULER, tasks, LongPPL.
 
 ``SECTIONS`` lists them: a further section is one function and one line there. A difference is significant if
 it exceeds two standard errors.
@@ -15,11 +15,12 @@ import pandas as pd
 
 from spkv_nas.artifacts.baselines import NEAR_DENSITY
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
-from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, TASKS, ResultTable
+from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, TASKS, VERDICT, ResultTable
 from spkv_nas.report.evaluated import evaluated_section
 from spkv_nas.report.formatting import change, listed, measured, number, signed
 from spkv_nas.report.result_charts import baselines_chart
 from spkv_nas.report.section import Row, Section
+from spkv_nas.report.verdict_cards import verdict_section
 
 _TIED, _AT_FLOOR = "not significantly different", "not above the floor"
 _AVERAGE = "average of "
@@ -282,6 +283,7 @@ def _text_size(record: Record) -> str:
 
 # Table of results, and the function that makes its section of (name, rows, record)
 SECTIONS: tuple[tuple[ResultTable, Callable[[str, pd.DataFrame, Record], Section]], ...] = (
+    (VERDICT, verdict_section),
     (EVALUATION, evaluated_section),
     (BASELINES, _baselines),
     (RULER, _ruler),

@@ -12,7 +12,7 @@ from spkv_nas.report.axes import round_axis, spread_axis
 from spkv_nas.report.cache_size import CONTEXT, cache_share, full_bytes
 from spkv_nas.report.chart import Axis, Chart, Points, Rule, numbers
 from spkv_nas.report.evidence import COMPARISON, Evidence
-from spkv_nas.report.formatting import DELTA_AXES, change, short, signed
+from spkv_nas.report.formatting import DELTA_AXES, capitalized, change, short, signed
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.result_charts import LAYOUT, NOTE, SHAPES
 from spkv_nas.report.verdict import Verdict
@@ -77,7 +77,7 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
                 for (shape, tone, label), sizes in groups
             ),
         ),
-        note=f"{evidence.description[0].upper()}{evidence.description[1:]}. {NOTE}",
+        note=f"{capitalized(evidence.description)}. {NOTE}",
     )
 
 

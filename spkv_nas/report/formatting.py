@@ -59,6 +59,11 @@ def listed(names: Sequence[str], max_names: int) -> str:
     return ", ".join([*names[:max_names], *([f"and {num_more} more"] if num_more > 0 else [])])
 
 
+def capitalized(text: str) -> str:
+    """Return text with its first letter as a capital; the others are kept."""
+    return text[:1].upper() + text[1:]
+
+
 def short(text: str, length: int) -> str:
     """Truncate text to one line of at most ``length`` characters, with unprintable characters replaced."""
     printable = "".join(letter if letter.isprintable() else " " for letter in text)

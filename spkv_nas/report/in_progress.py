@@ -45,7 +45,7 @@ def section(parts: Sequence[Part]) -> Section | None:
         "in-progress",
         "In progress",
         "Unfinished work of other commands: of a search, every layout scored so far; of a training run, its log up "
-        "to the last checkpoint.",
+        "to the last checkpoint; of a verdict, the intervals so far.",
         tuple(sentence for part in parts for sentence in part.sentences),
         ("Best layouts so far", "Global KV heads", "Zero-shot ΔNLL, %"),
         tuple(part.rows for part in parts if part.rows),

@@ -10,7 +10,7 @@ from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.evaluation.guidance import best_so_far
 from spkv_nas.report.axes import round_axis, spread_axis
 from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Numbers, Panels, Points, Rule, Shape, Tone, numbers
-from spkv_nas.report.formatting import change, short, signed
+from spkv_nas.report.formatting import capitalized, change, short, signed
 
 _SHAPES: tuple[Shape, ...] = ("circle", "diamond", "triangle", "circle")
 _CHANGE = "Zero-shot ΔNLL, %"
@@ -152,7 +152,7 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
         "search-front",
         "NLL against cost",
         f"Lowest zero-shot ΔNLL at each cost, by sampler: {', '.join(samplers)}. Squares are the baselines.",
-        round_axis(cost[:1].upper() + cost[1:], 0.0, float(rows["cost"].max())),
+        round_axis(capitalized(cost), 0.0, float(rows["cost"].max())),
         round_axis(_CHANGE, min(0.0, float(value.min())), float(value.max())),
         (*clouds, *lines, *([baselines] if len(baseline_rows) else [])),
         note="Lines: the front of each sampler. Dots: all layouts. Squares are baselines.",

@@ -14,6 +14,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.engines.cost import EngineCost
 from spkv_nas.cost.engines.engine import CachePlan, Step, steps
+from spkv_nas.report.formatting import capitalized
 from spkv_nas.report.section import Row, Section
 
 _FEW = 12  # rows that are shown without unfolding
@@ -108,7 +109,7 @@ def serving_sections(served: EngineMemory, table: HeadScores, layouts: Mapping[s
     shown = Section(
         "serving",
         f"KV cache in {engine.title}",
-        f"{about} {engine.note[0].upper()}{engine.note[1:]}.",
+        f"{about} {capitalized(engine.note)}.",
         (),
         header,
         (tuple(rows),),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from helpers import Page
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.progress import Reporter
 from spkv_nas.report import page as report_page
@@ -103,6 +106,31 @@ def test_scores_of_a_search_appear_as_they_come(
     assert "Retraining, short: 1 of 3 finished." in retrained
     assert "no process is running; run the same command again to resume" in killed
     assert (same, other, finished) == ("", "", "")  # nothing new, another search, and a table that is half written
+
+
+def test_a_verdict_is_shown_until_it_is_finished(workspace: Path, drawn: list[str]) -> None:
+    folder = workspace / "runs/mine/verdict/progress"
+
+    def measured(number: int, answer: str) -> Callable[[], None]:
+        row = ("densest", "nll", answer, 1.0, "%", 0.5, -1.0, 2.0, number, None, 0.5, 1.0)
+        rows = pd.DataFrame([row], columns=VERDICT.header)
+        record = {"answers": {"densest": answer}, "risk": 0.05, "nouns": {"nll": "documents"}}
+        return lambda: VERDICT.write(folder, rows, record)
+
+    def steps() -> Iterator[Callable[[], None]]:
+        yield measured(16, "open")
+        yield measured(32, "passes")
+        yield lambda: (folder / "verdict.csv").write_text("half")
+        yield lambda: shutil.rmtree(folder)
+
+    before, first, second, half, finished = watched(workspace, steps())
+    assert before == "nothing"
+    assert "densest is open: nll after 16 documents" in first
+    assert "densest passes: its loss is below 1 % (nll)" in second
+    assert "Criterion nll, margin 1 %: densest passes." in second
+    assert half == "nothing"
+    assert finished == ""  # as nothing has changed on the page
+    assert drawn.count("density") == 1
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -22,7 +22,7 @@ from spkv_nas.model.windows import apply_layout
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.probe.stage import probe
 from spkv_nas.stages.verdict.options import VerdictOptions
-from spkv_nas.stages.verdict.output import basis
+from spkv_nas.stages.verdict.output import document
 from spkv_nas.stages.verdict.stage import VerdictResult, verdict
 
 
@@ -204,7 +204,7 @@ class TestChoice:
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["score", "mixed.yaml", "full.yaml", "--model", "dense", "--data", "text", "--block-size", "32"])
-        sentence = basis(run("mixed.yaml", data=["other", "text"]))
+        sentence = document(run("mixed.yaml", data=["other", "text"]))["sentences"][-1]
         assert (
             "chosen by score dense among 2 layouts scored on 60 documents; none of these documents judges "
             "(60 documents are left out)" in sentence

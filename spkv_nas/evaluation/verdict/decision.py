@@ -41,7 +41,7 @@ def decide(evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[st
     """Return the answer about each candidate.
 
     Args:
-        evidence: by candidate and criterion; a criterion that was not measured is missing.
+        evidence: by candidate and criterion; a criterion that was not measured (yet) is missing.
         criteria: names of all criteria.
         risk: largest probability that any candidate passes wrongly, and that any fails wrongly.
     """
@@ -50,7 +50,7 @@ def decide(evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[st
         for by_criterion in evidence.values()
     ]
     fails = [
-        min(1.0, len(criteria) * min(each.p_fails for each in by_criterion.values()))
+        min(1.0, len(criteria) * min((each.p_fails for each in by_criterion.values()), default=1.0))
         for by_criterion in evidence.values()
     ]
     answers: dict[str, Answer] = {}

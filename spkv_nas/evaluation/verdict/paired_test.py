@@ -83,7 +83,7 @@ class RelativeRise:
 
     unit: str = "%"
     lowest: float = -math.inf
-    highest: float = 1e6
+    highest: float = math.inf
 
     def loss(self, pairs: Float) -> float:
         """Return the change of the ratio in percent; NaN without samples."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from spkv_nas.artifacts import checkpoints
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.report.formatting import capitalized
 from spkv_nas.report.verdict import Advise, Step, Verdict
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.export.options import ExportOptions
@@ -30,7 +31,7 @@ def page_steps(workspace: Workspace, table: HeadScores) -> Advise:
             return [Step("Propose layouts:", command)]
         recommended = recommend(workspace, table) if verdict.evidence is None else None
         if recommended is not None and recommended.command:
-            return [Step(f"{recommended.reason[0].upper()}{recommended.reason[1:]}:", recommended.command)]
+            return [Step(f"{capitalized(recommended.reason)}:", recommended.command)]
         name = verdict.layout.name
         trained = None if verdict.evidence is None else _checkpoint(workspace, table.name, name)
         if trained is not None:

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.units import format_bytes
+from spkv_nas.evaluation.verdict.words import basis
 from spkv_nas.stages.verdict.budgets import BudgetVerdict
-from spkv_nas.stages.verdict.output import format_loss, left_out, risk, show_unrecorded
+from spkv_nas.stages.verdict.output import format_loss, show_unrecorded
 
 
 def show(result: BudgetVerdict) -> None:
@@ -70,9 +71,8 @@ def _sentences(result: BudgetVerdict) -> list[str]:
     """Return the answer, what it saves, and what it rests on."""
     number, looks = len(result.budgets), len(result.critical.looks)
     shared = f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
-    basis = f"{risk(result.risk)}{shared}, looking after every sample"
-    sentences = [_answer(result), _order(result), _saving(result)]
-    return [*filter(None, sentences), f"{basis}; {left_out(result.num_left_out, result.records)}"]
+    rests_on = escape(basis(result.risk, shared, result.num_left_out, result.records))
+    return [*filter(None, (_answer(result), _order(result), _saving(result))), rests_on]
 
 
 def _answer(result: BudgetVerdict) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spkv_nas.base.console import caution, out, print_path
+from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by, unrecorded_warning
 from spkv_nas.stages.verdict.stage import VerdictResult
 
 
@@ -40,7 +41,7 @@ def show(result: VerdictResult) -> None:
         )
         grid.add_row(*map(escape, map(str, cells)))
     out.print(grid)
-    for line in (*_sentences(result), basis(result)):
+    for line in _sentences(result):
         out.print(line)
     show_unrecorded(result.unrecorded)
     print_path("verdict", result.folder / "verdict.csv")
@@ -54,7 +55,7 @@ def document(result: VerdictResult) -> dict[str, Any]:
         "answer": result.answer,
         "answers": result.answers,
         "criteria": result.rows.astype(object).where(result.rows.notna(), None),
-        "sentences": [Text.from_markup(line).plain for line in (*_sentences(result), basis(result))],
+        "sentences": [Text.from_markup(line).plain for line in _sentences(result)],
         "risk": result.risk,
         "left_out": {"documents": result.num_left_out, "chose": result.records},
         "unrecorded": result.unrecorded,
@@ -63,61 +64,22 @@ def document(result: VerdictResult) -> dict[str, Any]:
 
 
 def _sentences(result: VerdictResult) -> list[str]:
-    """Return the verdict on each candidate."""
-    return [sentence(result, name) for name in result.answers]
+    """Return the verdict on each candidate, and what it rests on."""
+    rests_on = basis(result.risk, shared_by(len(result.answers)), result.num_left_out, result.records)
+    return [*(_sentence(result, name) for name in result.answers), escape(rests_on)]
 
 
-def sentence(result: VerdictResult, name: str) -> str:
+def _sentence(result: VerdictResult, name: str) -> str:
     """Return the verdict on a candidate."""
-    answer = result.answers[name]
     rows = result.rows[result.rows["candidate"] == name]
-    if answer == "passes":
-        return f"[bold]{escape(name)} passes[/bold]: its loss is below {_listed(rows, ' and ')}"
-    if answer == "fails":
-        failed = rows[rows["answer"] == "fails"]
-        return f"[bold]{escape(name)} fails[/bold]: its loss is above {_listed(failed, ' and ')}"
-    parts = []
-    for row in rows[rows["answer"] == "open"].to_dict("records"):
-        more = row["more_samples"]
-        noun = result.nouns[row["criterion"]]
-        about = (
-            "its loss is too near the margin to say how many more would tell"
-            if more is None or more != more
-            else f"about {int(more):,} more would tell"
-        )
-        parts.append(f"{row['criterion']} after {row['num_samples']} {noun}; {about}")
-    return f"[bold]{escape(name)} is open[/bold]: {', and '.join(parts)}"
-
-
-def basis(result: VerdictResult) -> str:
-    """Return the sentence on the error rate and on what was corrected for."""
-    number = len(result.answers)
-    shared = f" for all {number} candidates together (Holm)" if number > 1 else ""
-    return f"{risk(result.risk)}{shared}, looking after every sample; {left_out(result.num_left_out, result.records)}"
-
-
-def risk(share: float) -> str:
-    """Return the words for the error rate."""
-    return f"risk of a wrong pass, and of a wrong failure, {100 * share:g} % each"
-
-
-def left_out(number: int, records: Sequence[str]) -> str:
-    """Return the words for what chose the layouts, and for its documents in the text, which are left out."""
-    if not records:
-        return "the workspace has no record of a text that chose a layout"
-    documents = f"{number} documents are left out" if number else "none is in this text"
-    return escape(f"chosen by {', and by '.join(records)}; none of these documents judges ({documents})")
+    verb, reason = conclusion(rows, result.answers[name], result.nouns)
+    return f"[bold]{escape(name)} {verb}[/bold]: {escape(reason)}"
 
 
 def show_unrecorded(unrecorded: Sequence[str]) -> None:
-    """Warn of layouts of which no record says what chose them."""
+    """Warn of layouts without a record of the text that chose them."""
     if unrecorded:
-        caution(f"warning: no record says which text chose {', '.join(unrecorded)}: check that it was not this text")
-
-
-def _listed(rows: Any, joint: str) -> str:
-    """List the margins of some rows."""
-    return joint.join(f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples())
+        caution(f"warning: {unrecorded_warning(unrecorded)}")
 
 
 def format_loss(number: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from spkv_nas.stages.verdict.contenders import Contender, ScoreStore, contenders
 from spkv_nas.stages.verdict.criterion import Criterion, Setting
 from spkv_nas.stages.verdict.margins import parse_margins, parse_risk
 from spkv_nas.stages.verdict.options import VerdictOptions
+from spkv_nas.stages.verdict.running import PROGRESS, RunningTable
 
 # Text to judge on by default: one block per document, within limits
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
@@ -112,24 +113,40 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     for candidate in candidates:
         check_pair(candidate.source, options.model)
     trial = prepare(options, dense, candidates, reporter)
+    folder, running = options.folders.report_dir(trial.name), RunningTable(trial.store.folder / PROGRESS.name)
+    pairs: dict[str, Pairs] = {candidate.name: {} for candidate in candidates}
+
+    def judge() -> tuple[pd.DataFrame, dict[str, Answer]]:
+        """Decide over all candidates from what is measured so far."""
+        evidence = {
+            name: {
+                each.name: each.test.evidence(scores[each.name], margin)
+                for each, margin in margins
+                if each.name in scores
+            }
+            for name, scores in pairs.items()
+        }
+        decided = decide(evidence, [criterion.name for criterion, _ in margins], risk)
+        return _rows(pairs, evidence, decided, margins, risk), decided
+
     # Measure one candidate after another
-    pairs: dict[str, Pairs] = {}
     answers: list[Answer] = []
     for candidate in candidates:
         levels = Levels.of(risk, answers, num_candidates=len(candidates), num_criteria=len(margins))
-        pairs[candidate.name], answer = measure(candidate, trial, levels, reporter)
+
+        def show_progress(measured: Pairs, name: str = candidate.name) -> None:
+            """Show on a watched page how far a candidate is."""
+            pairs[name] = measured
+            if running.is_due():
+                rows, so_far = judge()
+                running.write(rows, origin(options, trial, so_far))
+
+        pairs[candidate.name], answer = measure(candidate, trial, levels, reporter, show_progress)
         answers.append(answer)
     # Decide over all candidates
-    evidence = {
-        name: {
-            each.name: each.test.evidence(scores[each.name], margin) for each, margin in margins if each.name in scores
-        }
-        for name, scores in pairs.items()
-    }
-    decided = decide(evidence, [criterion.name for criterion, _ in margins], risk)
-    rows = _rows(pairs, evidence, decided, margins, risk)
-    folder = options.folders.report_dir(trial.name)
+    rows, decided = judge()
     VERDICT.write(folder, rows, origin(options, trial, decided))
+    running.remove()
     nouns = {criterion.name: criterion.noun for criterion, _ in margins}
     left_out = (trial.num_left_out, trial.choice.records, trial.choice.unrecorded)
     return VerdictResult(trial.name, options.model, risk, decided, rows, nouns, *left_out, folder)
@@ -179,8 +196,17 @@ def _text(
     return blocks.spread(max(1, max_tokens // blocks.block_size)), choice, num_left_out
 
 
-def measure(candidate: Contender, trial: Trial, levels: Levels, reporter: Reporter) -> tuple[Pairs, Answer]:
-    """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples."""
+def measure(
+    candidate: Contender,
+    trial: Trial,
+    levels: Levels,
+    reporter: Reporter,
+    on_round: Callable[[Pairs], None] | None = None,
+) -> tuple[Pairs, Answer]:
+    """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples.
+
+    ``on_round`` is called after every round with what is measured so far.
+    """
     pairs: Pairs = {}
     answers: list[Answer] = []
     for criterion, margin in trial.margins:
@@ -193,6 +219,8 @@ def measure(candidate: Contender, trial: Trial, levels: Levels, reporter: Report
                 answer = levels.answer(criterion.test.evidence(measured, margin))
                 loss = f"loss {criterion.test.loss(measured):+.3g} {criterion.test.unit}" if len(measured) else ""
                 progress(len(measured), rounds.num_samples, loss)
+                if on_round is not None:
+                    on_round(pairs)
                 if answer != "open":
                     break
         answers.append(answer)
@@ -273,6 +301,7 @@ def origin(options: VerdictOptions, trial: Trial, decided: Mapping[str, Answer])
         },
         "data": options.data or "held-out text of the embedded models",
         "seed": options.seed,
+        "nouns": {criterion.name: criterion.noun for criterion, _ in trial.margins},
         "samples": {name: rounds.num_samples for name, rounds in trial.samples.items()},
         "left_out": {"documents": trial.num_left_out, "chose": list(trial.choice.records)},
         "unrecorded": list(trial.choice.unrecorded),

@@ -1,0 +1,65 @@
+"""Say in words what the rows of a verdict mean, for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+
+def conclusion(rows: pd.DataFrame, answer: str, nouns: Mapping[str, str]) -> tuple[str, str]:
+    """Return the answer about a candidate and its reason, such as ("passes", "its loss is below 1 % (nll)").
+
+    Args:
+        rows: rows of the candidate, columns of ``VERDICT``.
+        answer: passes, fails or open.
+        nouns: what a sample is, by criterion.
+    """
+    if answer == "passes":
+        return "passes", f"its loss is below {_margins(rows)}"
+    if answer == "fails":
+        return "fails", f"its loss is above {_margins(rows[rows['answer'] == 'fails'])}"
+    parts = []
+    for row in rows[rows["answer"] == "open"].to_dict("records"):
+        more = row["more_samples"]
+        about = (
+            "its loss is too near the margin to say how many more would tell"
+            if pd.isna(more)
+            else f"about {int(more):,} more would tell"
+        )
+        parts.append(f"{row['criterion']} after {row['num_samples']} {nouns.get(row['criterion'], 'samples')}; {about}")
+    return "is open", ", and ".join(parts) or "its samples are not measured yet"
+
+
+def basis(risk: float, shared: str, num_left_out: int, chose: Sequence[str]) -> str:
+    """Return what the error rate is, and what was left out for it to hold.
+
+    Args:
+        risk: largest probability of a wrong pass, and of a wrong failure, as a share.
+        shared: who shares the risk, such as " for all 2 candidates together (Holm)"; empty if nobody does.
+        num_left_out: number of documents of the text that chose a layout.
+        chose: what chose the layouts, such as "probe mine".
+    """
+    words = f"risk of a wrong pass, and of a wrong failure, {100 * risk:g} % each{shared}, looking after every sample"
+    if not chose:
+        return f"{words}; the workspace has no record of a text that chose a layout"
+    documents = f"{num_left_out} documents are left out" if num_left_out else "none is in this text"
+    return f"{words}; chosen by {', and by '.join(chose)}; none of these documents judges ({documents})"
+
+
+def shared_by(num_candidates: int) -> str:
+    """Return for ``basis`` that candidates share the risk."""
+    return f" for all {num_candidates} candidates together (Holm)" if num_candidates > 1 else ""
+
+
+def unrecorded_warning(layouts: Sequence[str]) -> str:
+    """Return a warning of layouts without a record of the text that chose them."""
+    return f"no record says which text chose {', '.join(layouts)}: check that it was not this text"
+
+
+def _margins(rows: pd.DataFrame) -> str:
+    """List the margins of some rows."""
+    margins = [f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples()]
+    if len(margins) < 2:
+        return margins[0] if margins else "a margin"
+    return f"{', '.join(margins[:-1])} and {margins[-1]}"

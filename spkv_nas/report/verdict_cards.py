@@ -1,0 +1,166 @@
+"""Show a verdict on the page: a card per criterion with its running intervals, and a sentence per candidate.
+
+``verdict_section`` shows a finished one, and ``verdict_part`` one that is still running, on a watched page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+
+from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by, unrecorded_warning
+from spkv_nas.report.axes import name_axis, round_axis
+from spkv_nas.report.chart import Band, Chart, Line, Mark, Points, Rule, Shape, Tone, numbers
+from spkv_nas.report.formatting import capitalized, listed, number, short, signed
+from spkv_nas.report.in_progress import Part
+from spkv_nas.report.section import Row, Section
+
+_TITLES = {
+    "nll": "NLL by document",
+    "longppl": "NLL of key tokens (LongPPL)",
+    "agreement": "Disagreement of greedy tokens",
+    "acceptance": "Rejection by speculative sampling",
+    "ruler": "RULER",
+    "tasks": "Downstream tasks",
+}
+_MARKS: dict[str, tuple[Shape, Tone]] = {
+    "passes": ("circle", "accent"),
+    "fails": ("diamond", "second"),
+    "open": ("square", "muted"),
+}
+_REACH = 4.0  # largest loss that an axis shows, in margins; what is beyond it is drawn at its end
+_HEIGHT, _ROW = 96.0, 30.0  # height of a card without rows, and of a row
+_MAX_NAMED = 4
+_INTERVALS = (
+    "Both were measured on the same samples in random order, until the answer was known. Intervals hold at any time "
+    "and for all candidates together; each end is wrong with a probability of at most the risk. With several "
+    "candidates, Holm's test can be certain of an answer before the interval is."
+)
+Record = Mapping[str, Any]
+
+
+def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
+    """Return the section of ``verdict.csv``."""
+    return Section(
+        name,
+        "Verdict",
+        f"Loss of each candidate against {record.get('against', 'the dense model')}, which it may replace if the loss "
+        f"is below every margin. {_INTERVALS}",
+        tuple(_sentences(rows, record)),
+        ("Candidate", "Criterion", "Loss", "Interval", "Margin", "Samples"),
+        tuple(
+            tuple(_row(row, record) for _, row in of_one.iterrows())
+            for _, of_one in rows.groupby("candidate", sort=False)
+        ),
+        charts=tuple(_cards(name, rows, record)),
+    )
+
+
+def verdict_part(rows: pd.DataFrame, record: Record) -> Part:
+    """Describe a running verdict."""
+    sentences = list(_sentences(rows, record))
+    head = f"Verdict against {record.get('against', 'the dense model')}, so far; its command resumes it if interrupted."
+    return Part((head, *sentences), tuple(_cards("in-progress-verdict", rows, record)))
+
+
+def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
+    """Yield a card per criterion: the loss of every candidate with its interval, and the margin."""
+    for criterion, group in rows[rows["margin"] > 0.0].groupby("criterion", sort=False):
+        unit, margin = str(group["unit"].iloc[0]), float(group["margin"].iloc[0])
+        ends = group[["low", "high", "loss"]].clip(-_REACH * margin, _REACH * margin)
+        low, high = float(ends.min(axis=None)), float(ends.max(axis=None))
+        x = round_axis(f"Loss, {unit}", min(0.0, low), max(margin, high), padded=True)
+        noun = _nouns(record).get(str(criterion), "samples")
+        names = [f"{short(row['candidate'], 18)} " for _, row in group.iterrows()]
+        summary = listed([f"{row['candidate']} {row['answer']}" for _, row in group.iterrows()], _MAX_NAMED)
+        yield Chart(
+            f"{prefix}-{criterion}",
+            _TITLES.get(str(criterion), str(criterion)),
+            f"Loss by {criterion}, margin {margin:g} {unit}: "
+            + "; ".join(_tip(row, noun) for _, row in group.iterrows())
+            + ".",
+            x,
+            name_axis("", names, down=True),
+            tuple(_marks(group, x.low, x.high, margin, noun)),
+            note=f"Criterion {criterion}, margin {margin:g} {unit}: {summary}.",
+            height=_HEIGHT + _ROW * len(group),
+        )
+
+
+def _marks(group: pd.DataFrame, left: float, right: float, margin: float, noun: str) -> Iterable[Mark]:
+    """Yield the marks of a card: losses that are allowed, the margin, intervals, and losses."""
+    bottom, top = -0.5, len(group) - 0.5
+    yield Band((left, margin), (bottom, bottom), (top, top), "below the margin", opacity=0.08)
+    yield Rule(0.0, tone="muted", dash="solid")
+    yield Rule(margin)
+    for place, (_, row) in enumerate(group.iterrows()):
+        ends = tuple(end if math.isfinite(end) else edge for end, edge in ((row["low"], left), (row["high"], right)))
+        clipped = tuple(min(max(end, left), right) for end in ends)
+        yield Line(clipped, (place, place), tone=_MARKS.get(row["answer"], _MARKS["open"])[1], width=5.0, opacity=0.45)
+    for answer, (shape, tone) in _MARKS.items():
+        chosen = [
+            (place, row)
+            for place, (_, row) in enumerate(group.iterrows())
+            if row["answer"] == answer and math.isfinite(row["loss"])
+        ]
+        if chosen:
+            yield Points(
+                numbers(min(max(row["loss"], left), right) for _, row in chosen),
+                numbers(place for place, _ in chosen),
+                tips=tuple(_tip(row, noun) for _, row in chosen),
+                names=tuple("" if left <= row["loss"] <= right else _loss(row["loss"]) for _, row in chosen),
+                label=answer,
+                shape=shape,
+                tone=tone,
+                size=6.0,
+            )
+
+
+def _row(row: pd.Series[Any], record: Record) -> Row:
+    """Return the row of a candidate and a criterion."""
+    cells = (
+        str(row["criterion"]),
+        _loss(row["loss"]),
+        f"{_loss(row['low'])} to {_loss(row['high'])}",
+        f"{row['margin']:g} {row['unit']}",
+        f"{number(row['num_samples'], 0)} {_nouns(record).get(row['criterion'], 'samples')}",
+    )
+    return Row(str(row["candidate"]), cells, str(row["answer"]))
+
+
+def _tip(row: pd.Series[Any], noun: str) -> str:
+    """Return a candidate's loss in words."""
+    return (
+        f"{row['candidate']} {row['answer']}: {_loss(row['loss'])} {row['unit']}, interval {_loss(row['low'])} to "
+        f"{_loss(row['high'])}, after {number(row['num_samples'], 0)} {noun}"
+    )
+
+
+def _sentences(rows: pd.DataFrame, record: Record) -> Iterable[str]:
+    """Yield the answer about each candidate, and what the error rate rests on."""
+    answers = record.get("answers")
+    answers = answers if isinstance(answers, Mapping) else {}
+    for candidate, answer in answers.items():
+        verb, reason = conclusion(rows[rows["candidate"] == candidate], str(answer), _nouns(record))
+        yield f"{candidate} {verb}: {reason}."
+    risk, left_out, unrecorded = record.get("risk"), record.get("left_out"), record.get("unrecorded")
+    if isinstance(risk, float) and isinstance(left_out, Mapping):
+        words = basis(risk, shared_by(len(answers)), left_out["documents"], left_out["chose"])
+        yield f"{capitalized(words)}."
+    if isinstance(unrecorded, list) and unrecorded:
+        yield f"{capitalized(unrecorded_warning(unrecorded))}."
+
+
+def _nouns(record: Record) -> Mapping[str, str]:
+    """Return what a sample is, by criterion."""
+    nouns = record.get("nouns")
+    return nouns if isinstance(nouns, Mapping) else {}
+
+
+def _loss(loss: float) -> str:
+    """Format a loss with its sign and three digits; NaN is an em dash."""
+    digits = 2 if math.isnan(loss) or loss == 0 else min(max(2 - math.floor(math.log10(abs(loss))), 0), 4)
+    return signed(loss, digits)

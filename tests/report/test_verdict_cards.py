@@ -1,0 +1,93 @@
+"""Test the section of a verdict on the page: its numbers are those of the file, its sentences those of the command."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from helpers import Page, make_domain_table
+
+from spkv_nas.artifacts.result_tables import VERDICT
+from spkv_nas.report.benchmark_sections import read_benchmarks
+from spkv_nas.report.chart import Line, Points, Rule
+from spkv_nas.report.inputs import ReportInputs
+from spkv_nas.report.page import write_report
+from spkv_nas.report.section import Section
+from spkv_nas.report.verdict_cards import verdict_part
+
+ROWS = (
+    ("mine", "nll", "passes", 1.0, "%", 0.123, -0.4, 0.9, 64, None, 0.01, 1.0),
+    ("mine", "ruler", "open", 2.0, "points", 0.0, math.nan, 3.5, 16, 120, 0.2, 1.0),
+    ("<other>", "nll", "fails", 1.0, "%", 40.0, 12.0, math.nan, 24, None, 1.0, 0.001),
+)
+RECORD: dict[str, Any] = {
+    "answers": {"mine": "open", "<other>": "fails"},
+    "risk": 0.05,
+    "against": "teacher",
+    "nouns": {"nll": "documents", "ruler": "questions"},
+    "left_out": {"documents": 7, "chose": ["probe mine"]},
+    "unrecorded": ["<other>"],
+}
+
+
+def rows() -> pd.DataFrame:
+    return pd.DataFrame(ROWS, columns=VERDICT.header).astype({"more_samples": "Int64"})
+
+
+@pytest.fixture
+def section(tmp_path: Path) -> Section:
+    VERDICT.write(tmp_path, rows(), RECORD)
+    (section,) = read_benchmarks(tmp_path)
+    return section
+
+
+def test_a_card_per_criterion(section: Section) -> None:
+    nll, ruler = section.charts
+    assert (nll.name, ruler.name) == ("verdict-nll", "verdict-ruler")
+    assert "margin 1 %" in nll.note
+    assert "mine passes, <other> fails" in nll.note
+    assert [mark.value for mark in nll.marks if isinstance(mark, Rule)] == [0.0, 1.0]
+    intervals = [mark.x for mark in nll.marks if isinstance(mark, Line)]
+    assert intervals[0] == (-0.4, 0.9)
+    assert intervals[1] == (nll.x.high, nll.x.high)  # beyond the axis, as the loss
+    points = {mark.label: mark for mark in nll.marks if isinstance(mark, Points)}
+    assert (points["passes"].x, points["passes"].y) == ((0.123,), (0.0,))
+    assert (points["fails"].x, points["fails"].names) == ((nll.x.high,), ("+40.0",))
+    assert points["fails"].tips == ("<other> fails: +40.0 %, interval +12.0 to —, after 24 documents",)
+    assert 4.0 <= nll.x.high < 6.0
+    (only,) = [mark for mark in ruler.marks if isinstance(mark, Line)]
+    assert only.x == (ruler.x.low, 3.5)
+
+
+def test_one_wide_interval_does_not_hide_the_margin() -> None:
+    wide = rows()
+    wide.loc[0, ["low", "high"]] = -900.0, 5000.0
+    (chart, _) = verdict_part(wide.drop(2), RECORD).charts
+    assert chart.x.high - chart.x.low < 10.0
+
+
+def test_the_sentences(section: Section) -> None:
+    assert section.findings[:2] == (
+        "mine is open: ruler after 16 questions; about 120 more would tell.",
+        "<other> fails: its loss is above 1 % (nll).",
+    )
+    assert section.findings[2].startswith("Risk of a wrong pass, and of a wrong failure, 5 % each for all 2 candidates")
+    assert "chosen by probe mine; none of these documents judges (7 documents are left out)" in section.findings[2]
+    assert section.findings[3].startswith("No record says which text chose <other>")
+
+
+def test_a_running_verdict_without_samples() -> None:
+    part = verdict_part(rows().iloc[:0], RECORD | {"answers": {"mine": "open"}})
+    assert "mine is open: its samples are not measured yet." in part.sentences
+    assert not part.charts
+
+
+def test_the_page_escapes_names(section: Section, tmp_path: Path) -> None:
+    file = write_report(tmp_path, ReportInputs(make_domain_table(), {}, benchmarks=(section,)), pictures=False)
+    text = file.read_text(encoding="utf-8")
+    assert "<other>" not in text.partition("<script")[0]
+    shown = Page(text).texts
+    assert any("+0.123" in each for each in shown["td"])
