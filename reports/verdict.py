@@ -1,19 +1,24 @@
 """Measure the error rates, the power and the sample sizes of the tests behind ``spkv-nas verdict``.
 
-Run ``python reports/verdict.py``; about ten minutes of one core. Every run draws samples with replacement from real
+Run ``python reports/verdict.py``; about fifteen minutes of one core. Every run draws samples with replacement from real
 scores that are moved to the margin, where neither answer is right. The e-processes are looked at after every sample.
-Prints Markdown.
+Prints Markdown. ``python reports/verdict.py measure`` measures the scores of ``verdict-scores.npz`` again.
 
 - NLL by document: the 93 held-out documents of ``reports/stdlib-21x3/comparison-documents.npz``, dense model and
   retrained layouts; also with document lengths drawn from a log-normal distribution (sigma 1), whose sums of NLL are
   heavy-tailed, and with losses that have Student's t distribution (3 degrees of freedom).
 - RULER: differences of the two tasks in ``reports/ruler-micro/ruler.csv`` whose samples are right or wrong. Their means
   and standard errors determine how often both models differ.
+- The other criteria: 240 samples each of two layouts on the embedded model, without retraining, in
+  ``reports/stdlib-21x3/verdict-scores.npz``. NLL sums of key tokens are moved as NLL by document is; scores from 0 to 1
+  are moved by replacing the candidate's, at random, by the dense model's, by 0, or by 1.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,24 +33,51 @@ from spkv_nas.base.sequential import anytime_p, betting_log_e, bounds_so_far, ho
 
 Float = NDArray[np.float64]
 ROOT = Path(__file__).resolve().parent
+SCORES = ROOT / "stdlib-21x3" / "verdict-scores.npz"
 RISK, RUNS, BATCH = 0.05, 10_000, 200
-NLL_SHARE, POINTS = 0.01, 0.02  # margins
+NLL_SHARE, POINTS = 0.01, 0.02  # margins of NLL and of RULER
+MARGINS = {"longppl": 0.05, "tasks": 0.02, "agreement": 0.05, "acceptance": 0.1}  # margins of the others
+LAYOUTS, SAMPLES = ("head-gates", "densest"), 240
 HEAVY, TAILS = "log-normal lengths", "t losses"
 Draw = Callable[[np.random.Generator, int, int], Float]  # generator, runs, samples -> gains over the margin
 
 
-def documents(strategy: str, kind: str, *, distance: float, margin: float) -> Draw:
+@dataclass(frozen=True)
+class Setting:
+    """A criterion with the scores of one candidate.
+
+    Attributes:
+        name: name in the tables.
+        make: drawer by distance: how far the true loss is below the margin, in margins (0 at the margin, 1 at no loss).
+        log_e: log e-process of what was drawn, that it passes or (sign -1) that it fails.
+        looks: samples of a run.
+        distances: clear cases; a loss that cannot be negative has none beyond 1.
+    """
+
+    name: str
+    make: Callable[[float], Draw]
+    log_e: Callable[..., Float]
+    looks: int
+    distances: tuple[float, float, float] = (1.0, 2.0, 4.0)
+
+
+def comparison_documents(strategy: str) -> tuple[Float, Float, Float]:
+    """Return the NLL sums by document of the dense model and of a row of the comparison, and the numbers of tokens."""
+    with np.load(ROOT / "stdlib-21x3" / "comparison-documents.npz") as file:
+        names, totals, tokens = [*file["strategy"]], file["total"], file["num_tokens"]
+    return totals[names.index("dense")], totals[names.index(strategy)], tokens
+
+
+def documents(source: tuple[Float, Float, Float], kind: str, margin: float, distance: float) -> Draw:
     """Return a drawer of (1 + margin) dense - candidate by document, beside the documents' sizes.
 
     Args:
-        strategy: row of the comparison.
+        source: NLL sums of the dense model and the candidate, and numbers of tokens.
         kind: "", ``HEAVY`` or ``TAILS``.
-        distance: true ΔNLL below the margin, in margins: 0 at the margin, 1 at no loss, -1 at twice the margin.
         margin: ΔNLL that is allowed, as a share.
+        distance: as in ``Setting``.
     """
-    with np.load(ROOT / "stdlib-21x3" / "comparison-documents.npz") as file:
-        names, totals, tokens = [*file["strategy"]], file["total"], file["num_tokens"]
-    dense, candidate = totals[names.index("dense")], totals[names.index(strategy)]
+    dense, candidate, tokens = source
     if kind == HEAVY:
         dense, candidate = dense / tokens, candidate / tokens
     # Move every document's loss by the same share of its NLL, so that the corpus is exactly at the target
@@ -63,7 +95,7 @@ def documents(strategy: str, kind: str, *, distance: float, margin: float) -> Dr
     return draw
 
 
-def answers(variant: str, *, distance: float, margin: float) -> Draw:
+def answers(variant: str, distance: float, margin: float = POINTS) -> Draw:
     """Return a drawer of differences in {-1, 0, 1} plus the margin, with the discordance of a variant's answers."""
     rows = pd.read_csv(ROOT / "ruler-micro" / "ruler.csv")
     rows = rows[(rows["variant"] == variant) & rows["task"].isin(["niah_single_1", "niah_multikey_1"])]
@@ -79,15 +111,35 @@ def answers(variant: str, *, distance: float, margin: float) -> Draw:
     return draw
 
 
+def shares(pairs: Float, margin: float, distance: float) -> Draw:
+    """Return a drawer of candidate - dense + margin, of scores [n, 2] from 0 to 1 that are moved to the distance."""
+    loss, target = (pairs[:, 1] - pairs[:, 0]).mean(), margin * (1.0 - distance)
+    # Replace some of the candidate's scores by others with which the loss would be beyond the target
+    others = next(
+        each
+        for each in (pairs[:, 1], np.zeros(len(pairs)), np.ones(len(pairs)))
+        if min(loss, (pairs[:, 1] - each).mean()) <= target <= max(loss, (pairs[:, 1] - each).mean())
+    )
+    probability = (loss - target) / (loss - (pairs[:, 1] - others).mean())
+
+    def draw(random: np.random.Generator, runs: int, number: int) -> Float:
+        chosen = random.integers(len(pairs), size=(runs, number))
+        is_replaced = random.random(chosen.shape) < probability
+        candidate = np.where(is_replaced, others[chosen], pairs[chosen, 0])
+        return np.stack([candidate - pairs[chosen, 1] + margin, np.ones_like(candidate)])
+
+    return draw
+
+
 def by_documents(drawn: Float, sign: float = 1.0) -> Float:
     """Return the log e-process of NLL by document, that it passes or (sign -1) that it fails."""
     gain, size = drawn
     return betting_log_e(sign * gain, bounds_so_far(gain, size))
 
 
-def by_answers(drawn: Float, sign: float = 1.0) -> Float:
-    """Return the log e-process of answers, that they pass or (sign -1) that they fail."""
-    return betting_log_e(sign * drawn[0], 1.0 - sign * POINTS)
+def by_shares(drawn: Float, sign: float = 1.0, *, margin: float, highest: float = 1.0) -> Float:
+    """Return the log e-process of scores from 0 to 1, whose gain is at most ``highest`` above the margin."""
+    return betting_log_e(sign * drawn[0], 1.0 - margin if sign > 0 else highest + margin)
 
 
 def stops(draw: Draw, log_e: Callable[[Float], Float], number: int, *, runs: int = RUNS, seed: int = 0) -> Float:
@@ -107,64 +159,70 @@ def fixed_power(draw: Draw, number: int, *, runs: int = 4000, seed: int = 1) -> 
     return float((stdtr(number - 1, t) >= 1.0 - RISK).mean())
 
 
-def settings() -> Iterator[tuple[str, Callable[[float], Draw], Callable[..., Float], int]]:
-    """Yield (name, drawer by distance, log e-process, samples of a run)."""
+def settings() -> Iterator[Setting]:
+    """Yield the criteria with the candidates that each is simulated with."""
     strategies = ("full-attention", "head-gates", "densest", "interleaved-last")
     for strategy, kind in (*product(strategies, ("", HEAVY)), ("head-gates", TAILS)):
-        draw = partial(_documents, strategy, kind)
-        yield f"NLL, {strategy}{kind and f', {kind}'}", draw, by_documents, 300
+        make = partial(documents, comparison_documents(strategy), kind, NLL_SHARE)
+        yield Setting(f"NLL, {strategy}{kind and f', {kind}'}", make, by_documents, 300)
     for variant in ("head-gates", "sp-kv"):
-        yield f"RULER answers, {variant}", partial(_answers, variant), by_answers, 1000
-
-
-def _documents(strategy: str, kind: str, distance: float) -> Draw:
-    return documents(strategy, kind, distance=distance, margin=NLL_SHARE)
-
-
-def _answers(variant: str, distance: float) -> Draw:
-    return answers(variant, distance=distance, margin=POINTS)
+        yield Setting(f"RULER answers, {variant}", partial(answers, variant), partial(by_shares, margin=POINTS), 1000)
+    with np.load(SCORES) as file:
+        scores = {name: file[name] for name in file}
+    for (criterion, margin), layout in product(MARGINS.items(), LAYOUTS):
+        name, pairs = f"{criterion}, {layout}", scores[f"{criterion}/{layout}"]
+        if criterion == "longppl":
+            source = pairs[:, 1], pairs[:, 0], np.ones(len(pairs))
+            yield Setting(name, partial(documents, source, "", margin), by_documents, 300)
+        elif criterion == "tasks":
+            yield Setting(name, partial(shares, pairs, margin), partial(by_shares, margin=margin), 1000)
+        else:  # the dense model's own scores are 1
+            log_e = partial(by_shares, margin=margin, highest=0.0)
+            yield Setting(name, partial(shares, pairs, margin), log_e, 300, (0.5, 0.75, 1.0))
 
 
 def errors() -> None:
     """Print how often candidates at the margin pass or fail at any sample, and the fixed-sample test's errors."""
     say(f"## Wrong answers at the margin, {RUNS:,} runs, risk {100 * RISK:g} %\n")
     say("| criterion | looks | passes % | fails % | fixed-sample t-test at the end passes % |\n|---|---|---|---|---|")
-    for name, make, log_e, number in settings():
-        wrong = [np.isfinite(stops(make(0.0), partial(log_e, sign=sign), number)).mean() for sign in (1.0, -1.0)]
+    for each in settings():
+        draw, number = each.make(0.0), each.looks
+        wrong = [np.isfinite(stops(draw, partial(each.log_e, sign=sign), number)).mean() for sign in (1.0, -1.0)]
         cells = " | ".join(f"{100 * share:.2f}" for share in wrong)
-        say(f"| {name} | {number} | {cells} | {100 * fixed_power(make(0.0), number, runs=RUNS):.2f} |")
+        say(f"| {each.name} | {number} | {cells} | {100 * fixed_power(draw, number, runs=RUNS):.2f} |")
 
 
 def power() -> None:
     """Print power against the fixed-sample test at equal n, and the samples that clear cases take."""
     say("\n## Power and samples, 1,000 runs\n")
     say(
-        "n: samples at which the fixed-sample t-test passes 90 % of candidates without loss (distance 1, by the normal "
-        "approximation). Median: samples at which the sequential test stops; in brackets as a share of n.\n"
+        "Distance: how far the true loss is below the margin, in margins (1: no loss). n: samples at which the "
+        "fixed-sample t-test passes 90 % of candidates at the first distance, by the normal approximation. Median: "
+        "samples at which the sequential test stops; in brackets as a share of n.\n"
     )
     say(
-        "| criterion | n | power at n %, sequential | fixed | median at distance 1 | 2 | 4 |\n"
-        "|---|---|---|---|---|---|---|"
+        "| criterion | distances | n | power at n %, sequential | fixed | median at the first distance | second | "
+        "third |\n|---|---|---|---|---|---|---|---|"
     )
-    for name, make, log_e, _ in settings():
-        if "interleaved" in name:  # thousands of documents
+    for each in settings():
+        if "interleaved" in each.name:  # thousands of documents
             continue
-        sample = make(1.0)(np.random.default_rng(2), 50, 2000)[0]
+        draw = each.make(each.distances[0])
+        sample = draw(np.random.default_rng(2), 50, 2000)[0]
         size = (ndtri(1 - RISK) + ndtri(0.9)) * sample.std() / sample.mean()
         number = int(np.ceil(size**2)) + 2
-        stopped = {
-            distance: stops(make(distance), log_e, min(6 * max(number, 40), 1500), runs=1000, seed=3)
-            for distance in (1.0, 2.0, 4.0)
-        }
-        medians = " | ".join(f"{np.median(each):.0f} ({np.median(each) / number:.2f})" for each in stopped.values())
-        sequential, fixed = (stopped[1.0] <= number).mean(), fixed_power(make(1.0), number)
-        say(f"| {name} | {number} | {100 * sequential:.0f} | {100 * fixed:.0f} | {medians} |")
+        longest = min(6 * max(number, 40), 1500)
+        stopped = [stops(each.make(distance), each.log_e, longest, runs=1000, seed=3) for distance in each.distances]
+        medians = " | ".join(f"{np.median(stop):.0f} ({np.median(stop) / number:.2f})" for stop in stopped)
+        sequential, fixed = (stopped[0] <= number).mean(), fixed_power(draw, number)
+        distances = ", ".join(f"{distance:g}" for distance in each.distances)
+        say(f"| {each.name} | {distances} | {number} | {100 * sequential:.0f} | {100 * fixed:.0f} | {medians} |")
 
 
 def campaigns(number: int = 1000, finalists: int = 10, samples: int = 300) -> None:
     """Print how often any of ten finalists at the margin passes, with Holm's correction and without."""
     wrong = uncorrected = 0
-    draw = _documents("head-gates", "", 0.0)
+    draw = documents(comparison_documents("head-gates"), "", NLL_SHARE, 0.0)
     random = np.random.default_rng(4)
     for _ in range(number):
         p = anytime_p(by_documents(draw(random, finalists, samples)))[:, -1]
@@ -174,7 +232,40 @@ def campaigns(number: int = 1000, finalists: int = 10, samples: int = 300) -> No
     say(f"Any finalist passes: {100 * wrong / number:.1f} % with Holm, {100 * uncorrected / number:.1f} % without.")
 
 
+def measure() -> None:
+    """Measure the scores of ``verdict-scores.npz``: layouts on the embedded model, text of the installed packages."""
+    from spkv_nas.base.files import write_npz
+    from spkv_nas.base.progress import SILENT
+    from spkv_nas.stages.verdict.contenders import contenders
+    from spkv_nas.stages.verdict.options import VerdictOptions
+    from spkv_nas.stages.verdict.stage import prepare
+
+    files = [str(ROOT.parent / "layouts" / "stdlib-21x3" / f"{layout}.yaml") for layout in LAYOUTS]
+    options = VerdictOptions(
+        candidates=files,
+        margin=",".join(f"{criterion}={100 * margin:g}" for criterion, margin in MARGINS.items()),
+        data=["installed"],
+        lm_tasks="stdlib_completions",
+        name="verdict-scores",
+    )
+    dense, candidates = contenders(options)
+    trial = prepare(options, dense, candidates, SILENT)
+    scores = {}
+    for criterion, rounds in trial.samples.items():
+        for candidate in candidates:
+            number, pairs = 0, np.empty((0, 2))
+            while len(pairs) < SAMPLES and number < rounds.num_rounds:
+                number += 1
+                pairs = np.stack([trial.store.score(each, rounds, number) for each in (candidate, dense)], 1)
+                say(f"{criterion}, {candidate.name}: {len(pairs)} samples")
+            scores[f"{criterion}/{candidate.name}"] = pairs[:SAMPLES]
+    write_npz(SCORES, scores)
+
+
 if __name__ == "__main__":
-    errors()
-    power()
-    campaigns()
+    if sys.argv[1:] == ["measure"]:
+        measure()
+    else:
+        errors()
+        power()
+        campaigns()

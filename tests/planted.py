@@ -2,7 +2,7 @@
 
 The embedding of BOS is one channel of 300, which is all that RMSNorm leaves of it. Every layer's keys have that channel
 on the slowest rotary pair, the bias of the queries meets it there, and the values have none of it. The untrained model
-already has strong sinks; after 120 steps of training it predicts as well as before, and needs them.
+already has strong sinks; after 120 steps of training its predictions need them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import spkv_nas
 from spkv_nas.data.blocks import build_blocks
 
 WEAK, STRONG = 1.2, 2.6  # bias of the queries
-BLOCK, _STEPS, _BATCH, _RATE = 512, 120, 4, 1e-3
+BLOCK, _STEPS, _BATCH, _RATE = 512, 120, 4, 6e-4
 _ACTIVATION, _KEY, _HELD_OUT = 300.0, 6.0, 120
 
 

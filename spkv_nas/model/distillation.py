@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import hook_layers
 from spkv_nas.model.attention import attention_layers
-from spkv_nas.model.loss import NO_TARGET, DecoderPass, logits_of, replaced_forward, with_gradients
+from spkv_nas.model.loss import NO_TARGET, DecoderPass, forward_inside, logits_of, replaced_forward, with_gradients
 from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.model.windows import full_attention
 
@@ -178,7 +178,8 @@ class _DistilledPass(_TaughtPass):
         logits = self._logits(hidden[None], forward)[0]
         teacher = distillation.teacher
         with torch.no_grad(), teacher.dense_head():
-            reference = logits_of(self._teacher_decoder, type(self._taught), taught[None], teacher.model.forward)[0]
+            forward = forward_inside(teacher.model)
+            reference = logits_of(self._teacher_decoder, type(self._taught), taught[None], forward)[0]
         loss, nll, divergence = distilled(
             logits, reference, ids, weight=distillation.weight, temperature=distillation.temperature
         )

@@ -133,14 +133,15 @@ def loss_in_chunks(
         nonlocal chunks_agree
         if pending:
             decoder_pass, arguments = pending.pop()
-            if decoder_pass.makes(logits, model.forward):
+            forward = forward_inside(model)
+            if decoder_pass.makes(logits, forward):
                 count = (labels[:, 1:] != NO_TARGET).sum() if num_items_in_batch is None else num_items_in_batch
-                total = decoder_pass.total(labels[:, 1:], model.forward)
+                total = decoder_pass.total(labels[:, 1:], forward)
                 return total / torch.as_tensor(count, device=total.device)
             if begin_pass is not None:
                 raise _not_in_chunks(model)
             chunks_agree = False
-            logits = model.forward(**arguments).logits
+            logits = forward(**arguments).logits
         result: Tensor = model_loss(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
         return result
 
@@ -151,6 +152,16 @@ def loss_in_chunks(
             yield
     finally:
         hook.remove()
+
+
+def forward_inside(model: PreTrainedModel) -> Callable[..., Any]:
+    """Return the ``forward`` of a model, to call inside its own pass.
+
+    Accelerate wraps ``forward`` in an autocast object. Entered twice, that forgets what it has to restore, and autocast
+    stays on for the rest of the process; inside the pass it is on already.
+    """
+    forward: Callable[..., Any] = vars(model).get("_original_forward", model.forward)
+    return forward
 
 
 class DecoderPass:

@@ -20,7 +20,6 @@ from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
-from spkv_nas.base.device import dtype_name
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import clustered_error
@@ -29,7 +28,6 @@ from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.model.attention import LayerState, layer_states
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.hooks import watch_logits
-from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 from spkv_nas.probing.counting import GateCounter
 
@@ -88,7 +86,7 @@ def probe(
             run_own_batches(run, counter.end, blocks, batch_size, model.device, progress)
 
     counter.finish()
-    table = _table(counter, blocks, config, tau, name, {**_cache_format(model), **_price(config), **(metadata or {})})
+    table = _table(counter, blocks, config, tau, name, {**_price(config), **(metadata or {})})
     return table if config.target_density is None else _with_reached(table, config, states)
 
 
@@ -132,11 +130,6 @@ def _with_reached(table: HeadScores, config: GateConfig, states: Sequence[LayerS
     with_gates = [state.gate_window is not None for state in states]  # sliding-window layers have no gates
     reached = float(table.at_tau(config.tau).density[with_gates].mean())
     return replace(table, metadata={**table.metadata, "reached_density": round(reached, 4)})
-
-
-def _cache_format(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the head dimension and dtype, which determine the size of a cached key."""
-    return {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
 
 
 def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> pd.DataFrame:

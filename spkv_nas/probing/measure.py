@@ -15,10 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.local_layers import native_windows
+from spkv_nas.base.device import dtype_name
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.config_section import gate_config
+from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.density import text_blocks
 from spkv_nas.probing.registry import SIGNALS, check_options
@@ -123,4 +125,5 @@ def measure_signal(
     with full_attention(model) as states:
         windows = native_windows(states)
     table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}
-    return replace(table, metadata={**table.metadata, **table_facts})
+    cache_facts = {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}  # of a cached key
+    return replace(table, metadata={**cache_facts, **table.metadata, **table_facts})

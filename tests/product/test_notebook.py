@@ -34,7 +34,7 @@ def test_the_notebook_runs() -> None:
         assert sum("text/html" in kind for kind in kinds) == 5, "tables, a layout, scores and trials"
         assert sum("image/png" in kind for kind in kinds) == 3, "pictures"
         text = printed(shown)
-        assert "/hybrid: a native ministral checkpoint" in text
+        assert "/hybrid: loads with spkv_nas.load" in text
         assert "def area(width, height)" in text
     of_the_probe = [
         [line for line in printed(outputs(one)).splitlines() if "cover" in line] for one in (committed, fresh)

@@ -160,14 +160,14 @@ def test_costs_beside_the_map_equal_those_of_the_commands(open_page: Any, worksp
     page = open_page("#budget=18&context=1000")
     table = HeadScores.read(workspace / "probes/stdlib-21x3")
     layout = propose(table, 18, num_random=0)["densest"]
-    bound = Roofline(HARDWARE["h200"], Shape(21, 9, 3, 16, 0)).layout_seconds(layout, 1000)
+    bound = Roofline(HARDWARE["h200"], Shape(21, 6, 3, 32, 0)).layout_seconds(layout, 1000)
     assert page.inner_text("#explorer-time").startswith(f"{1e9 * bound:.0f} ns of")
     assert "at least" in page.inner_text("#explorer-time-source")
     assert page.inner_text("#explorer-predicted")[0] == "+"
     assert not open_page("#budget=19").is_visible("#explorer-predicted-row")  # the search scored 18 heads alone
     for part in ("probes", "layouts", "reports"):
         shutil.copytree(workspace / part, tmp_path / part)
-    case = LayerCase(9, 3, 16, "bfloat16", 32, 1, "cpu")
+    case = LayerCase(6, 3, 32, "bfloat16", 32, 1, "cpu")
     timings = [Timing("decode", 500 * at, heads, 1e-6 * at * (3 + heads**2)) for at in (1, 3) for heads in (0, 1, 3)]
     timings += [Timing("prefill", 500, heads, 1e-6) for heads in (0, 3)]
     times = Calibration(case, "abacus", 1, tuple(timings), {})
@@ -256,11 +256,11 @@ def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
         select.press("Home")
         for _ in range(select.locator("option").all_inner_texts().index(name)):
             select.press("ArrowDown")
-    assert page.inner_text("#explorer-difference") == "both 0 \u00b7 only here 18 \u00b7 only in sparsest 18"
+    assert page.inner_text("#explorer-difference") == "both 2 \u00b7 only here 16 \u00b7 only in sparsest 16"
     assert num_outlined(page) == 18
-    assert page.get_attribute(MAP + " .other", "d").count("M") == 18
+    assert page.get_attribute(MAP + " .other", "d").count("M") == 16
     assert [page.inner_text(f"#explorer-pair figure:nth-child({at}) h3") for at in (1, 2)] == ["duo", "sparsest"]
-    assert page.inner_text("#explorer-coverage") == "66.71 %"
+    assert page.inner_text("#explorer-coverage") == "66.74 %"
     with page.expect_download() as download:
         page.click("#explorer-download")
     assert Layout.read(Path(download.value.path())).strategy == "duo"

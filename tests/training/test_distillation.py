@@ -212,3 +212,13 @@ class TestPlan:
         in_bfloat16 = replace(taught, bfloat16=True)
         less = before.memory.weights - stages.train("", in_bfloat16, gated=False).memory.weights
         assert less <= 0
+
+
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["copied-teacher", "shared-teacher"])
+def test_autocast_ends_with_the_training(
+    changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+) -> None:
+    """The loss calls the model's forward pass inside itself, whose autocast must not stay on."""
+    recipe = with_teacher(recipe, merged(changes, {"precision": "bfloat16"}), weight=1.0)
+    train_branch(recipe, corpus, dense, tmp_path / "run", HYBRID, device="cpu")
+    assert not torch.is_autocast_enabled("cpu")
