@@ -83,7 +83,7 @@ def texts() -> tuple[list[str], list[str]]:
 
 
 def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Train the planted model in place until it predicts as well as the embedded one; minutes on a CPU."""
+    """Train the planted model in place; minutes on a CPU."""
     blocks = build_blocks(texts()[0], tokenizer, BLOCK, max_tokens=4 * _STEPS * _BATCH * BLOCK).tokens
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0, betas=(0.9, 0.95))
     rng = np.random.default_rng(0)

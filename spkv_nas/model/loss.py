@@ -157,8 +157,8 @@ def loss_in_chunks(
 def forward_inside(model: PreTrainedModel) -> Callable[..., Any]:
     """Return the ``forward`` of a model, to call inside its own pass.
 
-    Accelerate wraps ``forward`` in an autocast object. Entered twice, that forgets what it has to restore, and autocast
-    stays on for the rest of the process; inside the pass it is on already.
+    Accelerate wraps ``forward`` in one autocast object, which forgets the state to restore if it is entered twice:
+    autocast would stay on for the rest of the process. Inside the pass it is on already.
     """
     forward: Callable[..., Any] = vars(model).get("_original_forward", model.forward)
     return forward

@@ -148,7 +148,7 @@ def _sentences(rows: pd.DataFrame, record: Record) -> Iterable[str]:
         yield f"{candidate} {verb}: {reason}."
     risk, left_out, unrecorded = record.get("risk"), record.get("left_out"), record.get("unrecorded")
     if isinstance(risk, float) and isinstance(left_out, Mapping):
-        words = basis(risk, shared_by(len(answers)), left_out["documents"], left_out["chose"])
+        words = basis(risk, shared_by(len(answers)), left_out.get("documents", 0), left_out.get("chose", ()))
         yield f"{capitalized(words)}."
     if isinstance(unrecorded, list) and unrecorded:
         yield f"{capitalized(unrecorded_warning(unrecorded))}."

@@ -19,16 +19,16 @@ def find(answers: str) -> Critical:
 @pytest.mark.parametrize("number", [1, 2, 7, 37, 64])
 def test_every_place_is_found_with_few_looks(number: int) -> None:
     for first in range(number + 1):
-        found = find("F" * first + "P" * (number - first))
-        assert found.passes == (first if first < number else None)
-        assert found.fails == (first - 1 if first else None)
-        assert len(found.looks) <= number.bit_length() + 1
+        result = find("F" * first + "P" * (number - first))
+        assert result.passes == (first if first < number else None)
+        assert result.fails == (first - 1 if first else None)
+        assert len(result.looks) <= number.bit_length() + 1
 
 
 def test_open_candidates_are_between_the_answers() -> None:
-    found = find("FFFFFFFooooooPPPPPPPPP")
-    assert (found.fails, found.passes) == (6, 13)
-    assert all(look.answer == "open" for look in found.looks if 6 < look.position < 13)
+    result = find("FFFFFFFooooooPPPPPPPPP")
+    assert (result.fails, result.passes) == (6, 13)
+    assert all(look.answer == "open" for look in result.looks if 6 < look.position < 13)
 
 
 def test_all_or_none() -> None:
@@ -39,9 +39,9 @@ def test_all_or_none() -> None:
 
 def test_a_smaller_candidate_that_passes_is_found_below_one_that_does_not() -> None:
     """Losses need not fall: the two candidates below the answer are tested."""
-    found = find("FFFFPFP")
-    assert found.passes == 4
-    assert {look.position: look.answer for look in found.looks}[5] == "fails"
+    result = find("FFFFPFP")
+    assert result.passes == 4
+    assert {look.position: look.answer for look in result.looks}[5] == "fails"
 
 
 def test_a_look_has_the_level_of_its_depth() -> None:
@@ -57,15 +57,15 @@ def test_a_look_has_the_level_of_its_depth() -> None:
 
 def test_a_candidate_gets_no_answer_that_its_bisection_does_not_ask_for() -> None:
     """Above an open candidate, only passing is looked for."""
-    found = find("FFFoFFF")
-    assert {look.position: look.answer for look in found.looks} == {
+    result = find("FFFoFFF")
+    assert {look.position: look.answer for look in result.looks} == {
         3: "open",
         5: "open",
         6: "open",
         1: "fails",
         2: "fails",
     }
-    assert found.fails == 2
+    assert result.fails == 2
 
 
 def draw(random: np.random.Generator, kind: str, number: int) -> np.ndarray:

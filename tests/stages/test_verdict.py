@@ -211,7 +211,7 @@ class TestChoice:
         )
 
     def test_a_search_counts_its_layouts(self, folder: Path) -> None:
-        """Of an older search without the number of documents, the layouts are counted all the same."""
+        """Count the layouts of an older search too, whose record lacks the number of documents."""
         layout, other = Layout.read("mixed.yaml"), Layout.read("full.yaml")
         data = {"sources": ["text"], "block_size": 32}
         for name, more in (("new", {"documents": {"chosen_on": 30}}), ("old", {})):

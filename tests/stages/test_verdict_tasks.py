@@ -103,11 +103,11 @@ def test_scores_are_those_of_the_task(folder: Path, tiny_tokenizer: PreTrainedTo
 def test_few_shot_examples_do_not_depend_on_earlier_rounds(
     folder: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    asked: list[list[str]] = []
+    prompts: list[list[str]] = []
 
     class Listening(CheckpointLM):
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
-            asked.append([request.args[0] for request in requests])
+            prompts.append([request.args[0] for request in requests])
             return super().loglikelihood(requests, disable_tqdm)
 
     lm = Listening(decisive_model(), tiny_tokenizer)
@@ -115,7 +115,7 @@ def test_few_shot_examples_do_not_depend_on_earlier_rounds(
         (entry,) = suite("shots")
         for seed in seeds:
             score_documents(lm, entry.tasks[0], [4, 9], seed=seed)
-    assert asked[0] != asked[1] == asked[2]
+    assert prompts[0] != prompts[1] == prompts[2]
 
 
 def test_the_order_is_random_and_of_equal_shares(folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:

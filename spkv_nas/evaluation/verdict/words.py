@@ -48,7 +48,7 @@ def basis(risk: float, shared: str, num_left_out: int, chose: Sequence[str]) -> 
 
 
 def shared_by(num_candidates: int) -> str:
-    """Return for ``basis`` that candidates share the risk."""
+    """Return ``shared`` of ``basis`` for candidates of one verdict."""
     return f" for all {num_candidates} candidates together (Holm)" if num_candidates > 1 else ""
 
 

@@ -80,12 +80,12 @@ def _answer(result: BudgetVerdict) -> str:
     passes, fails, unknown = result.passes, result.fails, open_budgets(result)
     margins = " and ".join(map(escape, result.margins))
     if passes is not None:
-        found = f"[bold]{passes} of {result.num_heads} KV heads pass[/bold]: the loss is below {margins}"
+        answer = f"[bold]{passes} of {result.num_heads} KV heads pass[/bold]: the loss is below {margins}"
     elif result.answer == "fails":
         return f"[bold]{fails} of {result.num_heads} KV heads fail[/bold]: the loss is above {margins} in every budget"
     else:
-        found = f"[bold]open[/bold]: no budget of the range is known to keep the loss below {margins}"
-    parts = [found]
+        answer = f"[bold]open[/bold]: no budget of the range is known to keep the loss below {margins}"
+    parts = [answer]
     if fails is not None:
         parts.append(f"{fails} are too few")
     if unknown:

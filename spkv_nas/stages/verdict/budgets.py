@@ -146,15 +146,15 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
         return answer
 
     # Look at budgets, and decide
-    found = critical(len(budgets), risk, test)
+    bisection = critical(len(budgets), risk, test)
     cost = requirements.cache_cost(table, options.window)
     assert cost is not None  # there is a default context
-    rows = _rows(found, budgets, measured, trial, cost, table)
-    smallest = None if found.passes is None else layouts[found.passes]
+    rows = _rows(bisection, budgets, measured, trial, cost, table)
+    smallest = None if bisection.passes is None else layouts[bisection.passes]
     # Write the table; the layouts come from one probe, so it is named in their place
     unrecorded = [f"the layouts of {table.name}"] if trial.choice.unrecorded else []
-    answers = {candidates[look.position].name: look.answer for look in found.looks}
-    record = {**_record(found, layouts, table), **origin(options, trial, answers), "unrecorded": unrecorded}
+    answers = {candidates[look.position].name: look.answer for look in bisection.looks}
+    record = {**_record(bisection, layouts, table), **origin(options, trial, answers), "unrecorded": unrecorded}
     folder = options.folders.report_dir(trial.name)
     CRITICAL_BUDGET.write(folder, rows, record)
     return BudgetVerdict(
@@ -165,7 +165,7 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
         risk,
         [f"{margin:g} {criterion.test.unit} ({criterion.name})" for criterion, margin in trial.margins],
         budgets,
-        found,
+        bisection,
         rows,
         {criterion.name: criterion.noun for criterion, _ in trial.margins},
         None if smallest is None else _memory(cost, requirements, table, smallest.num_global, options.window),
@@ -206,7 +206,7 @@ def _layouts(options: VerdictOptions, table: HeadScores, requirements: Requireme
 
 
 def _rows(
-    found: Critical,
+    bisection: Critical,
     budgets: Sequence[int],
     measured: Mapping[int, Pairs],
     trial: Trial,
@@ -215,7 +215,7 @@ def _rows(
 ) -> pd.DataFrame:
     """Return the table, columns of ``CRITICAL_BUDGET``; the interval of a budget holds at the level of its look."""
     rows = []
-    for number, look in enumerate(found.looks, 1):
+    for number, look in enumerate(bisection.looks, 1):
         levels, pairs = Levels(look.level, look.level / len(trial.margins)), measured[look.position]
         for criterion, margin in trial.margins:
             if criterion.name not in pairs:
@@ -230,15 +230,15 @@ def _rows(
     return pd.DataFrame(rows, columns=CRITICAL_BUDGET.header).astype({"more_samples": "Int64"})
 
 
-def _record(found: Critical, layouts: Sequence[Layout], table: HeadScores) -> dict[str, Any]:
+def _record(bisection: Critical, layouts: Sequence[Layout], table: HeadScores) -> dict[str, Any]:
     """Return the record of the table, the budgets, and the layout of the critical one."""
-    smallest = None if found.passes is None else layouts[found.passes]
+    smallest = None if bisection.passes is None else layouts[bisection.passes]
     return {
         "probe": table.name,
         "probe_hash": table.content_hash,
         "budgets": [layout.num_global for layout in layouts],
         "critical_budget": None if smallest is None else smallest.num_global,
-        "largest_failing": None if found.fails is None else layouts[found.fails].num_global,
+        "largest_failing": None if bisection.fails is None else layouts[bisection.fails].num_global,
         "heads": None if smallest is None else list(smallest.heads),
         "window": layouts[0].window,
         "sinks": layouts[0].sinks,

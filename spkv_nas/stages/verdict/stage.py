@@ -78,7 +78,7 @@ class VerdictResult:
 
 @dataclass(frozen=True)
 class Trial:
-    """What candidates are measured with.
+    """Samples, stored scores and dense model that candidates are measured with.
 
     Attributes:
         name: name of the results.

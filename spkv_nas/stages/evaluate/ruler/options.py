@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -37,6 +38,16 @@ class RulerOptions(CheckpointOptions):
 
 def check(options: RulerOptions) -> None:
     """Check the threshold, the checkpoints, lengths, tasks and material."""
+    check_checkpoints(options)
+    check_questions(options.lengths, options.tasks, options.haystack, options.qa)
+
+
+def check_questions(lengths: str, tasks: str | None, haystack: Sequence[str] | None, qa: Sequence[str] | None) -> None:
+    """Check the lengths, the tasks and the material of RULER's questions, as the options give them.
+
+    Raises:
+        UserError: a length is no number, a task is unknown, or a file does not exist.
+    """
     from pathlib import Path
 
     from spkv_nas.base.units import parse_context
@@ -44,11 +55,10 @@ def check(options: RulerOptions) -> None:
     from spkv_nas.data.ruler.tasks import check_task
     from spkv_nas.stages.checks import check_exist
 
-    check_checkpoints(options)
-    for length in options.lengths.split(","):
+    for length in lengths.split(","):
         parse_context(length)
-    for task in [] if options.tasks is None else options.tasks.split(","):
+    for task in [] if tasks is None else tasks.split(","):
         check_task(task.strip())
-    for source in options.haystack or ():
+    for source in haystack or ():
         open_source(source, Path())
-    check_exist(options.qa or (), "questions")
+    check_exist(qa or (), "questions")

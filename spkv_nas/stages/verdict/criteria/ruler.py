@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import parse_context
 from spkv_nas.evaluation.verdict.paired_test import MeanDrop
+from spkv_nas.stages.evaluate.ruler.options import check_questions
 from spkv_nas.stages.verdict.criterion import Criterion, Setting
 from spkv_nas.stages.verdict.options import QUESTIONS, VerdictOptions
 
@@ -51,19 +51,9 @@ def _questions(setting: Setting) -> Rounds:
 
 def _check_questions(options: VerdictOptions) -> None:
     """Check the lengths, the tasks and the material of RULER."""
-    from spkv_nas.data.readers import open_source
-    from spkv_nas.data.ruler.tasks import check_task
-    from spkv_nas.stages.checks import check_exist
-
     if options.lengths is None:
         raise UserError("--margin ruler=... needs --lengths: comma-separated prompt lengths in tokens, such as 512,4k")
-    for length in options.lengths.split(","):
-        parse_context(length)
-    for task in [] if options.tasks is None else options.tasks.split(","):
-        check_task(task.strip())
-    for source in options.haystack or ():
-        open_source(source, Path())
-    check_exist(options.qa or (), "questions")
+    check_questions(options.lengths, options.tasks, options.haystack, options.qa)
 
 
 RULER = Criterion("ruler", "questions", MeanDrop(), _questions, _check_questions)
