@@ -13,6 +13,9 @@ random prompts: the time until every request has a token (prefill), then that of
 request (decode). Numbers are medians; a ratio is the rate over that of full attention in vLLM, so that above 1 is
 faster. Prefix caching is off. A cell with more tokens than ``--max-tokens`` is left out. One whose requests vLLM does
 not run at once, or not within ``--seconds``, shows as "-". The last line of the output is JSON.
+
+Each sample is printed when it is taken. ``--samples FILE`` keeps them, so that an interrupted run resumes; a file whose
+samples were taken with other options, versions or hardware is refused.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from unittest.mock import patch
 
 PAIRS, ONE_HEAD = 0, 1  # heads of a unit; 0: one part for the global and one for the local heads of a layer
 WARM_UP = (64, 1)  # context and batch of a first, untimed sample
+MARK = "sample: "  # begins the lines of a process that are samples
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--compile", action="store_true", help="let vLLM compile and capture graphs")
+    parser.add_argument("--samples", type=Path, help="file that keeps the samples, to go on with after an interruption")
     return parser.parse_args()
 
 
@@ -97,16 +102,84 @@ def main() -> None:
         process(json.loads(sys.argv[2]))
         return
     options = parse()
+    samples = Samples(options)
     with tempfile.TemporaryDirectory() as scratch:
         make_models(Path(scratch), options)
         check(Path(scratch), options.python)
-        samples: dict[str, dict[str, list[list[float]]]] = {}
-        for configuration in (*CONFIGURATIONS, *reversed(CONFIGURATIONS)):
-            print(f"timing {configuration.name}", file=sys.stderr, flush=True)
-            cells = samples.setdefault(configuration.name, {})
-            for cell, times in start(configuration, Path(scratch), options).items():
-                cells.setdefault(cell, []).extend(times)
-    report(samples, options)
+        for turn, configuration in enumerate((*CONFIGURATIONS, *reversed(CONFIGURATIONS))):
+            time_configuration(turn, configuration, Path(scratch), options, samples)
+    report(samples.by_configuration(), options)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rates of one batch.
+
+    Attributes:
+        turn: number of the process that took it.
+        configuration: name of the configuration.
+        cell: context and batch, "2048 x 8".
+        rates: tokens per second of prefill and of decoding; None if the batch did not run at once, or not in time.
+    """
+
+    turn: int
+    configuration: str
+    cell: str
+    rates: list[float] | None
+
+
+class Samples:
+    """Samples so far, kept in the file ``--samples``: a header with options and hardware, then one line per sample."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Read the samples of an earlier run. Exits if they were taken with other options or on other hardware."""
+        self.file: Path | None = options.samples
+        self.samples: list[Sample] = []
+        if self.file is None:
+            return
+        header = json.dumps({"hardware": hardware(options), "options": settings(options)})
+        if not self.file.exists():
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(f"{header}\n")
+        first, *lines = self.file.read_text().splitlines()
+        if first != header:
+            raise SystemExit(f"{self.file} has samples of other options or hardware: give another --samples")
+        self.samples = [Sample(**json.loads(line)) for line in lines]
+
+    def add(self, sample: Sample) -> None:
+        """Add a sample, and print it."""
+        self.samples.append(sample)
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(f"{json.dumps(vars(sample))}\n")
+        rates = "-" if sample.rates is None else "prefill {:,.1f}, decode {:,.1f} tok/s".format(*sample.rates)
+        print(f"{sample.configuration}, {sample.cell}: {rates}", file=sys.stderr, flush=True)
+
+    def count(self, turn: int, cell: str) -> int:
+        """Return the number of samples of a cell that a process has taken."""
+        return sum((sample.turn, sample.cell) == (turn, cell) for sample in self.samples)
+
+    def by_configuration(self) -> dict[str, dict[str, list[list[float]]]]:
+        """Return (prefill, decode) in tokens per second by configuration and cell."""
+        answer: dict[str, dict[str, list[list[float]]]] = {way.name: {} for way in CONFIGURATIONS}
+        for sample in self.samples:
+            rates = answer[sample.configuration].setdefault(sample.cell, [])
+            rates += [] if sample.rates is None else [sample.rates]
+        return answer
+
+
+def hardware(options: argparse.Namespace) -> dict[str, str]:
+    """Return the device and the versions."""
+    from spkv_kernels.timing import device_name
+
+    from spkv_nas.base.version import environment
+
+    return {"device": device_name(options.device), **environment()}
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that decide what is measured."""
+    return {key: value for key, value in vars(options).items() if key not in ("python", "samples")}
 
 
 def make_models(folder: Path, options: argparse.Namespace) -> None:
@@ -155,12 +228,18 @@ def check(folder: Path, python: str) -> None:
             raise SystemExit(f"{name}: {result}")
 
 
-def start(configuration: Configuration, folder: Path, options: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """Time a configuration in a new process; return (prefill, decode) in tokens per second by cell."""
+def time_configuration(
+    turn: int, configuration: Configuration, folder: Path, options: argparse.Namespace, samples: Samples
+) -> None:
+    """Take the missing samples of a configuration in a new process. Exits if it fails."""
+    # Find what is missing
     cells = [pair for pair in product(options.context, options.batch) if pair[0] * pair[1] <= options.max_tokens]
+    missing = {cell_name(*cell): options.rounds - samples.count(turn, cell_name(*cell)) for cell in cells}
+    if not any(missing.values()):
+        return
     request = {
         "folder": str(folder / configuration.folder), "in_vllm": configuration.in_vllm, "unit": configuration.unit,
-        "cells": cells, "steps": options.steps, "rounds": options.rounds, "seconds": options.seconds,
+        "cells": cells, "missing": missing, "steps": options.steps, "seconds": options.seconds,
         "chunk": options.chunk, "dtype": options.dtype, "device": options.device, "eager": not options.compile,
     }  # fmt: skip
     environment = {
@@ -168,15 +247,24 @@ def start(configuration: Configuration, folder: Path, options: argparse.Namespac
         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(options.memory), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }  # fmt: skip
+    # Run the process, and read its samples as they come; vLLM may print lines of its own
     python = options.python if configuration.in_vllm else sys.executable
     command = [python, __file__, "--process", json.dumps(request)]
-    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    answer: dict[str, list[list[float]]] = json.loads(result.stdout.splitlines()[-1])
-    return answer
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout or ():
+            if line.startswith(MARK):
+                samples.add(Sample(turn, configuration.name, **json.loads(line.removeprefix(MARK))))
+    if child.returncode:
+        raise SystemExit(f"{configuration.name}: the process ended with {child.returncode}")
+
+
+def cell_name(context: int, batch: int) -> str:
+    """Return the name of a cell."""
+    return f"{context} x {batch}"
 
 
 def process(request: dict[str, Any]) -> None:
-    """Time all cells of one configuration, and print the samples as a line of JSON."""
+    """Take samples of one configuration, and print each as a line of JSON."""
     import torch
 
     torch.manual_seed(0)
@@ -187,13 +275,12 @@ def process(request: dict[str, Any]) -> None:
         return torch.randint(num_tokens, (batch, context)).tolist()
 
     sample(prompts(*WARM_UP))
-    answer: dict[str, list[list[float]]] = {}
-    for _ in range(request["rounds"]):
+    for number in range(max(request["missing"].values())):
         for context, batch in request["cells"]:
-            rates = sample(prompts(context, batch))
-            if rates is not None:
-                answer.setdefault(f"{context} x {batch}", []).append(list(rates))
-    print(json.dumps(answer))
+            name = cell_name(context, batch)
+            if number < request["missing"][name]:
+                rates = sample(prompts(context, batch))
+                print(f"{MARK}{json.dumps({'cell': name, 'rates': rates})}", flush=True)
 
 
 Sampler = Callable[[list[list[int]]], "tuple[float, float] | None"]  # tokens per second of prefill and decoding
@@ -306,10 +393,6 @@ def rows(samples: dict[str, dict[str, list[list[float]]]]) -> Iterator[dict[str,
 
 def report(samples: dict[str, dict[str, list[list[float]]]], options: argparse.Namespace) -> None:
     """Print a table, and everything as a line of JSON."""
-    from spkv_kernels.timing import device_name
-
-    from spkv_nas.base.version import environment
-
     table = list(rows(samples))
     titles = ("decode tok/s", "ratio", "prefill tok/s", "ratio")
     print(f"{'context x batch':16} {'configuration':26} {titles[0]:>13} {titles[1]:>6} {titles[2]:>14} {titles[3]:>6}")
@@ -324,9 +407,7 @@ def report(samples: dict[str, dict[str, list[list[float]]]], options: argparse.N
             )
         ]
         print(f"{row['cell']:16} {row['configuration']:26} {' '.join(numbers)}")
-    hardware = {"device": device_name(options.device), **environment()}
-    settings = {key: value for key, value in vars(options).items() if key != "python"}
-    print(json.dumps({"hardware": hardware, "options": settings, "rows": table}))
+    print(json.dumps({"hardware": hardware(options), "options": settings(options), "rows": table}))
 
 
 if __name__ == "__main__":

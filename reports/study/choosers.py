@@ -102,7 +102,7 @@ class Measurement:
         subject, plan = self.subject, self.subject.plan
         share = self.heads / math.prod(subject.grid)
         config = GateConfig(window=plan.window, tau=plan.tau, sinks=self.sinks, target_density=share)
-        model, state = subject.model(), subject.folder / "state" / self.folder.name
+        model, state = subject.model(), subject.work / "state" / self.folder.name
         train = subject.context.corpus.train
         learn_gates(model, train, config, steps=plan.steps.priced, state=state, progress=progress)
         table = probe(model, subject.parts[0], plan.tau, name=self.name)

@@ -67,7 +67,7 @@ def _references(subjects: Sequence[Subject]) -> str:
     rows = []
     for subject in subjects:
         if subject.note.is_file():
-            note = subject.check()
+            note = subject.facts()
             numbers = (f"{note[key]:,}" for key in _NOTED)
             rows.append([subject.name, "{} x {}".format(*note["grid"]), *numbers])
     return f"## References\n\n{markdown(['reference', 'layers x KV heads', *_NOTED.values()], rows)}"

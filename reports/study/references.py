@@ -35,6 +35,7 @@ _DECIDES = {
     "steps",
     "heal",
 }  # for every reference
+_START_OVER = "give another --results, or remove that folder to start over"
 
 
 @dataclass(frozen=True)
@@ -45,25 +46,37 @@ class Subject:
         name: name in the plan.
         plan: plan of the study.
         base: folder of the plan.
-        runs: folder of all results of the study.
+        results: folder of all results of the study.
+        runs: folder of models, text and unfinished work.
         reporter: receives progress and status messages.
     """
 
     name: str
     plan: Plan
     base: Path
+    results: Path
     runs: Path
     reporter: Reporter
 
     @property
     def folder(self) -> Path:
         """Return the folder of its results."""
+        return self.results / self.name
+
+    @property
+    def work(self) -> Path:
+        """Return the folder of its unfinished work."""
         return self.runs / self.name
 
     @property
     def note(self) -> Path:
-        """Return the file that records what was prepared."""
+        """Return the file that records which model and text its results are of."""
         return self.folder / "reference.json"
+
+    @property
+    def location(self) -> Path:
+        """Return the file that says where its dense model is; it is there once the reference is prepared."""
+        return self.work / "dense.json"
 
     @property
     def identity(self) -> str:
@@ -73,42 +86,57 @@ class Subject:
         parts = [reference, phases, self.plan.model_dump(mode="json", include=_DECIDES)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
-    def check(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Read the note.
 
         Raises:
-            UserError: the reference is not prepared, or was prepared by another plan or with another model.
+            UserError: the reference was prepared by another plan.
         """
-        if not self.note.is_file():
+        facts = read_json(self.note, "note of a reference")
+        if facts["identity"] != self.identity:
+            raise UserError(f"{self.folder} has results of another plan: {_START_OVER}")
+        return facts
+
+    def check(self) -> None:
+        """Check that the reference is prepared.
+
+        Raises:
+            UserError: it is not, or was prepared by another plan or with another model.
+        """
+        if not self.location.is_file() or not self.note.is_file():
             raise UserError(f"reference '{self.name}' is not prepared in {self.runs}: run prepare first")
-        note = read_json(self.note, "note of a reference")
-        if note["identity"] != self.identity or note["model"] != checkpoint_hash(note["dense"]):
-            raise UserError(
-                f"{self.folder} has results of another plan or model: give another --runs, or remove that folder to "
-                "start over"
-            )
-        return note
+        if self.facts()["model"] != checkpoint_hash(self.dense):
+            raise UserError(f"{self.folder} has results of another model: {_START_OVER}")
+
+    @property
+    def dense(self) -> str:
+        """Return the path or name of the dense model; the reference must be prepared."""
+        return str(read_json(self.location, "location of a model")["dense"])
 
     def prepare(self) -> None:
-        """Train the dense model if the plan says so, tokenize the text, and record both in the note."""
-        dense = self._dense()
+        """Train the dense model if the plan says so, tokenize the text, and record both.
+
+        Raises:
+            UserError: there are results of another plan or model.
+        """
+        dense = self._trained()
         context = self._context(dense)
         chosen, judged = self._parts(context.corpus.heldout)
-        write_json(
-            self.note,
-            {
-                "identity": self.identity,
-                "dense": dense,
-                "model": checkpoint_hash(dense),
-                "grid": list(read_shape(dense).grid),
-                "chosen_on": chosen.tokens.size,
-                "judged_on": judged.tokens.size,
-                "judged_documents": len(set(judged.document.ravel().tolist())),
-                "environment": environment(),
-            },
-        )
+        facts = {
+            "identity": self.identity,
+            "model": checkpoint_hash(dense),
+            "grid": list(read_shape(dense).grid),
+            "chosen_on": chosen.tokens.size,
+            "judged_on": judged.tokens.size,
+            "judged_documents": len(set(judged.document.ravel().tolist())),
+            "environment": environment(),
+        }
+        if not self.note.is_file():
+            write_json(self.note, facts)
+        write_json(self.location, {"dense": dense})
+        self.check()
 
-    def _dense(self) -> str:
+    def _trained(self) -> str:
         """Return the dense model: a finished one, or the decayed checkpoint of the plan's two phases.
 
         Raises:
@@ -141,7 +169,7 @@ class Subject:
     @cached_property
     def grid(self) -> tuple[int, int]:
         """Return the numbers of layers and KV heads; the reference must be prepared."""
-        layers, heads = self.check()["grid"]
+        layers, heads = self.facts()["grid"]
         return layers, heads
 
     def heads(self, budget: str) -> int:
@@ -151,7 +179,7 @@ class Subject:
     @cached_property
     def context(self) -> BranchContext:
         """Return dense checkpoint and text; the reference must be prepared."""
-        return self._context(self.check()["dense"])
+        return self._context(self.dense)
 
     def _context(self, dense: str) -> BranchContext:
         """Return a dense checkpoint with the study's text; all references share a folder of tokenized text."""

@@ -5,9 +5,9 @@
   judge     layouts whose signals are measured: zero-shot, then healed
   tables    CSV and README.md from what is measured, in no time
 
-Every cell of a table is a file below --runs that is written once and at once, so any command may be killed and started
-again. --only, --budget, --chooser, --steps and --limit cut the work into slices; one process at a time works on a
-reference.
+Every cell of a table is a file below --results that is written once and at once, so any command may be killed and
+started again. The committed results belong to the models whose hashes they name; ``tables`` needs only them. --only,
+--budget, --chooser, --steps and --limit cut the work into slices; one process at a time works on a reference.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Cells = Iterator[tuple[Cell, Job | None]]  # with the job that a cell belongs to
 def cells_of(command: str, subject: Subject) -> Cells:
     """Yield the cells of a command for a reference."""
     if command == "prepare":
-        if subject.note.is_file():
+        if subject.location.is_file():
             subject.check()
-        yield Cell("prepare", f"{subject.name}: text and dense model", subject.note, subject.prepare), None
+        yield Cell("prepare", f"{subject.name}: text and dense model", subject.location, subject.prepare), None
     elif command == "signals":
         for job in jobs(subject.plan):
             needed = measurement(subject, job)
@@ -61,9 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--plan", type=Path, default=HERE / "study.yaml", help="plan to run (default: study.yaml beside this file)"
     )
-    parser.add_argument(
-        "--runs", type=Path, default=HERE.parents[1] / "runs" / "study", help="folder with the results of all cells"
-    )
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder with the results of all cells")
+    runs = HERE.parents[1] / "runs" / "study"
+    parser.add_argument("--runs", type=Path, default=runs, help="folder of models, text and unfinished work")
     for flag, metavar, what in (
         ("--only", "REFERENCE", "this reference"),
         ("--budget", "SHARE", "this budget of the plan"),
@@ -93,7 +93,8 @@ def _run(options: argparse.Namespace) -> None:
         quiet_transformers(reporter)
         # Select the references; ``tables`` only reads them
         names = options.only or list(plan.references)
-        subjects = [Subject(name, plan, options.plan.parent, options.runs, reporter) for name in names]
+        base, results, runs = options.plan.parent, options.results, options.runs
+        subjects = [Subject(name, plan, base, results, runs, reporter) for name in names]
         if options.command == "tables":
             write_tables(subjects, options.out)
             say(f"{options.out / 'README.md'}")
@@ -102,7 +103,7 @@ def _run(options: argparse.Namespace) -> None:
             subjects = _prepared(subjects, reporter, is_named=options.only is not None)
         # Lock the references and run their cells
         for subject in subjects:
-            locks.enter_context(locked(subject.folder, "works on the same reference", reporter.announce))
+            locks.enter_context(locked(subject.work, "works on the same reference", reporter.announce))
         cells = [
             cell
             for subject in subjects
@@ -137,7 +138,7 @@ def _prepared(subjects: list[Subject], reporter: Reporter, *, is_named: bool) ->
     """Return the prepared references. Raises ``UserError`` if one was named explicitly but is not prepared."""
     prepared = []
     for subject in subjects:
-        if is_named or subject.note.is_file():
+        if is_named or subject.location.is_file():
             subject.check()
             prepared.append(subject)
         else:

@@ -78,29 +78,29 @@ def plan(tmp_path: Path) -> Path:
 def test_the_study_runs_and_resumes(
     driver: ModuleType, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs, out = tmp_path / "runs", tmp_path / "out"
+    runs, results, out = tmp_path / "runs", tmp_path / "results", tmp_path / "out"
 
     def run(command: str, *more: str) -> str:
-        arguments = ["--plan", str(plan), "--runs", str(runs), "--out", str(out), *more]
+        arguments = ["--plan", str(plan), "--results", str(results), "--runs", str(runs), "--out", str(out), *more]
         assert driver.main([command, *arguments]) == 0
         return capsys.readouterr().out
 
     assert run("prepare", "--only", "tiny") == "0 cells left\n"
-    branch = Path(read_json(runs / "tiny" / "reference.json", "note")["dense"])
+    branch = Path(read_json(runs / "tiny" / "dense.json", "location")["dense"])
     record = read_json(branch / "run.json", "record")
     assert (record["variant"], record["steps"], record["recipe"]["seed"]) == ("full-attention", 3, 1)
     run("signals", "--only", "tiny", "--chooser", "opening", "--limit", "1")
-    first = runs / "tiny" / "signals" / "opening-sinks-0" / "density.csv"
+    first = results / "tiny" / "signals" / "opening-sinks-0" / "density.csv"
     written = first.stat().st_mtime_ns
     run("tables")
     assert "- tiny: 48 of 48 layouts are not judged\n- finished: not prepared\n" in (out / "README.md").read_text()
     assert run("signals") == "0 cells left\n"  # the other reference is not prepared: left out
     assert first.stat().st_mtime_ns == written
-    assert HeadScores.read(runs / "tiny" / "signals" / "head-gates-4-sinks-1").sinks == 1
-    assert HeadScores.read(runs / "tiny" / "signals" / "priced-2-sinks-1").priced_at == 0.25
+    assert HeadScores.read(results / "tiny" / "signals" / "head-gates-4-sinks-1").sinks == 1
+    assert HeadScores.read(results / "tiny" / "signals" / "priced-2-sinks-1").priced_at == 0.25
     assert not list((runs / "tiny" / "state").iterdir())
     run("judge", "--steps", "0", "--budget", "25%", "--chooser", "random-0")
-    judged = runs / "tiny" / "judged"
+    judged = results / "tiny" / "judged"
     assert len(list((judged / "0").glob("*.npz"))) == 4  # 0, 1 and learned, and full attention
     assert not (judged / "2").exists()
     assert run("judge", "--limit", "4") != "0 cells left\n"
@@ -135,7 +135,8 @@ def test_the_study_runs_and_resumes(
 def test_results_belong_to_their_plan_and_model(
     driver: ModuleType, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--plan", str(plan), "--runs", str(tmp_path / "runs"), "--only"]
+    folders = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
+    arguments = ["--plan", str(plan), *folders, "--only"]
     assert driver.main(["signals", *arguments, "tiny"]) == 2
     assert "run prepare first" in capsys.readouterr().err
     assert driver.main(["prepare", *arguments, "tiny"]) == 0
@@ -143,26 +144,27 @@ def test_results_belong_to_their_plan_and_model(
     assert "the plan has no 'closing'; it has head-gates, duo" in capsys.readouterr().err
     plan.write_text(PLAN.replace("window: 8", "window: 4"))
     assert driver.main(["signals", *arguments, "tiny"]) == 2
-    assert "results of another plan or model" in capsys.readouterr().err
+    assert "results of another plan" in capsys.readouterr().err
     plan.write_text(PLAN)
-    shutil.copytree(read_json(tmp_path / "runs" / "tiny" / "reference.json", "note")["dense"], plan.parent / "finished")
+    shutil.copytree(read_json(tmp_path / "runs" / "tiny" / "dense.json", "location")["dense"], plan.parent / "finished")
     assert driver.main(["prepare", *arguments, "finished"]) == 0
     shutil.rmtree(plan.parent / "finished")
     dense = next((tmp_path / "runs" / "models").glob("dense-*/final"))  # before its decay
     shutil.copytree(dense, plan.parent / "finished")
     assert driver.main(["signals", *arguments, "finished"]) == 2
-    assert "results of another plan or model" in capsys.readouterr().err
+    assert "results of another model" in capsys.readouterr().err
 
 
 def test_no_reference_is_trained_on_text_that_the_study_judges_on(
     driver: ModuleType, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan.write_text(PLAN.replace("decay: {", "decay: {data: {heldout: 0.1}, "))
-    assert driver.main(["prepare", "--plan", str(plan), "--runs", str(tmp_path / "runs"), "--only", "tiny"]) == 2
+    folders = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
+    assert driver.main(["prepare", "--plan", str(plan), *folders, "--only", "tiny"]) == 2
     message = capsys.readouterr().err
     assert "was trained on" in message
     assert "give its phases the study's data.heldout" in message
-    assert not (tmp_path / "runs" / "tiny" / "reference.json").exists()
+    assert not (tmp_path / "results" / "tiny" / "reference.json").exists()
 
 
 def test_parts_share_no_document_and_begin_as_the_text_does(driver: ModuleType) -> None:
