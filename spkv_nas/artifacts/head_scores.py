@@ -65,7 +65,7 @@ class _ProbeFile(Section):
         return name if name is None else check_name(name, "the probe")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HeadScores(OnGrid):
     """Head scores per layer, KV head and domain, at one threshold.
 
@@ -95,6 +95,11 @@ class HeadScores(OnGrid):
     metadata: Mapping[str, Any] = field(default_factory=dict)
     probe_hash: str | None = None
     gains: Gains | None = None
+
+    def __repr__(self) -> str:
+        """Return name, signal and size, not the table."""
+        domains = ", ".join(self.domains)
+        return f"HeadScores({self.name!r}: {self.signal}, {self.num_layers} x {self.num_kv_heads} heads, {domains})"
 
     @cached_property
     def grid(self) -> Grid:

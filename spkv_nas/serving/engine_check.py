@@ -317,7 +317,7 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
 
 def _ask(folder: Path, engine: str, prompt: list[int], python: str | None) -> _Answer:
     """Run the engine's program, and read its answer. Raises ``UserError`` if there is none."""
-    python = python or sys.executable
+    python = sys.executable if python is None else os.path.abspath(python)  # for another working folder
     if python == sys.executable and importlib.util.find_spec(PROGRAMS[engine].package) is None:
         raise UserError(
             f"{PROGRAMS[engine].package} is not installed here\nname the Python of its environment with --python"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,19 @@ LAYERS = Layout(("GG", "LL", "LL", "GG"), WINDOW)
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite")
 MLX = os.environ.get("SPKV_MLX_PYTHON")
 needs_mlx = pytest.mark.skipif(MLX is None, reason="SPKV_MLX_PYTHON names no Python with mlx-lm (docs/guides/vllm.md)")
+LLAMACPP, LLAMACPP_SOURCE = os.environ.get("SPKV_LLAMACPP_PYTHON"), os.environ.get("SPKV_LLAMACPP_SOURCE")
+needs_llamacpp = pytest.mark.skipif(
+    LLAMACPP is None or LLAMACPP_SOURCE is None,
+    reason="SPKV_LLAMACPP_PYTHON and SPKV_LLAMACPP_SOURCE name no llama-cpp-python and source (docs/guides/vllm.md)",
+)
+CONVERT = """
+import runpy, sys
+sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/gguf-py"]
+import conversion.base
+conversion.base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"  # it knows tokenizers by hash, and not that of tests
+sys.argv = [f"{sys.argv[1]}/convert_hf_to_gguf.py", *sys.argv[2:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def lively(family: str = "llama", **options: Any) -> PreTrainedModel:
@@ -104,6 +119,13 @@ def test_the_model_passes_in_transformers(per_head: Path) -> None:
     assert check.num_prompt > check.window == WINDOW
     assert check.cache[0].startswith("SPKVCache: ")
     assert check.findings == []
+
+
+def test_a_relative_python_is_found(per_head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine runs in another working folder."""
+    python = Path(sys.executable)
+    monkeypatch.chdir(python.parent)
+    assert compare_with_engine(per_head, "transformers", python=python.name, num_prompt=20).num_prompt == 20
 
 
 @pytest.mark.usefixtures("in_process")
@@ -215,7 +237,7 @@ def test_a_dense_folder_is_refused(dense: Path) -> None:
         compare_with_engine(dense, "transformers")
 
 
-@pytest.mark.parametrize(("engine", "package"), [("vllm", "vllm"), ("mlx", "mlx_lm")])
+@pytest.mark.parametrize(("engine", "package"), [("vllm", "vllm"), ("mlx", "mlx_lm"), ("llamacpp", "llama_cpp")])
 def test_a_missing_engine_is_named(engine: str, package: str, per_head: Path) -> None:
     with pytest.raises(UserError, match=f"{package} is not installed here"):
         compare_with_engine(per_head, engine)
@@ -346,3 +368,47 @@ class TestMlx:
     def test_a_layout_per_head_is_refused(self, per_head: Path) -> None:
         with pytest.raises(UserError, match="Model type spkv not supported"):
             self.run(per_head)
+
+
+@needs_llamacpp
+@pytest.mark.slow
+class TestLlamaCpp:
+    """In llama.cpp itself: llama-cpp-python's Python is SPKV_LLAMACPP_PYTHON, its source SPKV_LLAMACPP_SOURCE."""
+
+    def convert(self, folder: Path, kind: str = "f32") -> None:
+        command = [LLAMACPP, "-c", CONVERT, LLAMACPP_SOURCE, str(folder), "--outtype", kind]
+        subprocess.run([str(part) for part in command], check=True, capture_output=True)
+
+    def run(self, folder: Path, **options: Any) -> EngineCheck:
+        return compare_with_engine(folder, "llamacpp", python=LLAMACPP, **options)
+
+    @pytest.mark.parametrize(
+        ("family", "target"), [("llama", "granite_swa"), ("granite", "granite_swa"), ("olmo2", "auto")]
+    )
+    def test_families_are_exact(
+        self, family: str, target: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        save(lively(family), tiny_tokenizer, tmp_path / "dense")
+        export(LAYERS, tmp_path / "dense", tmp_path / "out", to=target)
+        self.convert(tmp_path / "out")
+        check = self.run(tmp_path / "out")
+        assert check.passed, str(check)
+        assert any("2 layers" in line for line in check.cache)
+
+    def test_a_wrong_layer_is_named(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        save(lively("olmo2"), tiny_tokenizer, tmp_path / "dense")
+        wrong = swap(tmp_path / "dense", 2, tmp_path)
+        self.convert(wrong)
+        check = self.run(wrong, layout=LAYERS)
+        assert not check.passed
+        assert check.findings == ["layer 2: the engine runs GG instead of LL, as the folder's config says"]
+
+    def test_what_cannot_be_compared_is_refused(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """Without a GGUF file, and with one of 16 bits."""
+        save(lively("olmo2"), tiny_tokenizer, tmp_path / "dense")
+        export(LAYERS, tmp_path / "dense", tmp_path / "out")
+        with pytest.raises(UserError, match=r"must have one \(it has none\): write it with convert_hf_to_gguf\.py"):
+            self.run(tmp_path / "out")
+        self.convert(tmp_path / "out", "bf16")
+        with pytest.raises(UserError, match="is not in float32"):
+            self.run(tmp_path / "out")

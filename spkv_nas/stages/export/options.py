@@ -38,7 +38,7 @@ EngineOfCheck = Annotated[
     Flag(
         "Run the folder in this engine, compare it with our own model, and exit with 1 if they differ.",
         ("--check",),
-        values=tuple(PROGRAMS),
+        values=tuple(name for name, program in PROGRAMS.items() if not program.converts),
     ),
 ]
 Link = Annotated[

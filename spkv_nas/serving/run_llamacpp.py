@@ -1,0 +1,72 @@
+"""Run the GGUF file of a model folder in llama.cpp, as a part of the program that ``engine_check.py`` starts.
+
+llama.cpp's ``convert_hf_to_gguf.py`` writes that file. It runs in the package llama-cpp-python, on the CPU.
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+_FLOAT32 = 0  # of GGML's types, and of a file's
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Return greedy tokens, log-probabilities and a description of the cache."""
+    import llama_cpp
+    import numpy as np
+
+    file = _file(Path(request["folder"]))
+    # Keep llama.cpp's messages, which describe its cache
+    messages: list[str] = []
+
+    def keep(_level: int, text: bytes, _data: Any) -> None:
+        """Keep a message."""
+        messages.append(text.decode("utf-8", "replace"))
+
+    callback = llama_cpp.llama_log_callback(keep)  # a name, because llama.cpp holds no reference
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    # Load the model, with a cache in float32
+    prompt, steps = request["tokens"], request["steps"]
+    model = llama_cpp.Llama(
+        str(file), n_ctx=len(prompt) + steps, logits_all=True, swa_full=False, type_k=_FLOAT32, type_v=_FLOAT32
+    )
+    if model.metadata.get("general.file_type") != str(_FLOAT32):
+        raise ValueError(f"{file.name} is not in float32, so that it cannot agree: convert it with --outtype f32")
+    # Generate greedily; the logits [T, V] of all tokens are kept
+    model.eval(prompt)
+    tokens = [int(np.argmax(model.scores[model.n_tokens - 1]))]
+    while len(tokens) < steps:
+        model.eval(tokens[-1:])
+        tokens.append(int(np.argmax(model.scores[model.n_tokens - 1])))
+    logits = model.scores[: model.n_tokens].astype(np.float64)
+    highest = logits.max(-1, keepdims=True)
+    logprobs = logits - highest - np.log(np.exp(logits - highest).sum(-1, keepdims=True))
+    return {
+        "error": None,
+        "version": f"llama-cpp-python {llama_cpp.__version__}",
+        "tokens": tokens,
+        "logprobs": np.take_along_axis(logprobs, np.array([*prompt[1:], *tokens])[:, None], -1)[:, 0].tolist(),
+        "cache": _cache("".join(messages)),
+    }
+
+
+def _file(folder: Path) -> Path:
+    """Return the GGUF file of a folder.
+
+    Raises:
+        FileNotFoundError: there is none, or more than one.
+    """
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise FileNotFoundError(
+            f"llama.cpp runs a GGUF file, of which the folder must have one (it has {found}): write it with "
+            f"convert_hf_to_gguf.py {folder} --outtype f32"
+        )
+    return files[0]
+
+
+def _cache(messages: str) -> list[str]:
+    """Describe the cache by llama.cpp's own messages on its sizes: cells, layers and bytes."""
+    lines = [line.partition(": ")[2] for line in messages.splitlines() if line.startswith("llama_kv_cache")]
+    return [" ".join(line.split()) for line in lines if "size = " in line]
