@@ -117,7 +117,7 @@ class Subject:
         """Train the dense model if the plan says so, tokenize the text, and record both.
 
         Raises:
-            UserError: there are results of another plan or model.
+            UserError: there are results of another plan, model or text.
         """
         dense = self._trained()
         context = self._context(dense)
@@ -125,16 +125,20 @@ class Subject:
         facts = {
             "identity": self.identity,
             "model": checkpoint_hash(dense),
+            "text": hashlib.sha256(chosen.tokens.tobytes() + judged.tokens.tobytes()).hexdigest(),
             "grid": list(read_shape(dense).grid),
             "chosen_on": chosen.tokens.size,
             "judged_on": judged.tokens.size,
             "judged_documents": len(set(judged.document.ravel().tolist())),
             "environment": environment(),
         }
+        # Results that are there must be of the same; only their environment may be another
         if not self.note.is_file():
             write_json(self.note, facts)
+        for key in ("model", "text"):
+            if self.facts()[key] != facts[key]:
+                raise UserError(f"{self.folder} has results of another {key}: {_START_OVER}")
         write_json(self.location, {"dense": dense})
-        self.check()
 
     def _trained(self) -> str:
         """Return the dense model: a finished one, or the decayed checkpoint of the plan's two phases.

@@ -67,6 +67,6 @@ def _file(folder: Path) -> Path:
 
 
 def _cache(messages: str) -> list[str]:
-    """Describe the cache by llama.cpp's own messages on its sizes: cells, layers and bytes."""
+    """Describe the cache by llama.cpp's own messages on its sizes: cells, layers and MiB."""
     lines = [line.partition(": ")[2] for line in messages.splitlines() if line.startswith("llama_kv_cache")]
-    return [" ".join(line.split()) for line in lines if "size = " in line]
+    return [" ".join(line.split()) for line in lines if " cells" in line]

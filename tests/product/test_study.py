@@ -148,6 +148,16 @@ def test_results_belong_to_their_plan_and_model(
     plan.write_text(PLAN)
     shutil.copytree(read_json(tmp_path / "runs" / "tiny" / "dense.json", "location")["dense"], plan.parent / "finished")
     assert driver.main(["prepare", *arguments, "finished"]) == 0
+    # Other text
+    note = tmp_path / "results" / "finished" / "reference.json"
+    recorded = note.read_text()
+    note.write_text(recorded.replace(read_json(note, "note")["text"], "0" * 64))
+    (tmp_path / "runs" / "finished" / "dense.json").unlink()
+    assert driver.main(["prepare", *arguments, "finished"]) == 2
+    assert "results of another text" in capsys.readouterr().err
+    note.write_text(recorded)
+    assert driver.main(["prepare", *arguments, "finished"]) == 0
+    # Another model
     shutil.rmtree(plan.parent / "finished")
     dense = next((tmp_path / "runs" / "models").glob("dense-*/final"))  # before its decay
     shutil.copytree(dense, plan.parent / "finished")

@@ -383,7 +383,7 @@ class TestLlamaCpp:
         return compare_with_engine(folder, "llamacpp", python=LLAMACPP, **options)
 
     @pytest.mark.parametrize(
-        ("family", "target"), [("llama", "granite_swa"), ("granite", "granite_swa"), ("olmo2", "auto")]
+        ("family", "target"), [("llama", "granite_swa"), ("mistral", "granite_swa"), ("olmo2", "auto")]
     )
     def test_families_are_exact(
         self, family: str, target: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
