@@ -137,7 +137,8 @@ class Samples:
         self.samples: list[Sample] = []
         if self.file is None:
             return
-        header = json.dumps({"hardware": hardware(options), "options": settings(options)})
+        measured_on = {key: value for key, value in hardware(options).items() if key != "commit"}
+        header = json.dumps({"hardware": measured_on, "options": settings(options)})
         if not self.file.exists():
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(f"{header}\n")

@@ -1,12 +1,9 @@
 """Learned sinks of local heads: a trainable logit per query head that only adds to its softmax's denominator.
 
 gpt-oss has them in every layer (arXiv 2508.10925, "attention sinks"). ``windows.add_learned_sinks`` adds them to the
-local heads of a hybrid. With the log-sum-exp of the scores of all hidden keys as its logit, a head gives its visible
-keys exactly the weights that they have under full attention, and lacks only the values of the hidden ones::
-
-    exp(s_j) / (exp(sink) + sum_visible exp(s)) = exp(s_j) / sum_all exp(s)    for sink = log sum_hidden exp(s)
-
-That logit differs by query; ``hidden_logsumexp`` measures its mean, from which training starts.
+local heads of a hybrid. A learned sink that equals the score of a hidden first token does what that token does in the
+denominator; only its value is missing, which is near zero in an attention sink. Training starts from there
+(``training/initial_sinks.py``).
 """
 
 from __future__ import annotations
@@ -20,9 +17,6 @@ from torch import Tensor, nn
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import predictor_parameters
-
-_MAX_QUERIES = 256  # queries whose scores are in memory at a time
-_SCORES = 1 << 20  # scores of a head in memory at a time, if 16 queries have no more
 
 
 class LearnedSinks(nn.Module):
@@ -90,39 +84,3 @@ def native_sinks_error() -> UserError:
     return UserError(
         "this model has learned sinks of its own ('s_aux'), which training adapts: leave out branch.sinks: learned"
     )
-
-
-@torch.no_grad()
-def hidden_logsumexp(q: Tensor, k: Tensor, scale: float, window: int, sinks: int = 0) -> Tensor:
-    """Compute the mean over queries of the log-sum-exp of the scores of the keys that a local head does not see.
-
-    A local head sees its window and the sink tokens. Queries without a hidden key do not count. The mean of the
-    logarithms, not of the exponentials, is the constant nearest to the exact logits of all queries (in squares); a
-    mean of exponentials would be that of the few queries that attend far away.
-
-    Args:
-        q: queries [B, Hq, T, D].
-        k: keys [B, Hkv, T, D].
-        scale: scale of the scores.
-        window: keys that a local head sees, its query's own included.
-        sinks: first tokens that it sees as well.
-
-    Returns:
-        float64 [Hq]; NaN if T is at most ``window + sinks``, because no key is hidden then.
-    """
-    batch, heads, length, size = q.shape
-    grouped = q.float().view(batch, k.shape[1], -1, length, size)
-    keys = k.float()[:, :, None].transpose(-1, -2)
-    queries = max(16, min(_MAX_QUERIES, _SCORES // length))
-    first = window + sinks  # the first query with a hidden key
-    total = q.new_zeros(heads, dtype=torch.float64)
-    for start in range(first, length, queries):
-        stop = min(start + queries, length)
-        # Scores of the keys from the end of the sink tokens to the last one outside a window: [B, Hkv, group, Q, K]
-        scores = grouped[:, :, :, start:stop] @ keys[..., sinks : stop - window] * scale
-        distance = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(
-            sinks, stop - window, device=q.device
-        )
-        hidden = scores.masked_fill(distance < window, -math.inf)
-        total += hidden.logsumexp(-1).double().sum((0, 3)).flatten()
-    return total / (batch * (length - first)) if length > first else total / 0.0

@@ -67,7 +67,7 @@ class BranchConfig(Section):
     sinks: Literal["learned"] | None = Field(
         None,
         description="learned: train a logit in the softmax's denominator of every local query head of a layout, from "
-        "the measured log-sum-exp of what the head does not see; default: the layout's sink tokens alone",
+        "the measured score of the first token that the head does not see; default: the layout's sink tokens alone",
         exclude_if=lambda sinks: sinks is None,  # as above
     )
 

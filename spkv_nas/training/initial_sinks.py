@@ -12,7 +12,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.learned_sinks import hidden_logsumexp, native_sinks_error
+from spkv_nas.model.learned_sinks import native_sinks_error
 from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import full_attention
 
@@ -21,10 +21,12 @@ TOKENS = 8192  # training tokens to measure on
 
 @torch.inference_mode()
 def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenBlocks) -> list[Tensor]:
-    """Measure what the local heads of a layout lose: the mean log-sum-exp of the scores of the keys hidden from them.
+    """Measure the mean score of the first token that the layout hides from its local heads, for each query head.
 
-    Blocks of about ``TOKENS`` tokens, spread over the documents, are run with full attention, one at a time. With this
-    logit a local head gives its visible keys the weights that they have under full attention (``learned_sinks.py``).
+    Blocks of about ``TOKENS`` tokens, spread over the documents, are run with full attention, one at a time. A learned
+    sink of this score does in the denominator what the first token does there. If that is an attention sink, its value
+    is near zero, so that nothing is missing. The log-sum-exp of all hidden keys would also stand for tokens whose
+    values matter, and costs more on every model that was measured (``reports/LOG.md``).
 
     Args:
         model: dense model.
@@ -58,11 +60,14 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
 
 
 def _adder(total: Tensor, layout: Layout) -> Callable[..., None]:
-    """Return an observer that adds the log-sum-exp of a block's hidden keys to ``total`` [Hq]."""
+    """Return an observer that adds the mean score of a block's first hidden token to ``total`` [Hq]."""
+    hidden, first_query = layout.sinks, layout.sinks + layout.window
 
     def add(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
         if sink_logits is not None:
             raise native_sinks_error()
-        total.add_(hidden_logsumexp(q, k, scale, layout.window, layout.sinks).cpu())
+        query = q[0, :, first_query:].double().mean(1)  # [Hq, D]; the mean of scores is the score of the mean
+        key = k[0, :, hidden].double().repeat_interleave(len(query) // k.shape[1], 0)
+        total.add_((query * key).sum(-1).cpu() * scale)
 
     return add

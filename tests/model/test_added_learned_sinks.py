@@ -23,7 +23,7 @@ from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.config_section import has_learned_sinks
 from spkv_nas.model.export.export import export
-from spkv_nas.model.learned_sinks import LearnedSinks, hidden_logsumexp, layer_learned_sinks
+from spkv_nas.model.learned_sinks import LearnedSinks, layer_learned_sinks
 from spkv_nas.model.windows import add_learned_sinks, full_attention
 
 MIXED = Layout(("GL", "LL", "GG", "LG"), 6, sinks=1)
@@ -58,24 +58,8 @@ def modules(model: PreTrainedModel) -> list[LearnedSinks | None]:
     return [layer_learned_sinks(layer) for layer in attention_layers(model).values()]
 
 
-def test_the_measured_logit_is_that_of_all_hidden_keys() -> None:
-    """Loops over queries and heads in float64, more of them than a chunk holds."""
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 4, 300, 8, generator=generator)
-    k = torch.randn(2, 2, 300, 8, generator=generator)
-    actual = hidden_logsumexp(q, k, 0.3, window=5, sinks=2)
-    for head in range(4):
-        values = []
-        for row in range(2):
-            scores = q[row, head].double() @ k[row, head // 2].double().T * 0.3
-            values += [scores[t, 2 : t - 4].logsumexp(0) for t in range(7, 300)]
-        assert actual[head] == pytest.approx(float(torch.stack(values).mean()), rel=1e-6)
-    assert hidden_logsumexp(q[:, :, :7], k[:, :, :7], 0.3, window=5, sinks=2).isnan().all()
-    assert hidden_logsumexp(q[:, :, :8], k[:, :, :8], 0.3, window=5, sinks=2).isfinite().all()
-
-
 def test_visible_keys_keep_their_weights_under_the_logit_of_a_query() -> None:
-    """The identity that the initial logits come from: only the values of hidden keys are missing."""
+    """With the log-sum-exp of all hidden keys as learned sink, only their values are missing."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 2, 30, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     scores = q[0, :, -1:] @ k[0].mT * 8**-0.5

@@ -75,8 +75,7 @@ class TestFirstValues:
         for layer, [(q, k, scale)] in enumerate(tensors):
             for head in range(4):
                 scores = q[:, head] @ k[:, head // 2].mT * scale
-                values = [scores[:, t, 2 : t - 5].logsumexp(-1) for t in range(8, blocks.block_size)]
-                assert float(actual[layer][head]) == pytest.approx(float(torch.stack(values).mean()), rel=1e-5)
+                assert float(actual[layer][head]) == pytest.approx(float(scores[:, 8:, 2].mean()), rel=1e-5)
 
     def test_blocks_that_hide_nothing(self, blocks: TokenBlocks) -> None:
         layout = replace(self.LAYOUT, window=blocks.block_size - 2)
