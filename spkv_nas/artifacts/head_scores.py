@@ -65,7 +65,7 @@ class _ProbeFile(Section):
         return name if name is None else check_name(name, "the probe")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class HeadScores(OnGrid):
     """Head scores per layer, KV head and domain, at one threshold.
 
@@ -85,21 +85,16 @@ class HeadScores(OnGrid):
     """
 
     name: str
-    rows: pd.DataFrame
+    rows: pd.DataFrame = field(repr=False)
     tau: float = 0.5
     window: int | None = None
-    positions: pd.DataFrame | None = None
+    positions: pd.DataFrame | None = field(default=None, repr=False)
     positions_tau: float | None = None
-    histogram: LogitHistogram | None = None
-    documents: DocumentCounts | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    histogram: LogitHistogram | None = field(default=None, repr=False)
+    documents: DocumentCounts | None = field(default=None, repr=False)
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     probe_hash: str | None = None
-    gains: Gains | None = None
-
-    def __repr__(self) -> str:
-        """Return name, signal and size, not the table."""
-        domains = ", ".join(self.domains)
-        return f"HeadScores({self.name!r}: {self.signal}, {self.num_layers} x {self.num_kv_heads} heads, {domains})"
+    gains: Gains | None = field(default=None, repr=False)
 
     @cached_property
     def grid(self) -> Grid:

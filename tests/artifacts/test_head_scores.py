@@ -58,7 +58,7 @@ def test_domains_are_weighted_by_their_tokens() -> None:
     np.testing.assert_allclose(table.domain_density("docs"), [[0.6, 0.8]])
     assert table.domains == ("code", "docs")
     assert (table.num_layers, table.num_kv_heads, table.num_heads) == (1, 2, 2)
-    assert repr(table) == "HeadScores('p': density, 1 x 2 heads, code, docs)"
+    assert repr(table) == "HeadScores(name='p', tau=0.5, window=None, positions_tau=None, probe_hash=None)"
     assert table.mean == pytest.approx(0.4)
     assert table.std == pytest.approx(0.1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import HEADS, LAYERS, WINDOW, lively, swap
 from helpers import tiny_model
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from vllm_server import PYTHON, needs_vllm
 
 from spkv_nas.artifacts.layout import Layout
@@ -25,38 +25,9 @@ from spkv_nas.model.windows import add_learned_sinks, apply_layout
 from spkv_nas.serving import engine_check, run_transformers
 from spkv_nas.serving.engine_check import EngineCheck, compare_with_engine, native_layout
 
-WINDOW = 8
-HEADS = Layout(("GL", "LL", "LG", "GG"), WINDOW)
-LAYERS = Layout(("GG", "LL", "LL", "GG"), WINDOW)
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite")
 MLX = os.environ.get("SPKV_MLX_PYTHON")
 needs_mlx = pytest.mark.skipif(MLX is None, reason="SPKV_MLX_PYTHON names no Python with mlx-lm (docs/guides/vllm.md)")
-LLAMACPP, LLAMACPP_SOURCE = os.environ.get("SPKV_LLAMACPP_PYTHON"), os.environ.get("SPKV_LLAMACPP_SOURCE")
-needs_llamacpp = pytest.mark.skipif(
-    LLAMACPP is None or LLAMACPP_SOURCE is None,
-    reason="SPKV_LLAMACPP_PYTHON and SPKV_LLAMACPP_SOURCE name no llama-cpp-python and source (docs/guides/vllm.md)",
-)
-CONVERT = """
-import runpy, sys
-sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/gguf-py"]
-import conversion.base
-conversion.base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"  # it knows tokenizers by hash, and not that of tests
-sys.argv = [f"{sys.argv[1]}/convert_hf_to_gguf.py", *sys.argv[2:]]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def lively(family: str = "llama", **options: Any) -> PreTrainedModel:
-    """Make a random model whose attention is far from uniform, so that a wrong window shows."""
-    sizes = {"vocab_size": 300, "hidden_size": 128, "max_position_embeddings": 512}
-    if family not in ("olmo2", "phi3", "granite"):  # which have hidden_size / heads
-        sizes["head_dim"] = 32
-    model = tiny_model(family, **{**sizes, **options})
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "self_attn" in name and parameter.ndim == 2:
-                parameter *= 12
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +68,6 @@ def edit(folder: Path, layer: int, row: str, out: Path) -> Path:
     (out / "config.json").write_text(json.dumps(config))
     (out / "spkv-manifest.json").unlink(missing_ok=True)
     return out
-
-
-def swap(dense: Path, layer: int, out: Path, **options: Any) -> Path:
-    """Export whole layers, and make a layer slide that does not, or the other way round."""
-    export(LAYERS, dense, out / "native", **options)
-    config = json.loads((out / "native" / "config.json").read_text())
-    kinds = ["sliding_attention", "full_attention"]
-    config["layer_types"][layer] = kinds[1 - kinds.index(config["layer_types"][layer])]
-    (out / "native" / "config.json").write_text(json.dumps(config))
-    (out / "native" / "spkv-manifest.json").unlink()
-    return out / "native"
 
 
 def test_the_model_passes_in_transformers(per_head: Path) -> None:
@@ -278,9 +238,7 @@ class TestVllm:
     def run(self, folder: Path, **options: Any) -> EngineCheck:
         return compare_with_engine(folder, "vllm", python=PYTHON, **options)
 
-    @pytest.mark.parametrize(
-        "family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite"]
-    )
+    @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("layout", [HEADS, LAYERS], ids=["heads", "layers"])
     def test_families_are_exact(
         self, family: str, layout: Layout, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
@@ -368,47 +326,3 @@ class TestMlx:
     def test_a_layout_per_head_is_refused(self, per_head: Path) -> None:
         with pytest.raises(UserError, match="Model type spkv not supported"):
             self.run(per_head)
-
-
-@needs_llamacpp
-@pytest.mark.slow
-class TestLlamaCpp:
-    """In llama.cpp itself: llama-cpp-python's Python is SPKV_LLAMACPP_PYTHON, its source SPKV_LLAMACPP_SOURCE."""
-
-    def convert(self, folder: Path, kind: str = "f32") -> None:
-        command = [LLAMACPP, "-c", CONVERT, LLAMACPP_SOURCE, str(folder), "--outtype", kind]
-        subprocess.run([str(part) for part in command], check=True, capture_output=True)
-
-    def run(self, folder: Path, **options: Any) -> EngineCheck:
-        return compare_with_engine(folder, "llamacpp", python=LLAMACPP, **options)
-
-    @pytest.mark.parametrize(
-        ("family", "target"), [("llama", "granite_swa"), ("mistral", "granite_swa"), ("olmo2", "auto")]
-    )
-    def test_families_are_exact(
-        self, family: str, target: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        save(lively(family), tiny_tokenizer, tmp_path / "dense")
-        export(LAYERS, tmp_path / "dense", tmp_path / "out", to=target)
-        self.convert(tmp_path / "out")
-        check = self.run(tmp_path / "out")
-        assert check.passed, str(check)
-        assert any("2 layers" in line for line in check.cache)
-
-    def test_a_wrong_layer_is_named(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        save(lively("olmo2"), tiny_tokenizer, tmp_path / "dense")
-        wrong = swap(tmp_path / "dense", 2, tmp_path)
-        self.convert(wrong)
-        check = self.run(wrong, layout=LAYERS)
-        assert not check.passed
-        assert check.findings == ["layer 2: the engine runs GG instead of LL, as the folder's config says"]
-
-    def test_what_cannot_be_compared_is_refused(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """Without a GGUF file, and with one of 16 bits."""
-        save(lively("olmo2"), tiny_tokenizer, tmp_path / "dense")
-        export(LAYERS, tmp_path / "dense", tmp_path / "out")
-        with pytest.raises(UserError, match=r"must have one \(it has none\): write it with convert_hf_to_gguf\.py"):
-            self.run(tmp_path / "out")
-        self.convert(tmp_path / "out", "bf16")
-        with pytest.raises(UserError, match="is not in float32"):
-            self.run(tmp_path / "out")
