@@ -66,8 +66,8 @@ def _adder(total: Tensor, layout: Layout) -> Callable[..., None]:
     def add(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
         if sink_logits is not None:
             raise native_sinks_error()
-        query = q[0, :, first_query:].double().mean(1)  # [Hq, D]; the mean of scores is the score of the mean
-        key = k[0, :, hidden].double().repeat_interleave(len(query) // k.shape[1], 0)
-        total.add_((query * key).sum(-1).cpu() * scale)
+        query = q[0, :, first_query:].cpu().double().mean(1)  # [Hq, D]; the mean of scores is the score of the mean
+        key = k[0, :, hidden].cpu().double().repeat_interleave(len(query) // k.shape[1], 0)
+        total.add_((query * key).sum(-1), alpha=scale)
 
     return add
