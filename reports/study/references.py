@@ -132,7 +132,7 @@ class Subject:
             "judged_documents": len(set(judged.document.ravel().tolist())),
             "environment": environment(),
         }
-        # Results that are there must be of the same; only their environment may be another
+        # Existing results must be of this model and text; their environment may differ
         if not self.note.is_file():
             write_json(self.note, facts)
         for key in ("model", "text"):

@@ -345,7 +345,8 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: str | None) -> _A
         content = json.loads(answer.read_text())
     if content["error"] is not None:
         message = " ".join(content["error"].split())
-        hint = f"\ninstall spkv-nas in the environment of {python}" if "spkv" in message else ""
+        lacks_package = "spkv" in message and not PROGRAMS[engine].converts  # a converted file needs no package of ours
+        hint = f"\ninstall spkv-nas in the environment of {python}" if lacks_package else ""
         raise UserError(f"{engine} does not run {folder}: {message}{hint}")
     return _Answer(content["version"], content["tokens"], torch.tensor(content["logprobs"]), content["cache"])
 

@@ -58,9 +58,9 @@ def _file(folder: Path) -> Path:
     """
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:
-        found = ", ".join(file.name for file in files) or "none"
+        names = ", ".join(file.name for file in files) or "none"
         raise FileNotFoundError(
-            f"llama.cpp runs a GGUF file, of which the folder must have one (it has {found}): write it with "
+            f"llama.cpp runs a GGUF file, of which the folder must have one (it has {names}): write it with "
             f"convert_hf_to_gguf.py {folder} --outtype f32"
         )
     return files[0]

@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export.export import export
+from spkv_nas.serving import run_llamacpp
 from spkv_nas.serving.engine_check import EngineCheck, compare_with_engine
 
 LLAMACPP, LLAMACPP_SOURCE = os.environ.get("SPKV_LLAMACPP_PYTHON"), os.environ.get("SPKV_LLAMACPP_SOURCE")
 needs_llamacpp = pytest.mark.skipif(
     LLAMACPP is None or LLAMACPP_SOURCE is None,
-    reason="SPKV_LLAMACPP_PYTHON and SPKV_LLAMACPP_SOURCE name no llama-cpp-python and source (docs/guides/vllm.md)",
+    reason="SPKV_LLAMACPP_PYTHON and SPKV_LLAMACPP_SOURCE name no llama-cpp-python and source (docs/support-matrix.md)",
 )
 CONVERT = """
 import runpy, sys
@@ -29,6 +30,16 @@ conversion.base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"  # it knows to
 sys.argv = [f"{sys.argv[1]}/convert_hf_to_gguf.py", *sys.argv[2:]]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+
+
+def test_the_folder_has_one_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"it has none\): write it with convert_hf_to_gguf\.py"):
+        run_llamacpp._file(tmp_path)
+    (tmp_path / "one.gguf").touch()
+    assert run_llamacpp._file(tmp_path) == tmp_path / "one.gguf"
+    (tmp_path / "two.gguf").touch()
+    with pytest.raises(FileNotFoundError, match=r"it has one\.gguf, two\.gguf\)"):
+        run_llamacpp._file(tmp_path)
 
 
 @needs_llamacpp
