@@ -174,6 +174,12 @@ def check_generation(model: PreTrainedModel, lengths: tuple[int, ...] = (20, 7, 
     assert torch.equal(chunked, actual.sequences)
 
 
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Enable transformers' activation checkpointing, under its name in the installed version."""
+    current = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
+    (current or model.gradient_checkpointing_enable)()
+
+
 def scatter_gates(model: PreTrainedModel) -> None:
     """Make the gates differ by token, so that a wrong gate shows."""
     torch.manual_seed(1)

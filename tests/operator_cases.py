@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from spkv_kernels import attention
+from spkv_kernels import attention, reference
 from torch import Tensor
 
 SHAPES = [
@@ -55,10 +57,35 @@ def with_sink_logits(tensors: dict[str, Tensor | None], seed: int = 0) -> dict[s
     return tensors | {"sink_logits": sink_logits}
 
 
+def eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | Tensor,
+    sinks: Tensor | None = None,
+    log_utility: Tensor | None = None,
+    keep: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Compute attention as transformers' eager code does: products in the dtype of the inputs, softmax in float32."""
+    heads, length, group = k.shape[1], q.shape[2], q.shape[1] // k.shape[1]
+    windows = (window,) * heads if isinstance(window, int) else tuple(window.tolist())
+    counts = None if sinks is None else tuple(sinks.tolist())
+    bias = reference._bias(windows, counts, length, log_utility, keep, torch.float32, q.device)
+    keys, values, bias = (x.repeat_interleave(group, dim=1) for x in (k, v, bias))
+    scores = q @ keys.mT / q.shape[3] ** 0.5
+    return reference._softmax(scores.float() + bias, sink_logits).to(q.dtype) @ values
+
+
 def run(
-    tensors: dict[str, Tensor | None], dtype: torch.dtype, device: str = "cpu", **options: object
+    tensors: dict[str, Tensor | None],
+    dtype: torch.dtype,
+    device: str = "cpu",
+    attend: Callable[..., Tensor] = attention,
+    **options: object,
 ) -> dict[str, Tensor]:
-    """Return the output and the gradients of a weighted sum of it."""
+    """Return the output of ``attend`` and the gradients of a weighted sum of it."""
     tensors = {name: x.to(device) if x is not None else None for name, x in tensors.items()}
     leaves = {
         name: x.detach()
@@ -67,7 +94,7 @@ def run(
         for name, x in tensors.items()
         if x is not None and name != "keep"
     }
-    out = attention(**{**tensors, **leaves}, **options)  # type: ignore[arg-type]
+    out = attend(**{**tensors, **leaves}, **options)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (out * weight.to(out)).sum().backward()
     return {"out": out.detach()} | {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}

@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 GATE_SETS = ("independent", "clustered", "mixed")
 DENSITIES = (0.25, 0.11)
+_LONGEST_FLEX = 8192  # tokens; FlexAttention's block mask is made from [B, Hq, T, T] booleans
 Call = Callable[[], None]
 
 
@@ -84,25 +85,24 @@ class Case:
     def inputs(self, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Make q, k, v and the gate; they require gradients if there is a backward pass."""
         batch, query_heads, heads, length, size = self.shape
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def normal(*dims: int) -> Tensor:
-            return torch.randn(*dims, generator=generator, dtype=torch.float32)
+            return torch.randn(*dims, generator=generator, dtype=torch.float32, device=device)
 
-        # Tensors
+        # Tensors, in the memory layout [B, T, H, D] of a model's projections
         inputs = {
-            "q": normal(batch, query_heads, length, size).to(device, dtype),
-            "k": normal(batch, heads, length, size).to(device, dtype),
-            "v": normal(batch, heads, length, size).to(device, dtype),
+            name: normal(batch, length, number, size).to(dtype).transpose(1, 2)
+            for name, number in (("q", query_heads), ("k", heads), ("v", heads))
         }
         # Gate
         if self.kind == "soft":
             precise = torch.promote_types(dtype, torch.float32)
-            inputs["log_utility"] = F.logsigmoid(normal(batch, heads, length)).to(device, precise)
+            inputs["log_utility"] = F.logsigmoid(normal(batch, heads, length)).to(precise)
         elif self.kind is not None:
             inputs["keep"] = gate(self.kind, heads, length, self.density).expand(batch, -1, -1).to(device).contiguous()
         if self.learned:
-            inputs["sink_logits"] = normal(query_heads).to(device)
+            inputs["sink_logits"] = normal(query_heads)
         if self.backward:
             for tensor in inputs.values():
                 if tensor.is_floating_point():
@@ -145,6 +145,7 @@ class Case:
             calls["no sinks"] = self._call(lambda: attention(**without, **options | {"sinks": 0}), without)
             return calls
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        length = q.shape[2]
 
         def sdpa() -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -161,7 +162,7 @@ class Case:
             calls["ours, no gate"] = self._call(lambda: attention(**ungated, window=1 << 30), ungated)
             if not isinstance(self.window, int):
                 calls["two calls"] = self._two_calls(inputs)
-            elif self.kind is not None:
+            elif self.kind in ("soft", "independent") and length <= _LONGEST_FLEX:
                 calls["Flex"] = self._call(self._flex(inputs), inputs)
         return calls
 
@@ -271,17 +272,18 @@ def cuda_cases() -> Iterator[Case]:
     )
 
 
-def sink_cases(sinks: int) -> Iterator[Case]:
+def sink_cases(sinks: int, *, on_gpu: bool) -> Iterator[Case]:
     """Yield cases with sink tokens or learned sinks, to compare with none: at most 5 % slower."""
-    shape, local = (1, 8, 2, 4096, 64), 128
-    mixed = ((1, 8, 4, 4096, 64), (1 << 30, local, local, local))
+    shape, local = (2, 32, 8, 8192, 128) if on_gpu else (1, 8, 2, 4096, 64), 128
+    mixed = ((*shape[:2], 4, *shape[3:]), (1 << 30, local, local, local))
     modes: list[tuple[str, tuple[int, ...], int | tuple[int, ...], str | None]] = [
         ("window", shape, local, None),
         ("1 of 4 global", *mixed, None),
         ("soft", shape, local, "soft"),
         ("hard, density .25", shape, local, "independent"),
-        ("window, T=512 D=16", (8, 6, 3, 512, 16), 32, None),
     ]
+    if not on_gpu:
+        modes.append(("window, T=512 D=16", (8, 6, 3, 512, 16), 32, None))
     for name, size, window, kind in modes:
         for learned in (False, True):
             what = "learned sinks" if learned else f"{sinks} sink tokens"
@@ -335,7 +337,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds per case; the median is reported")
     parser.add_argument("--threads", type=int, help="number of torch threads (default: all cores)")
-    parser.add_argument("--only", default="", help="run only cases whose name contains this text")
+    parser.add_argument("--only", nargs="*", default=[""], help="run only cases whose name contains one of these texts")
     parser.add_argument("--memory", action="store_true", help="measure peak memory at T = 32,768 instead")
     parser.add_argument("--sinks", type=int, help="compare attention with this many sink tokens to none instead")
     parser.add_argument("--work", action="store_true", help="count the score tiles that remain with hard gates instead")
@@ -355,8 +357,8 @@ def main() -> None:
     peak = matmul_peak() if on_gpu else None
     results = []
     cases = cuda_cases() if on_gpu else cpu_cases()
-    for case in cases if options.sinks is None else sink_cases(options.sinks):
-        if options.only not in case.name:
+    for case in cases if options.sinks is None else sink_cases(options.sinks, on_gpu=on_gpu):
+        if not any(text in case.name for text in options.only):
             continue
         case.check(options.device, dtype)
         seconds = interleaved(case.candidates(options.device, dtype), options.rounds, options.device)

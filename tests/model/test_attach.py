@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FAMILIES, logits, scatter_gates, tiny_model
+from helpers import FAMILIES, logits, recompute_activations, scatter_gates, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -121,7 +121,7 @@ def test_activation_checkpointing_gives_the_same_gradients(tokens: Tensor) -> No
         model = tiny_model().train()
         attach_gates(model, CONFIG, seed=0)
         if checkpointing:
-            model.activation_checkpointing_enable()
+            recompute_activations(model)
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -101,6 +101,7 @@ class TestRefusals:
             assert "--device auto is for probe, evaluate and score" in fails(capsys, *command, "--device", "auto")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_the_cpu(
     text: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:

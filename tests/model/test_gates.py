@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import logits, scatter_gates, tiny_model
+from helpers import logits, recompute_activations, scatter_gates, tiny_model
 from pydantic import ValidationError
 from spkv_kernels import attention
 from torch import Tensor
@@ -92,7 +92,7 @@ class TestSampled:
             scatter_gates(model)
             set_gate_mode(model, "sampled")
             if recompute:
-                model.activation_checkpointing_enable()
+                recompute_activations(model)
             torch.manual_seed(7)
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()

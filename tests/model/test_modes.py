@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import gated, logits, tiny_model
+from helpers import gated, logits, recompute_activations, tiny_model
 from marks import slow_after
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -204,7 +204,7 @@ class TestCompile:
         model = gated().train()
         set_gate_mode(model, mode)
         if recompute:
-            model.activation_checkpointing_enable()
+            recompute_activations(model)
         expected = self.gradients(model, tokens)
         for layer in model.model.layers:
             layer.compile(fullgraph=True, backend="aot_eager")

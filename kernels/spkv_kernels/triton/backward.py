@@ -253,7 +253,7 @@ def attention_bwd_dkdv_kernel(
         b_dk = tl.load(p_far_dk + o_far, mask=m_far, other=0.0)
         b_dv = tl.load(p_far_dv + o_far, mask=m_far, other=0.0)
         reach = tl.where((o_s >= SINKS) & (o_s < num_sinks), NEVER, window)
-        newest = tl.where((last > SINKS) & (first < num_sinks), length, newest)
+        newest = tl.where((num_sinks > SINKS) & (last > SINKS) & (first < num_sinks), length, newest)
 
     # Phases in whole tiles of queries: from ``inside`` to ``edge`` all keys are in all windows, from ``far`` on in none
     diagonal = first // BLOCK_M * BLOCK_M

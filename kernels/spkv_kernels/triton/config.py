@@ -43,9 +43,10 @@ class Config(NamedTuple):
         }
 
 
-# kernel -> (16-bit, float32), each by the largest padded head size that it serves. Chosen without a GPU as the largest
-# tiles without register spills on sm_90 (kernels/benchmarks/resources.py); 128 rows need two warp groups, so 8 warps.
-# float32 runs without tensor cores, with operands in registers, hence small tiles.
+# kernel -> (16-bit, float32), each by the largest padded head size that it serves: the largest tiles without register
+# spills on sm_90 (kernels/benchmarks/resources.py); 128 rows need two warp groups, so 8 warps. float32 runs without
+# tensor cores, with operands in registers, hence small tiles. All tests ran with these on an H100. Smaller 16-bit tiles
+# are faster there, but not tested as far (kernels/README.md, "On an H100").
 _DEFAULTS: dict[str, tuple[dict[int, Config], dict[int, Config]]] = {
     "fwd": (
         {64: Config(128, 128, 8, 2), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 2)},
