@@ -106,21 +106,22 @@ class Subject:
         check_name(self.name, "the name")
 
     @classmethod
-    def of(cls, options: SubjectOptions, default: str, purpose: str) -> Subject:
+    def of(cls, options: SubjectOptions, default: str, purpose: str, *, reads_text: bool = True) -> Subject:
         """Make the subject that options name.
 
         Args:
             options: options of a measuring command.
             default: model to use where the options name none.
             purpose: what the text is for, such as "probe on"; ends the error message.
+            reads_text: whether a text is needed.
 
         Raises:
-            UserError: a model that is not embedded has no text.
+            UserError: a model that is not embedded has no text, but needs one.
         """
         from spkv_nas.training.recipe import Recipe
 
         source = options.model or default
-        if not source.startswith(EMBEDDED_PREFIX) and not options.data:
+        if reads_text and not source.startswith(EMBEDDED_PREFIX) and not options.data:
             raise UserError(f"--model needs --data: files or folders with the text to {purpose}")
         family = model_name(source)
         has_custom_text = bool(options.data) and source.startswith(EMBEDDED_PREFIX)

@@ -31,16 +31,18 @@ def conclusion(rows: pd.DataFrame, answer: str, nouns: Mapping[str, str]) -> tup
     return "is open", ", and ".join(parts) or "its samples are not measured yet"
 
 
-def basis(risk: float, shared: str, num_left_out: int, chose: Sequence[str]) -> str:
+def basis(risk: float, shared: str, num_left_out: int | None, chose: Sequence[str]) -> str:
     """Return what the error rate is, and what was left out for it to hold.
 
     Args:
         risk: largest probability of a wrong pass, and of a wrong failure, as a share.
         shared: who shares the risk, such as " for all 2 candidates together (Holm)"; empty if nobody does.
-        num_left_out: number of documents of the text that chose a layout.
+        num_left_out: number of documents of the text that chose a layout; None if no text judges.
         chose: what chose the layouts, such as "probe mine".
     """
     words = f"risk of a wrong pass, and of a wrong failure, {100 * risk:g} % each{shared}, looking after every sample"
+    if num_left_out is None:
+        return words
     if not chose:
         return f"{words}; the workspace has no record of a text that chose a layout"
     documents = f"{num_left_out} documents are left out" if num_left_out else "none is in this text"

@@ -72,7 +72,7 @@ class BudgetVerdict:
         rows: columns of ``CRITICAL_BUDGET``.
         nouns: what a sample is, by criterion.
         memory: cache at the critical budget; None if no budget passes.
-        num_left_out: number of documents that chose a layout, so that they were left out.
+        num_left_out: number of documents that chose a layout, so that they were left out; None: no text was read.
         records: what chose the layouts.
         unrecorded: layouts of which the workspace has no record of what chose them.
         folder: folder of the table.
@@ -90,7 +90,7 @@ class BudgetVerdict:
     rows: pd.DataFrame
     nouns: Mapping[str, str]
     memory: Memory | None
-    num_left_out: int
+    num_left_out: int | None
     records: Sequence[str]
     unrecorded: Sequence[str]
     folder: Path

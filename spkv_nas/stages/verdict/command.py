@@ -59,8 +59,9 @@ def check(options: VerdictOptions) -> None:
             check_exist([candidate], "layout")
         else:
             check_checkpoint(candidate)
-    if not options.model.startswith(EMBEDDED_PREFIX) and not options.data:
+    reads_text = any(criterion.reads_text for criterion, _ in margins)
+    if reads_text and not options.model.startswith(EMBEDDED_PREFIX) and not options.data:
         raise UserError("--against needs --data: files or folders with the text to judge on, which chose no candidate")
-    Subject.of(options, DENSE, "judge on").check()
+    Subject.of(options, DENSE, "judge on", reads_text=reads_text).check()
     for criterion, _ in margins:
         criterion.check(options)

@@ -29,18 +29,25 @@ class Setting:
         options: options of the command.
         dense: the model to keep up with.
         tokenizer: tokenizer of all models.
-        blocks: text with its documents in random order; no document chose a candidate.
+        text: blocks of the text with its documents in random order, none of which chose a candidate; None if no
+            criterion reads text.
         reporter: receives messages.
     """
 
     options: VerdictOptions
     dense: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    blocks: TokenBlocks
+    text: TokenBlocks | None
     reporter: Reporter
 
+    @property
+    def blocks(self) -> TokenBlocks:
+        """Return the text, for a criterion that reads it."""
+        assert self.text is not None
+        return self.text
+
     @cached_property
-    def text(self) -> str:
+    def text_hash(self) -> str:
         """Return the identity of the text: a hash of its tokens and their documents."""
         key = hashlib.sha256(str(self.blocks.tokens.shape).encode())
         for array in (self.blocks.tokens, self.blocks.document):
@@ -58,6 +65,7 @@ class Criterion:
         test: paired test of its scores.
         prepare: returns the samples, in rounds.
         check: checks its options before anything is loaded.
+        reads_text: whether its samples are documents of the text (``--data``).
     """
 
     name: str
@@ -65,3 +73,4 @@ class Criterion:
     test: PairedTest
     prepare: Callable[[Setting], Rounds]
     check: Callable[[VerdictOptions], None] = lambda _options: None
+    reads_text: bool = True

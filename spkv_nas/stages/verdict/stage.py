@@ -52,7 +52,7 @@ class VerdictResult:
         answers: answer about each candidate, by name.
         rows: columns of ``VERDICT``, one row per candidate and criterion that was measured.
         nouns: what a sample is, by criterion.
-        num_left_out: number of documents that chose a layout, so that they were left out.
+        num_left_out: number of documents that chose a layout, so that they were left out; None: no text was read.
         records: what chose the layouts.
         unrecorded: layouts of which the workspace has no record of what chose them.
         folder: folder of the table.
@@ -64,7 +64,7 @@ class VerdictResult:
     answers: Mapping[str, Answer]
     rows: pd.DataFrame
     nouns: Mapping[str, str]
-    num_left_out: int
+    num_left_out: int | None
     records: Sequence[str]
     unrecorded: Sequence[str]
     folder: Path
@@ -87,7 +87,7 @@ class Trial:
         samples: samples of each criterion.
         store: scores that were measured.
         choice: documents that chose the candidates, which ``samples`` do not have.
-        num_left_out: number of these documents in the text.
+        num_left_out: number of these documents in the text; None: no criterion reads text.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Trial:
     samples: Mapping[str, Rounds]
     store: ScoreStore
     choice: Choice
-    num_left_out: int
+    num_left_out: int | None
 
 
 def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResult:
@@ -160,11 +160,15 @@ def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Cont
     """
     options.folders.check_writable()
     # Load the dense model, and the documents that chose no candidate
-    subject = Subject.of(options, DENSE, "judge on")
+    margins = parse_margins(options.margin)
+    reads_text = any(criterion.reads_text for criterion, _ in margins)
+    subject = Subject.of(options, DENSE, "judge on", reads_text=reads_text)
     loaded = load(options, options.model, reporter)
-    blocks, choice, num_left_out = _text(subject, options, candidates, loaded, reporter)
+    blocks, choice, num_left_out = None, Choice(frozenset(), (), ()), None
+    if reads_text:
+        blocks, choice, num_left_out = _text(subject, options, candidates, loaded, reporter)
     # Prepare the samples of every criterion
-    margins, setting = parse_margins(options.margin), Setting(options, *loaded, blocks, reporter)
+    setting = Setting(options, *loaded, blocks, reporter)
     samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
     store = ScoreStore(options, options.folders.run_dir(subject.name) / "verdict", loaded, reporter)
     return Trial(subject.name, dense, margins, samples, store, choice, num_left_out)
@@ -299,7 +303,7 @@ def origin(options: VerdictOptions, trial: Trial, decided: Mapping[str, Answer])
             f"against_{key}" if key != "model" else "against": value
             for key, value in model_origin(options.model).items()
         },
-        "data": options.data or "held-out text of the embedded models",
+        "data": None if trial.num_left_out is None else options.data or "held-out text of the embedded models",
         "seed": options.seed,
         "nouns": {criterion.name: criterion.noun for criterion, _ in trial.margins},
         "samples": {name: rounds.num_samples for name, rounds in trial.samples.items()},

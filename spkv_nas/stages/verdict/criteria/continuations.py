@@ -23,7 +23,7 @@ def _continuations(temperature: float, setting: Setting) -> Rounds:
     if new_tokens >= length:
         raise UserError(f"--new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
     seed = f" seed {options.seed}" if temperature else ""
-    identity = f"{setting.text} {checkpoint_hash(options.model)} {new_tokens} temperature {temperature}{seed}"
+    identity = f"{setting.text_hash} {checkpoint_hash(options.model)} {new_tokens} temperature {temperature}{seed}"
     blocks = one_per_document(setting.blocks, new_tokens)
     return ContinuationRounds(setting.tokenizer, blocks, new_tokens, temperature, options.seed, identity)
 

@@ -19,7 +19,7 @@ def _key_tokens(setting: Setting) -> Rounds:
 
     options = setting.options
     criterion = KeyTokens.of(setting.blocks.block_size, options.short_context)
-    identity = f"{setting.text} {checkpoint_hash(options.model)} {criterion}"
+    identity = f"{setting.text_hash} {checkpoint_hash(options.model)} {criterion}"
     return KeyTokenRounds(setting.blocks, criterion, identity)
 
 

@@ -16,7 +16,7 @@ def _documents(setting: Setting) -> Rounds:
     from spkv_nas.evaluation.micro_batch import fitting_batch
     from spkv_nas.evaluation.verdict.rounds import DocumentRounds
 
-    return DocumentRounds(setting.blocks, setting.text, fitting_batch(setting.dense, setting.blocks))
+    return DocumentRounds(setting.blocks, setting.text_hash, fitting_batch(setting.dense, setting.blocks))
 
 
 NLL = Criterion("nll", "documents", RelativeRise(), _documents)

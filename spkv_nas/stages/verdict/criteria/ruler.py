@@ -56,4 +56,4 @@ def _check_questions(options: VerdictOptions) -> None:
     check_questions(options.lengths, options.tasks, options.haystack, options.qa)
 
 
-RULER = Criterion("ruler", "questions", MeanDrop(), _questions, _check_questions)
+RULER = Criterion("ruler", "questions", MeanDrop(), _questions, _check_questions, reads_text=False)

@@ -41,4 +41,4 @@ def _check_tasks(options: VerdictOptions) -> None:
     check_exist(options.include or (), "folder of tasks")
 
 
-TASKS = Criterion("tasks", "samples", MeanDrop(), _samples, _check_tasks)
+TASKS = Criterion("tasks", "samples", MeanDrop(), _samples, _check_tasks, reads_text=False)
