@@ -1,4 +1,4 @@
-"""Compile the Triton kernels ahead of time, no GPU needed: registers, spills and shared memory of every default.
+"""Compile the Triton kernels ahead of time, no GPU needed: registers, spills, shared memory, and unguarded loads.
 
     python kernels/benchmarks/resources.py                      # sm_90, bfloat16 and float32, D 64 to 256, all modes
     python kernels/benchmarks/resources.py --arch 80 --size 128 --kernel bwd_dkdv --mode soft
@@ -7,7 +7,9 @@
 Mode ``sinks`` is a window with sink tokens and learned sinks; ``--learned-sinks`` adds learned sinks to other modes.
 
 The report is that of the ``ptxas`` in the triton package: registers and bytes spilled per thread, bytes of shared
-memory per block. A spill is a value that found no register and goes through memory instead.
+memory per block. A spill is a value that found no register and goes through memory instead. Unguarded are the
+asynchronous loads without a condition, counted in the LLVM code: pipelining moves the first loads of a loop ahead of
+it, where they must depend on whether the loop runs at all.
 """
 
 from __future__ import annotations
@@ -84,11 +86,13 @@ class Resources(NamedTuple):
         registers: registers per thread.
         spilled: bytes spilled per thread.
         shared: bytes of shared memory per block.
+        unguarded: number of asynchronous loads without a condition.
     """
 
     registers: int
     spilled: int
     shared: int
+    unguarded: int
 
 
 def compile_kernel(
@@ -99,6 +103,7 @@ def compile_kernel(
     arch: int,
     config: Config | None = None,
     learned_sinks: bool = False,
+    group: int = 4,
 ) -> Resources:
     """Compile a kernel for ``sm_<arch>`` with the specialisation of a launch: pointers and strides divisible by 16."""
     # Choose the launch options and constants
@@ -106,7 +111,7 @@ def compile_kernel(
     config = config or default(configured, size, DTYPES[dtype])
     options = {} if kernel in _UNCONFIGURED else {"num_warps": config.num_warps, "num_stages": config.num_stages}
     constants = {
-        "GROUP": 4,
+        "GROUP": group,
         "MODE": MODES[mode],
         "PAGE": 16,
         "SIZE": size,
@@ -143,7 +148,14 @@ def compile_kernel(
     registers = re.search(r"Used (\d+) registers", log.getvalue())
     spills = re.search(r"(\d+) bytes spill stores", log.getvalue())
     assert registers is not None, log.getvalue()
-    return Resources(int(registers[1]), int(spills[1]) if spills else 0, compiled.metadata.shared)
+    spilled = int(spills[1]) if spills else 0
+    return Resources(int(registers[1]), spilled, compiled.metadata.shared, _unguarded(compiled.asm["llir"]))
+
+
+def _unguarded(code: str) -> int:
+    """Count the asynchronous loads that read a constant number of bytes, where a guarded one may read none."""
+    loads = (line for line in code.splitlines() if "cp.async.c" in line and "asm sideeffect" in line)
+    return sum(re.search(r"i32 \d+(, i1 [^)]*)?\) #", line) is not None for line in loads)
 
 
 def cases(kernels: list[str], modes: list[str]) -> Iterator[tuple[str, str]]:
@@ -165,20 +177,31 @@ def main() -> None:
     parser.add_argument(
         "--config", nargs="*", default=[], help="BLOCK_M,BLOCK_N,warps,stages to compile instead of the default"
     )
+    parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     options = parser.parse_args()
     # Print the head of the table
     candidates = [Config(*(int(x) for x in text.split(","))) for text in options.config]
-    columns = ("arch", "dtype", "D", "kernel", "mode", "M x N, warps, stages", "registers", "spilled", "shared")
+    columns = (
+        "arch",
+        "dtype",
+        "D",
+        "kernel",
+        "mode",
+        "M x N, warps, stages",
+        "registers",
+        "spilled",
+        "shared",
+        "unguarded",
+    )
     if not options.json:
         print("|", " | ".join(columns), "|\n|" + "---|" * len(columns))
     # Compile and print every case
     for arch, dtype, size in itertools.product(options.arch, options.dtype, options.size):
         for kernel, mode in cases(options.kernel, options.mode):
             for config in candidates or [default(KERNELS[kernel][1], size, DTYPES[dtype])]:
-                used = compile_kernel(
-                    kernel, mode, dtype, size, arch, config, learned_sinks=options.learned_sinks or mode == "sinks"
-                )
+                learned_sinks = options.learned_sinks or mode == "sinks"
+                used = compile_kernel(kernel, mode, dtype, size, arch, config, learned_sinks, options.group)
                 tile = f"{config.block_m} x {config.block_n}, {config.num_warps}, {config.num_stages}"
                 tile = "-" if kernel in _UNCONFIGURED else tile
                 row = dict(zip(columns, (arch, dtype, size, kernel, mode, tile, *used), strict=True))

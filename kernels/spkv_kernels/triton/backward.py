@@ -167,11 +167,12 @@ def _visit_queries(
     nested loops spill registers.
     """
     tiles = tl.cdiv(tl.maximum(high - low, 0), BLOCK_M)
+    divisor = tl.maximum(tiles, 1)  # dividing by zero lets the compiler load ahead of a loop that never runs
     o_left = o_s + window
     for index in range(GROUP * tiles):
         # Load a tile of queries of one head
-        member = (index // tiles).to(tl.int64)
-        tile = low + index % tiles * BLOCK_M
+        member = (index // divisor).to(tl.int64)
+        tile = low + index % divisor * BLOCK_M
         start = tl.multiple_of(tl.where(tile < jump, tile, tile + gap), BLOCK_M)
         o_t = start + tl.arange(0, BLOCK_M)
         b_q = load_rows(p_q + member * stride_qh, start, stride_qt, length, SIZE, BLOCK_M, BLOCK_D, not EVEN)
