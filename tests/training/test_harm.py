@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import RECIPE, Recorder, make_comparison, write_project
+from helpers import RECIPE, Recorder, fails, make_comparison, write_project
 from rich.console import Console
 
 from spkv_nas.artifacts.comparison import (
@@ -165,6 +165,23 @@ def test_the_embedded_recipes_warm_up_to_a_rate_that_does_no_harm(file: str) -> 
     branch = Recipe.read(EMBEDDED / file).branch
     assert branch.learning_rate == (1e-4 if branch.distill is None else 3e-4)
     assert branch.warmup_steps == branch.steps // 10
+
+
+def test_gates_that_are_not_trained_warn_of_nothing(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise UserError("stopped")
+
+    recipe_file.write_text(recipe_file.read_text().replace("bias: 0.2", "bias: 5.0"))
+    assert Recipe.read(recipe_file).warnings()
+    table, layout = tmp_path / "mine.csv", tmp_path / "mine.yaml"
+    table.write_text("layer,kv_head,density\n" + "".join(f"{i // 2},{i % 2},0.5\n" for i in range(4)))
+    Layout(("GL", "LG"), 8, "mine").write(layout)
+    monkeypatch.setattr("spkv_nas.training.hybrids.train_hybrids", stop)
+    command = ["train-hybrid", layout, "--probe", table, "--recipe", recipe_file, "--workspace", tmp_path]
+    assert "gates can hardly close" in fails(capsys, *command)
+    assert "gates can hardly close" not in fails(capsys, *command, "--no-reference")
 
 
 @pytest.mark.slow

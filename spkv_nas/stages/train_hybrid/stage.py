@@ -25,9 +25,8 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
         reporter.caution(missed_price)
     proposal.warn_of_windows({f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None)
     quiet_transformers(reporter)
-    if recipe.gates.start_from is None:
-        for line in recipe.warnings():
-            reporter.caution(f"warning: {line}")
+    for line in recipe.warnings() if options.reference else ():
+        reporter.caution(f"warning: {line}")
     # Retrain and compare
     return hybrids.train_hybrids(
         recipe,
