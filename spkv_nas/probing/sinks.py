@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class SinkReport:
         massive: the largest activation of each decoder layer.
     """
 
-    mass: NDArray[np.float64]
+    mass: NDArray[np.float64] = field(repr=False)  # long
     num_kv_heads: int
     average: float
     massive: tuple[MassiveActivation, ...]
