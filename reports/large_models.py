@@ -5,13 +5,14 @@
 
 A model of a level of the ladder gets random weights on the GPU (``spkv_nas.cost.ladder``), and the text is random
 tokens; times and memory do not depend on either. Memory is PyTorch's peak of allocated bytes, weights included. The
-share of peak is the stage's FLOPs by ``spkv_nas.cost.stage_costs`` per second, over those of the data sheet.
+share of peak is the stage's FLOPs by ``spkv_nas.cost.stage_costs`` per second, over those of the data sheet (NaN for a GPU without one here).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -71,14 +72,15 @@ def measured(run: Callable[[], object]) -> tuple[float, int]:
 
 def report(level: str, planned: StageCost, seconds: float, peak: int, tokens: int) -> dict[str, float | str]:
     """Print a stage's figures, and return them; ``planned`` is the estimate for the work that was timed."""
-    hardware = HARDWARE["h200" if "H200" in torch.cuda.get_device_name() else "h100"]
+    gpu = torch.cuda.get_device_name()
+    peak_flops = next((each.peak for key, each in HARDWARE.items() if key.upper() in gpu), math.nan)
     row: dict[str, float | str] = {
         "level": level,
         "stage": planned.name,
         "passes": planned.batching,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds),
-        "peak_share": round(planned.flops / seconds / hardware.peak, 3),
+        "peak_share": round(planned.flops / seconds / peak_flops, 3),
         "gib": round(peak / 2**30, 2),
         "planned_gib": round(planned.memory.total / 2**30, 2),
     }

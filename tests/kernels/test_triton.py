@@ -263,12 +263,12 @@ class TestOnGPU:
                 for name, x in inputs((1, 4, 2, length, size), gate).items()
             }
             expected = run(tensors, torch.float64, device="cuda", window=128, backend="reference")
-            rounded = run(tensors, dtype, device="cuda", attend=eager, window=128)
+            baseline = run(tensors, dtype, device="cuda", attend=eager, window=128)
             actual = run(tensors, dtype, device="cuda", window=128, backend="triton")
             for name, value in expected.items():
                 limit = 2e-5 if name == "out" else 1e-4
                 if dtype != torch.float32:
-                    limit = 1e-2 if name == "dlog_utility" else 2 * relative_error(rounded[name], value.cpu())
+                    limit = 1e-2 if name == "dlog_utility" else 2 * relative_error(baseline[name], value.cpu())
                     rms = (actual[name].double() - value).square().mean().sqrt() / value.square().mean().sqrt()
                     assert name == "dlog_utility" or rms <= 5e-3, name
                 assert relative_error(actual[name], value.cpu()) <= limit, name
@@ -281,10 +281,10 @@ class TestOnGPU:
         }
         window = torch.tensor([128, 1 << 30, 1, 700], device="cuda")
         expected = run(tensors, torch.float64, device="cuda", window=window, backend="reference")
-        rounded = run(tensors, torch.bfloat16, device="cuda", attend=eager, window=window)
+        baseline = run(tensors, torch.bfloat16, device="cuda", attend=eager, window=window)
         actual = run(tensors, torch.bfloat16, device="cuda", window=window, backend="triton")
         for name, value in expected.items():
-            limit = 1e-2 if name == "dlog_utility" else 2 * relative_error(rounded[name], value.cpu())
+            limit = 1e-2 if name == "dlog_utility" else 2 * relative_error(baseline[name], value.cpu())
             assert relative_error(actual[name], value.cpu()) <= limit, name
 
     def test_more_elements_than_32_bits_count(self) -> None:
@@ -299,10 +299,12 @@ class TestOnGPU:
         for gates in ({}, {"keep": keep}):
             out = attention(q, k, v, window=128, **gates)
             grads = torch.autograd.grad(out, (q, k, v), out.detach())  # 22 GB in all
-            last = [x[-1:].detach().requires_grad_() for x in (q, k, v)]
-            expected = attention(*last, window=128, **{name: x[-1:] for name, x in gates.items()})
+            last_sequence = [x[-1:].detach().requires_grad_() for x in (q, k, v)]
+            expected = attention(*last_sequence, window=128, **{name: x[-1:] for name, x in gates.items()})
             assert torch.equal(out[-1:], expected)
-            for actual, value in zip(grads, torch.autograd.grad(expected, last, expected.detach()), strict=True):
+            for actual, value in zip(
+                grads, torch.autograd.grad(expected, last_sequence, expected.detach()), strict=True
+            ):
                 assert torch.equal(actual[-1:], value)
             del out, grads, actual
 

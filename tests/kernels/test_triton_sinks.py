@@ -157,13 +157,13 @@ class TestOnGPU:
             for name, x in with_sink_logits(inputs((1, 4, 2, 1000, size), gate)).items()
         }
         expected = run(tensors, torch.float64, device="cuda", window=128, sinks=sinks, backend="reference")
-        rounded = run(tensors, dtype, device="cuda", attend=eager, window=128, sinks=sinks)
+        baseline = run(tensors, dtype, device="cuda", attend=eager, window=128, sinks=sinks)
         actual = run(tensors, dtype, device="cuda", window=128, sinks=sinks, backend="triton")
         for name, value in expected.items():
             limit = 2e-5 if name == "out" else 1e-4
             if dtype != torch.float32:
                 summed = name in ("dlog_utility", "dsink_logits")
-                limit = 1e-2 if summed else 2 * relative_error(rounded[name], value.cpu())
+                limit = 1e-2 if summed else 2 * relative_error(baseline[name], value.cpu())
             assert relative_error(actual[name], value.cpu()) <= limit, name
 
     def test_a_hundred_runs_repeat_bitwise(self) -> None:

@@ -85,8 +85,8 @@ class TestAnswers:
 
     def test_generated_answers(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         save(tiny_model(vocab_size=300, max_position_embeddings=512), tiny_tokenizer, folder / "long")
-        asked = {"margin": "ruler=40", "lengths": "400", "tasks": "niah_single_1", "questions": 32}
-        result = run("full.yaml", model="long", data=None, **asked)
+        ruler_options = {"margin": "ruler=40", "lengths": "400", "tasks": "niah_single_1", "questions": 32}
+        result = run("full.yaml", model="long", data=None, **ruler_options)
         assert result.num_left_out is None, "no text judges"
         (row,) = result.rows.to_dict("records")
         assert (row["criterion"], row["answer"], row["loss"], row["unit"]) == ("ruler", "passes", 0.0, "points")
