@@ -5,7 +5,8 @@
 
 A model of a level of the ladder gets random weights on the GPU (``spkv_nas.cost.ladder``), and the text is random
 tokens; times and memory do not depend on either. Memory is PyTorch's peak of allocated bytes, weights included. The
-share of peak is the stage's FLOPs by ``spkv_nas.cost.stage_costs`` per second, over those of the data sheet (NaN for a GPU without one here).
+share of peak is the stage's FLOPs by ``spkv_nas.cost.stage_costs`` per second, over those of the data sheet
+(NaN for a GPU without one here).
 """
 
 from __future__ import annotations
