@@ -80,6 +80,17 @@ def opening_tokens(tokenizer: PreTrainedTokenizerBase, bos: Bos, block_size: int
     return opening
 
 
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Return the tokens of a prompt: what the tokenizer puts before a text by itself, and the prompt.
+
+    A prompt that begins with these tokens already, as chat templates write them, gets them once. What a tokenizer puts
+    after a text is left out, because the model is to continue it.
+    """
+    opening = list(_before_text(tokenizer))
+    ids = list(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
+    return ids if opening and ids[: len(opening)] == opening else [*opening, *ids]
+
+
 def _before_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the special tokens that a tokenizer puts before a text by itself."""
     if not len(tokenizer("", verbose=False)["input_ids"]):

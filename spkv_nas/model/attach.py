@@ -226,6 +226,8 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     chosen = model.config._attn_implementation
     if chosen != "spkv":
         raise UserError(f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first")
+    if torch.compiler.is_compiling() and kwargs.get("position_ids") is not None:
+        raise UserError("under torch.compile, packed position ids cannot be told from others: leave position_ids out")
     cache, uses_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if cache is not None and uses_cache is False:
         raise UserError("use_cache=False with a cache would store every token twice: leave use_cache out")
@@ -240,27 +242,37 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
 def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
     """Run one forward pass over 2 tokens through ``spkv``, and return the attention calls in order.
 
-    Raises ``UserError`` unless each attention layer of the model calls the function exactly once.
+    Raises ``UserError`` unless each attention layer of the model calls the function exactly once, with every limit that
+    its mask sets.
     """
     # Run the model
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
-        with evaluation_mode(model), watch_calls() as calls:
+        with evaluation_mode(model), watch_calls() as recording:
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"{type(model).__name__} cannot run with SP-KV attention: {error}") from error
     # Compare with the layers that compute attention
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    text, calls = model.config.get_text_config(), recording.calls
+    layer_types = getattr(text, "layer_types", None) or []
     with_attention = sum("linear" not in kind and kind != "conv" for kind in layer_types)
-    expected = with_attention or model.config.get_text_config().num_hidden_layers
+    expected = with_attention or text.num_hidden_layers
     reached = len({id(call.module) for call in calls})
     if reached != expected or len(calls) != expected:
         raise UserError(
             f"{type(model).__name__}: {reached} of {expected} attention layers reached the attention function, in "
             f"{len(calls)} calls; SP-KV needs each layer exactly once\n"
             "its class does not use the attention interface of transformers, so gates would have no effect"
+        )
+    # Compare with the limits of the masks, which nothing exceeds in a model of that many positions
+    longest = getattr(text, "max_position_embeddings", None) or GLOBAL_WINDOW
+    limits = [limit for limit in recording.undeclared_windows if limit < longest]
+    if limits:
+        raise UserError(
+            f"{type(model).__name__}: its mask alone limits attention to {limits[0]} keys, as chunked attention does, "
+            "which SP-KV attention does not compute"
         )
     return calls
 

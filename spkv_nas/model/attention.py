@@ -8,7 +8,7 @@ Learned sinks, a logit per query head (``s_aux`` of gpt-oss and others, or ``lea
 
 Inputs for which the result would be silently wrong raise ``UserError``: soft-capping, sink logits per token, attention
 dropout, packed position ids, requests for attention weights, a key-value cache other than ``SPKVCache``, and padding
-without such a cache.
+without such a cache. So do models whose mask alone limits attention, such as chunked attention.
 """
 
 from __future__ import annotations
@@ -224,18 +224,36 @@ class AttentionCall:
     native_window: int | None
 
 
-_CALLS: ContextVar[list[AttentionCall] | None] = ContextVar("spkv_calls", default=None)
+@dataclass
+class Recording:
+    """What a model asked of the attention function and of its mask function.
+
+    Attributes:
+        calls: calls of the attention function, in order.
+        mask_windows: numbers of recent keys to which masks limit attention: sliding windows, and chunks.
+    """
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    mask_windows: set[int] = field(default_factory=set)
+
+    @property
+    def undeclared_windows(self) -> list[int]:
+        """Return the limits of masks that no attention layer passes to the attention function, ascending."""
+        return sorted(self.mask_windows - {call.native_window for call in self.calls})
+
+
+_RECORDING: ContextVar[Recording | None] = ContextVar("spkv_recording", default=None)
 
 
 @contextmanager
-def watch_calls() -> Iterator[list[AttentionCall]]:
-    """Record, in order, the calls of the attention function made in this thread inside the ``with`` block."""
-    calls: list[AttentionCall] = []
-    token = _CALLS.set(calls)
+def watch_calls() -> Iterator[Recording]:
+    """Record the calls of the attention function made in this thread inside the ``with`` block."""
+    recording = Recording()
+    token = _RECORDING.set(recording)
     try:
-        yield calls
+        yield recording
     finally:
-        _CALLS.reset(token)
+        _RECORDING.reset(token)
 
 
 def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -245,6 +263,8 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     extra: dict[str, Any] = {"spkv_state": state}
     predictor = layer_predictor(layer)
     cache = kwargs.get("past_key_values")
+    if cache is None:
+        cache = kwargs.get("layer_past")  # its name in GPT-NeoX and others
     if cache is not None:
         extra["spkv_cache"] = _cache_layer(cache, layer)
     if predictor is not None and (settings.mode != "open" or LOCAL in predictor.row):
@@ -289,8 +309,8 @@ def _attention_function(
     From q [B, Hq, T, D], k and v [B, Hkv, T, D] and a mask of non-padding tokens, bool [B, T], returns [B, T, Hq, D].
     """
     # Record and check the call
-    if not torch.compiler.is_compiling() and (calls := _CALLS.get()) is not None:
-        calls.append(AttentionCall(module, key.shape[1], _native_window(kwargs)))
+    if not torch.compiler.is_compiling() and (recording := _RECORDING.get()) is not None:
+        recording.calls.append(AttentionCall(module, key.shape[1], _native_window(kwargs)))
     cache = kwargs.get("spkv_cache")
     _refuse_unsupported(query, key, value, attention_mask, dropout, kwargs)
     state = kwargs.get("spkv_state") or LayerState(key.shape[1], _native_window(kwargs))
@@ -364,7 +384,10 @@ def _refuse_unsupported(
         feature = "padding" if attention_mask.ndim == 2 else "a custom attention mask"
         raise UserError(f"this batch has {feature}, which SP-KV attention would ignore: give full blocks instead")
     if dropout:
-        raise UserError(f"attention dropout {dropout} is not supported: set attention_dropout to 0 in the config")
+        raise UserError(
+            f"attention dropout {dropout} is not supported: set it to 0 in the model's config (attention_dropout, or "
+            "attn_pdrop)"
+        )
     assert query.shape[2] == key.shape[2], "a cache that is not ours got past _cache_layer"
     if query.shape[3] != value.shape[3]:
         raise UserError(
@@ -379,13 +402,17 @@ def _mask_function(
     kv_length: int,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
     **_: Any,
 ) -> Tensor | None:
     """Return which of the new tokens are not padding, bool [B, T], for the attention function; None: all.
 
     No causal mask is made, because the operator is causal itself. Raises ``UserError`` for packed sequences.
     """
-    if not allow_is_causal_skip:
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and local_size is not None and (recording := _RECORDING.get()) is not None:
+        recording.mask_windows.add(local_size)
+    if not allow_is_causal_skip and not is_compiling:  # always false while compiling; ``_check_call`` refuses packing
         raise UserError(
             "this batch requires a mask that is not causal (packed position ids?), which SP-KV attention would "
             "ignore: leave position_ids out"

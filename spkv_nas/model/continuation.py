@@ -22,7 +22,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from spkv_nas.model.generation import OnlyFinite, fitting_cache, generation_config
+from spkv_nas.data.tokenizer import prompt_tokens
+from spkv_nas.model.generation import OnlyFinite, decoding_by, fitting_cache, generation_config
 from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.modes import evaluation_mode
 
@@ -50,7 +51,7 @@ def continue_greedily(
         UserError: logits that are not finite.
     """
     # Encode the prompts
-    ids = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
+    ids = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
     longest = max(map(len, ids))
     # Pad on the left: [B, longest prompt]
     inputs, mask = (torch.zeros(len(ids), longest, dtype=torch.long) for _ in range(2))
@@ -112,13 +113,13 @@ def _generate(
     *processors: LogitsProcessor,
 ) -> Tensor:
     """Generate greedily from ``inputs`` [B, T], where ``mask`` is 1, after ``processors``; int64 [B, T + new]."""
-    generated: Tensor = model.generate(
-        input_ids=inputs.to(model.device),
-        attention_mask=mask.to(model.device),
-        past_key_values=cache,
-        generation_config=config,
-        logits_processor=LogitsProcessorList([OnlyFinite(), *processors]),
-    )
+    with decoding_by(model, config):
+        generated: Tensor = model.generate(
+            input_ids=inputs.to(model.device),
+            attention_mask=mask.to(model.device),
+            past_key_values=cache,
+            logits_processor=LogitsProcessorList([OnlyFinite(), *processors]),
+        )
     return generated
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attention import GLOBAL_WINDOW, layer_states
+from spkv_nas.model.attention import layer_states
 from spkv_nas.model.gates import keeps
 from spkv_nas.model.hooks import not_finite, watch_logits
 from spkv_nas.model.modes import gate_settings
@@ -125,5 +125,9 @@ class DensityTracker:
 
 def layout_density(model: nn.Module) -> float:
     """Compute the share of a model's heads that its layout makes global; NaN if it has no layout."""
-    windows = [window for state in layer_states(model) for window in state.windows or ()]
-    return sum(window >= GLOBAL_WINDOW for window in windows) / len(windows) if windows else float("nan")
+    is_global = [
+        window == state.checkpoint_window and not state.is_always_local
+        for state in layer_states(model)
+        for window in state.windows or ()
+    ]
+    return sum(is_global) / len(is_global) if is_global else float("nan")

@@ -6,7 +6,8 @@ A model with gates or a layout decodes with ``SPKVCache``, any other model with 
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers.cache_utils import Cache
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Announce
+from spkv_nas.data.tokenizer import prompt_tokens
 from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.generation_cache import SPKVCache
@@ -103,7 +105,7 @@ def generate(
     if gates is None and tau is not None:
         raise UserError("this model has no gates, so tau has no effect: leave tau out")
     inputs = _encode(model, tokenizer, prompt)
-    num_prompt_tokens = inputs["input_ids"].shape[1]
+    num_prompt_tokens = inputs.shape[1]
     # Generate with hard gates
     tau = gates.tau if gates and tau is None else tau
     config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p)
@@ -112,10 +114,11 @@ def generate(
     with torch.random.fork_rng(), evaluation_mode(model), hard_gates:
         torch.manual_seed(seed)
         cache = fitting_cache(model)
-        ids = model.generate(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=config,
-            past_key_values=cache, streamer=streamer, logits_processor=LogitsProcessorList([OnlyFinite()]),
-        )  # fmt: skip
+        with decoding_by(model, config):
+            ids = model.generate(
+                input_ids=inputs, past_key_values=cache, streamer=streamer,
+                logits_processor=LogitsProcessorList([OnlyFinite()]),
+            )  # fmt: skip
     # Collect text, times and cache sizes
     new_ids = ids[0, num_prompt_tokens:]
     cache_bytes, full_attention_bytes = _bytes(cache)
@@ -132,13 +135,26 @@ def generate(
     )
 
 
-def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:
-    """Encode a prompt on the model's device. Raises ``UserError`` if it is empty or has unknown tokens."""
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    if inputs["input_ids"].shape[1] == 0:
+def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
+    """Encode a prompt on the model's device, [1, T]. Raises ``UserError`` if it is empty or has unknown tokens."""
+    ids = prompt_tokens(tokenizer, prompt)
+    if not ids:
         raise UserError("the prompt is empty: give text to continue")
-    check_tokens(model, int(inputs["input_ids"].max()))
-    return inputs
+    check_tokens(model, max(ids))
+    return torch.tensor([ids], device=model.device)
+
+
+@contextmanager
+def decoding_by(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Let ``generate`` follow ``config`` alone inside the ``with`` block.
+
+    Otherwise it takes whatever the config leaves open from the checkpoint, such as a penalty for repeated tokens.
+    """
+    before, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = before
 
 
 def fitting_cache(model: PreTrainedModel) -> Cache:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
+from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
 
 _FORMAT, _DIGEST, _HEADS = "spkv-nas/cache/1", "sha256", "heads"  # metadata of the file
 _RING = 128  # ring size of a model without local heads
@@ -48,6 +48,10 @@ class SPKVCacheLayer(CacheLayerMixin):
         self._keep = torch.tensor(keep)[:, None]  # decisions without gates, [Hkv, 1]
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
         self.local_sinks = state.operator_sinks  # sink tokens of a layout's local heads
+        # A wider native window than that of the ring, whose keys are kept beyond it as well
+        finite = [head_window for head_window in state.head_windows(gated=False) if head_window < GLOBAL_WINDOW]
+        self._reach = max(finite, default=self.window)
+        self._is_pending = False  # keys and values were passed to ``update`` and not to ``attend``
         self.paged: PagedKVCache | None = None
         self.tokens = 0  # length of the longest sequence, including padding
 
@@ -94,7 +98,17 @@ class SPKVCacheLayer(CacheLayerMixin):
         self._allocate(*shape, ring_k.dtype, ring_k.device).load_state_dict(state)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged; ``attend`` stores them."""
+        """Return the new keys and values unchanged; ``attend`` stores them.
+
+        Raises:
+            UserError: the last ones did not reach ``attend``, so that they are missing from the cache.
+        """
+        if self._is_pending:
+            raise UserError(
+                "this model's attention layers do not pass their cache on as transformers' usually do, so SPKVCache "
+                "misses keys: generate with use_cache=False"
+            )
+        self._is_pending = True
         return key_states, value_states
 
     @torch.no_grad()
@@ -123,7 +137,13 @@ class SPKVCacheLayer(CacheLayerMixin):
         Returns:
             [B, Hq, T, D]; rows of padding hold arbitrary finite values.
         """
-        # Check the shapes against the cache
+        self._is_pending = False
+        # Check length and shapes against the cache
+        if self.window < self._reach < self.tokens + q.shape[2]:
+            raise UserError(
+                f"a layer of this model has heads with windows of {self.window} and {self._reach} keys, which the "
+                f"cache cannot hold beyond {self._reach} tokens\ngenerate with use_cache=False, or choose whole layers"
+            )
         if self.paged is None:
             self.lazy_initialization(k, v)
         assert self.paged is not None
@@ -182,7 +202,7 @@ class SPKVCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Reset the cache to its empty state."""
-        self.paged, self.tokens, self.is_initialized = None, 0, False
+        self.paged, self.tokens, self.is_initialized, self._is_pending = None, 0, False, False
 
     def crop(self, *_: Any) -> None:
         """Raise ``UserError``: pruned tokens cannot be restored to the window."""
@@ -218,6 +238,12 @@ class SPKVCache(Cache):
         states = layer_states(model)
         if not states:
             raise UserError("this model has neither gates nor a layout: generate with transformers' own cache")
+        indices = [getattr(layer, "layer_idx", None) for layer in attention_layers(model).values()]
+        if getattr(model, "_is_stateful", False) or indices != list(range(len(states))):
+            raise UserError(
+                "some layers of this model have no attention, and SPKVCache does not hold their state: generate with "
+                "use_cache=False"
+            )
         shared = min((w for state in states if (w := _local_window(state)) is not None), default=_RING)
         super().__init__([SPKVCacheLayer(state, shared, page_size, max_pages) for state in states])
         if model.generation_config is not None:

@@ -1,4 +1,4 @@
-"""Modes of a model's gates (open, soft, sampled, hard), their threshold, and evaluation mode.
+"""Modes of a model's gates (open, soft, sampled, hard), their threshold, evaluation mode, and dropout.
 
 One ``GateSettings`` object per model holds the mode, and only the functions here change it. They also keep tau in the
 model's config, from where it is saved, equal to the current one.
@@ -86,6 +86,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, was_training in before.items():
             module.training = was_training
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """Set every dropout of a loaded model to 0, in place; its config, which is saved with it, stays as it is."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):  # attention layers pass it to their function
+                setattr(module, name, 0.0)
 
 
 def _put(model: nn.Module, settings: GateSettings, values: GateSettings) -> None:

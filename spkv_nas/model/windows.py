@@ -136,7 +136,9 @@ def layout_applied(
 
 def _with_reach(layout: Layout, window: int | None, sinks: int | None) -> Layout:
     """Return a layout whose local heads have another window or other sink tokens; None keeps the layout's."""
-    return replace(layout, window=window or layout.window, sinks=layout.sinks if sinks is None else sinks)
+    return replace(
+        layout, window=layout.window if window is None else window, sinks=layout.sinks if sinks is None else sinks
+    )
 
 
 def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:

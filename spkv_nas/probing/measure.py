@@ -101,6 +101,7 @@ def measure_signal(
         UserError: the signal is unknown, the window is below 1, there is no text, or its blocks are too short.
     """
     check_options(signal, **options)
+    _check_heads(model)
     entry = SIGNALS[signal]
     # Choose the window
     if entry.needs_gates:
@@ -127,3 +128,12 @@ def measure_signal(
     table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}
     cache_facts = {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}  # of a cached key
     return replace(table, metadata={**cache_facts, **table.metadata, **table_facts})
+
+
+def _check_heads(model: PreTrainedModel) -> None:
+    """Raise ``UserError`` if the model's layers have different numbers of KV heads, which no table of scores holds."""
+    with full_attention(model) as states:
+        numbers = sorted({state.num_kv_heads for state in states})
+    if len(numbers) > 1:
+        found = " and ".join(map(str, numbers))
+        raise UserError(f"this model's layers have {found} KV heads; head scores need the same number in every layer")

@@ -16,6 +16,7 @@ from spkv_nas.model.checkpoint import load, saved_dtype
 from spkv_nas.model.distillation import Distillation, copied_teacher, shared_teacher
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.model_shape import config_shape
+from spkv_nas.model.modes import turn_off_dropout
 from spkv_nas.model.rope import extended_config
 from spkv_nas.model.windows import add_learned_sinks, apply_layout
 from spkv_nas.training.branch_config import BranchConfig
@@ -126,9 +127,13 @@ def apply_variant(
 
 
 def dense_model(recipe: Recipe, dense: Path | str, variant: Variant) -> PreTrainedModel:
-    """Load the dense checkpoint in the dtype that a variant needs; the recipe's precision must be resolved."""
+    """Load the dense checkpoint to train a variant, in the dtype that this needs; its precision must be resolved.
+
+    It trains without dropout: SP-KV attention has none, and a model is to learn from its own predictions.
+    """
     bfloat16 = not learns_all(recipe, variant) and recipe.precision == "bfloat16"
     model, _ = load(dense, dtype=frozen_dtype(dense, bfloat16=bfloat16))
+    turn_off_dropout(model)
     return model
 
 

@@ -18,7 +18,7 @@ from spkv_nas.data.config import Bos, DataConfig
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.splits import cache_split, load_heldout, load_text, read_split
-from spkv_nas.data.tokenizer import opening_tokens
+from spkv_nas.data.tokenizer import opening_tokens, prompt_tokens
 from spkv_nas.training.recipe import Recipe
 
 BOS, SEPARATOR = "<|bos|>", "<|sep|>"
@@ -63,6 +63,14 @@ class TestOpeningTokens:
     def test_are_bos_for_the_embedded_tokenizer(self) -> None:
         tokenizer = embedded_tokenizer()
         assert opening_tokens(tokenizer, "auto", 64) == (tokenizer.bos_token_id,)
+
+    @pytest.mark.parametrize("template", [f"{BOS} $A", f"{BOS} $A {SEPARATOR}", f"$A {SEPARATOR}", ""])
+    def test_begin_a_prompt_once_and_nothing_ends_it(self, template: str) -> None:
+        tokenizer = tokenizer_with(template)
+        text = list(tokenizer("a fox", add_special_tokens=False)["input_ids"])
+        opening = list(opening_tokens(tokenizer, "auto", 64))
+        assert prompt_tokens(tokenizer, "a fox") == [*opening, *text]
+        assert prompt_tokens(tokenizer, f"{BOS}a fox") == [*ids(tokenizer, BOS), *text]
 
     def test_need_a_bos_token_and_room_for_text(self) -> None:
         with pytest.raises(UserError, match="no BOS token"):

@@ -164,6 +164,19 @@ class TestLayouts:
         assert torch.equal(again, generated[:, -1])
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_compiled_hybrid_computes_the_same(family: str, tokens: Tensor) -> None:
+    model = tiny_model(family)
+    apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6, sinks=2))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    expected = model(input_ids=tokens, use_cache=False).logits
+    assert torch.allclose(compiled(input_ids=tokens, use_cache=False).logits, expected, atol=1e-5)
+    with pytest.raises(UserError, match="leave position_ids out"):
+        compiled(input_ids=tokens, position_ids=torch.arange(12).repeat(2)[None].expand(2, -1), use_cache=False)
+
+
 class TestRefusals:
     def gated(self) -> PreTrainedModel:
         model = tiny_model()
@@ -196,6 +209,16 @@ class TestRefusals:
         attach_gates(model, CONFIG)
         with pytest.raises(UserError, match="sliding window of 10"):
             model(input_ids=tokens)
+
+    @pytest.mark.parametrize("family", ["llama4_text", "phimoe"])
+    def test_limits_that_only_the_mask_has(self, family: str) -> None:
+        options = {"num_local_experts": 2, "head_dim": 8}
+        options |= {"attention_chunk_size": 12, "intermediate_size_mlp": 48} if family == "llama4_text" else {}
+        model = tiny_model(family, sliding_window=12, **options)
+        with pytest.raises(UserError, match="its mask alone limits attention to 12 keys"):
+            attach_gates(model, CONFIG)
+        model = tiny_model("phimoe", sliding_window=128, **options)  # as long as the context
+        attach_gates(model, CONFIG)
 
     def test_soft_capping(self) -> None:
         with pytest.raises(UserError, match="soft-capping"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,20 +12,23 @@ import torch
 import torch.nn.functional as F
 from helpers import FAMILIES, gated, tiny_model
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas import Layout, apply_layout
 from spkv_nas.base import memory
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.attention import attention_layers
+from spkv_nas.model.checkpoint import save
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.distillation import Distillation, copied_teacher, shared_teacher
 from spkv_nas.model.loss import NO_TARGET, loss_in_chunks
 from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.model.windows import full_attention
+from spkv_nas.training.branch_setup import dense_model
 from spkv_nas.training.lora import adapter_switch, add_adapters
-from spkv_nas.training.recipe import LoraConfig
+from spkv_nas.training.recipe import LoraConfig, Recipe
+from spkv_nas.training.variants import Variant
 
 LAYOUT = Layout(("GL", "LL", "LG", "GL"), window=4, sinks=1)
 VOCABULARY, CHUNK = 97, 10
@@ -126,6 +130,22 @@ def test_a_student_equal_to_its_teacher_has_gradients_of_exactly_zero(
     actual_gradients = gradients(student)
     assert len(actual_gradients) == len(list(student.parameters()))
     assert not any(gradient.any() for gradient in actual_gradients.values())
+
+
+def test_a_branch_learns_without_dropout(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tokens: Tensor
+) -> None:
+    """With dropout a student would have to learn what it is itself; its attention could not be trained at all."""
+    save(tiny_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2), tiny_tokenizer, tmp_path)
+    recipe = Recipe.parse(
+        {"name": "a", "model": {"path": str(tmp_path)}, "data": {"sources": ["stdlib"]}}, tmp_path, "it"
+    )
+    student = dense_model(recipe.model_copy(update={"precision": "float32"}), tmp_path, Variant.full_attention())
+    assert student.config.attn_pdrop == 0.1
+    apply_layout(student.train(), Layout(("GGGG",) * 2, window=4))
+    teacher = copied_teacher(copy.deepcopy(student), student, bfloat16=False)
+    with loss_in_chunks(student, Distillation(teacher, 1.0).begin_pass):
+        assert float(student(input_ids=tokens, labels=tokens).loss.detach()) < 1e-6
 
 
 def test_adapters_are_off_in_the_teacher(tokens: Tensor, chunks: None) -> None:

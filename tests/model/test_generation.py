@@ -8,11 +8,13 @@ import pytest
 import torch
 from helpers import tiny_model
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas import GateConfig, SPKVCache, UserError, apply_layout, attach_gates, set_gate_mode
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.model.continuation import continue_greedily
 from spkv_nas.model.gates import predictors
+from spkv_nas.model.generation import generate as generate_text
 
 LENGTHS = (5, 31, 12, 1, 24)
 
@@ -220,7 +222,70 @@ def test_tau_is_a_dial() -> None:
     assert densities[0] > densities[1] > densities[2]
 
 
+@pytest.mark.parametrize("kind", ["gates", "layers"])
+def test_classes_that_name_their_cache_otherwise(kind: str) -> None:
+    """GPT-NeoX passes its cache to attention as ``layer_past``."""
+    model = tiny_model("gpt_neox", num_key_value_heads=None, max_position_embeddings=4096)
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3.0 if weight.ndim > 1 else 1.0)  # so that tokens differ
+    if kind == "gates":
+        attach_gates(model, GateConfig(window=6, bias=0.0), seed=0)
+        set_gate_mode(model, "hard", 0.5)
+    else:
+        apply_layout(model, Layout(("GGLL", "LLLL", "GGGG", "LLLL"), 6))
+    ids = prompts()[0][1:2]
+    cache = SPKVCache(model)
+    text = generate(model, ids, torch.ones_like(ids), past_key_values=cache)
+    assert cache.get_seq_length() == text.shape[1] - 1
+    assert torch.equal(text[0, ids.shape[1] :], whole_pass(model, text[:, :-1])[0, ids.shape[1] - 1 :].argmax(-1))
+
+
+def test_greedy_decoding_ignores_the_checkpoints_preferences(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Chat models come with a penalty for repeated tokens, which would not give the most probable continuation."""
+    model = tiny_model(vocab_size=300)
+    apply_layout(model, Layout(("GG", "LL", "GG", "LL"), 6))
+    texts = []
+    for penalty in (1.0, 5.0):
+        model.generation_config.repetition_penalty = penalty
+        prompt = "the quick brown fox"
+        generated = generate_text(model, tiny_tokenizer, prompt, max_new_tokens=12).text
+        assert continue_greedily(model, tiny_tokenizer, [prompt], [12]).texts == [generated]
+        texts.append(generated)
+        assert model.generation_config.repetition_penalty == penalty
+    assert texts[0] == texts[1]
+
+
 class TestRefused:
+    def test_layers_without_attention(self) -> None:
+        kinds = ["conv", "full_attention", "conv", "full_attention"]
+        model = tiny_model("lfm2", layer_types=kinds)
+        apply_layout(model, Layout(("GL", "LG"), 6))
+        ids = prompts()[0][1:2]
+        with pytest.raises(UserError, match="have no attention, and SPKVCache does not hold their state"):
+            generate(model, ids, torch.ones_like(ids))
+        assert generate(model, ids, torch.ones_like(ids), use_cache=False, max_new_tokens=2).shape == (1, 33)
+
+    def test_two_windows_in_a_layer(self) -> None:
+        """Beyond the model's own window, a global head would see keys that it must not."""
+        model = tiny_model("mistral", sliding_window=26)
+        model.generation_config.eos_token_id = None
+        apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6))
+        ids = prompts()[0][1:2, :24]
+        text = generate(model, ids, torch.ones_like(ids), max_new_tokens=3)
+        assert torch.equal(text[0, 24:], whole_pass(model, text[:, :-1])[0, 23:].argmax(-1))
+        with pytest.raises(UserError, match="windows of 6 and 26 keys, which the cache cannot hold beyond 26 tokens"):
+            generate(model, ids, torch.ones_like(ids), max_new_tokens=4)
+
+    def test_keys_that_do_not_reach_the_cache(self) -> None:
+        model = model_with("layers")
+        layer = SPKVCache(model).layers[0]
+        keys = torch.zeros(1, 2, 3, 8)
+        layer.update(keys, keys)
+        with pytest.raises(UserError, match="SPKVCache misses keys"):
+            layer.update(keys, keys)
+
     def test_a_cache_of_transformers(self) -> None:
         model = model_with("gates")
         ids, mask = prompts()

@@ -21,6 +21,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attention import GLOBAL_WINDOW, layer_states
 from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.density_tracker import layout_density
 from spkv_nas.model.export.export import export
 from spkv_nas.model.export.native import native_config
 from spkv_nas.model.export.target import TargetError
@@ -91,6 +92,11 @@ class TestLayouts:
         assert {state.windows for state in layer_states(model)} == {(WINDOW, 10)}
         apply_layout(model, Layout(("LG",) * 4, 20))
         assert {state.windows for state in layer_states(model)} == {(10, 10)}
+
+    def test_the_density_counts_global_heads(self) -> None:
+        model = tiny_model("mistral", vocab_size=300, sliding_window=10)
+        apply_layout(model, Layout(("LL", "LG", "GG", "LL"), WINDOW))
+        assert layout_density(model) == 3 / 8
 
     def test_generation_equals_whole_passes(self, model: PreTrainedModel) -> None:
         apply_layout(model, Layout(("GL", "LG", "LL", "GG"), WINDOW, sinks=2))
