@@ -9,6 +9,8 @@ Prints Markdown. ``python reports/verdict.py measure`` measures the scores of ``
   heavy-tailed, and with losses that have Student's t distribution (3 degrees of freedom).
 - RULER: differences of the two tasks in ``reports/ruler-micro/ruler.csv`` whose samples are right or wrong. Their means
   and standard errors determine how often both models differ.
+- Rare losses: full attention by document, with the whole loss in a random share of the documents. No test without a
+  bound on a document's loss holds there.
 - The other criteria: 240 samples each of two layouts on the embedded model, without retraining, in
   ``reports/stdlib-21x3/verdict-scores.npz``. NLL sums of key tokens are moved as NLL by document is; scores from 0 to 1
   are moved by replacing the candidate's, at random, by the dense model's, by 0, or by 1.
@@ -91,6 +93,17 @@ def documents(source: tuple[Float, Float, Float], kind: str, margin: float, dist
             gain = margin * distance * dense.mean() + spread * random.standard_t(3, size=chosen.shape) / 3**0.5
         lengths = random.lognormal(0.0, 1.0, size=chosen.shape) if kind == HEAVY else 1.0
         return np.stack([gain, dense[chosen]]) * lengths
+
+    return draw
+
+
+def rare(source: tuple[Float, Float, Float], margin: float, share: float) -> Draw:
+    """Return a drawer as ``documents`` does, at the margin, with the loss in a share of the documents."""
+    common = documents(source, "", margin, 1.0)
+
+    def draw(random: np.random.Generator, runs: int, number: int) -> Float:
+        gain, size = common(random, runs, number)
+        return np.stack([gain - (random.random(gain.shape) < share) * margin / share * size, size])
 
     return draw
 
@@ -192,6 +205,17 @@ def errors() -> None:
         say(f"| {each.name} | {number} | {cells} | {100 * fixed_power(draw, number, runs=RUNS):.2f} |")
 
 
+def rare_losses() -> None:
+    """Print how often a candidate passes by NLL whose loss is at the margin, but in few documents."""
+    say("\n## Loss at the margin in a share of the documents, NLL\n")
+    say("| documents with the loss % | passes % at any of 300 looks | t-test of 50 | of 300 |\n|---|---|---|---|")
+    for share in (0.2, 0.1, 0.05, 0.02, 0.01):
+        draw = rare(comparison_documents("full-attention"), NLL_SHARE, share)
+        wrong = [np.isfinite(stops(draw, by_documents, 300)).mean()]
+        wrong += [fixed_power(draw, number, runs=RUNS) for number in (50, 300)]
+        say(f"| {100 * share:g} | " + " | ".join(f"{100 * rate:.1f}" for rate in wrong) + " |")
+
+
 def power() -> None:
     """Print power against the fixed-sample test at equal n, and the samples that clear cases take."""
     say("\n## Power and samples, 1,000 runs\n")
@@ -248,7 +272,7 @@ def measure() -> None:
         lm_tasks="stdlib_completions",
         name="verdict-scores",
     )
-    dense, candidates = contenders(options)
+    dense, candidates = contenders(options, SILENT)
     trial = prepare(options, dense, candidates, SILENT)
     scores = {}
     for criterion, rounds in trial.samples.items():
@@ -267,5 +291,6 @@ if __name__ == "__main__":
         measure()
     else:
         errors()
+        rare_losses()
         power()
         campaigns()

@@ -31,7 +31,7 @@ _CAPITAL = 0.75 ** np.arange(16) / (0.75 ** np.arange(16)).sum()
 _REACH = 2.0  # assumed bound of the next sample, in multiples of the largest one so far
 
 
-def betting_log_e(samples: Float, bounds: ArrayLike, *, repeats: float = 1.0) -> Float:
+def betting_log_e(samples: Float, bounds: ArrayLike) -> Float:
     """Return the evidence against "the mean is at most 0" after each sample, by betting.
 
     log sum_k w_k prod_i max(0, 1 + b_k x_i / B_i): a mixture of bets b_k that are constant shares of the largest
@@ -41,7 +41,6 @@ def betting_log_e(samples: Float, bounds: ArrayLike, *, repeats: float = 1.0) ->
         samples: [..., n]; given the earlier ones, each has the mean of the hypothesis.
         bounds: B, broadcast with the samples and above 0: no sample is below -B. A bound may depend on earlier samples,
             not on later ones; infinity places no bet.
-        repeats: count every sample so often, to extrapolate.
 
     Returns:
         [..., n], natural logarithm of the e-process.
@@ -49,7 +48,7 @@ def betting_log_e(samples: Float, bounds: ArrayLike, *, repeats: float = 1.0) ->
     share = samples / np.asarray(bounds, dtype=np.float64)
     with np.errstate(divide="ignore"):  # the largest bet loses everything at its bound
         capital = np.log1p(np.maximum(share[..., None] * _BETS, -1.0)).cumsum(-2)
-    evidence: Float = logsumexp(repeats * capital, axis=-1, b=_CAPITAL)
+    evidence: Float = logsumexp(capital, axis=-1, b=_CAPITAL)
     return evidence
 
 

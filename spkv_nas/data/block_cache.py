@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _STATES = "sources.json"  # per folder: hashes of source states, newest first
 _MAX_STATES = 16
-_FORMAT = "2"  # version of how texts become blocks
+_FORMAT = "3"  # version of how texts become blocks
 
 
 class BlockCache:

@@ -235,7 +235,7 @@ def check_blocks(folder: Path) -> None:
 
 def _info(values: dict[str, Any]) -> DocumentInfo:
     """Return the document of a parsed line."""
-    return DocumentInfo(values["id"], values["domain"], values["name"])
+    return DocumentInfo(values["id"], values["domain"], values["name"], values["whole"])
 
 
 def _open(file: Path) -> BinaryIO:

@@ -40,16 +40,29 @@ _ARRAYS = (
 
 @dataclass(frozen=True)
 class DocumentInfo:
-    """Identity, domain and name of a document, which are kept once it is tokenised."""
+    """What is kept of a document once it is tokenised.
+
+    Attributes:
+        id: identity of its text.
+        domain: its domain.
+        name: name to show.
+        whole: identity of the text that it is a piece of; empty for a whole text.
+    """
 
     id: str
     domain: str
     name: str
+    whole: str = ""
+
+    @property
+    def text_id(self) -> str:
+        """Return the identity of the whole text, which does not depend on whether and where it was cut."""
+        return self.whole or self.id
 
     @classmethod
     def of(cls, document: Document) -> DocumentInfo:
         """Return the information on a document."""
-        return cls(document.id, document.domain, document.label)
+        return cls(document.id, document.domain, document.label, document.whole)
 
 
 @dataclass(frozen=True)
@@ -171,7 +184,7 @@ class TokenBlocks:
 
         Args:
             seed: seed of the order.
-            left_out: ids of documents to leave out.
+            left_out: texts to leave out, with all their pieces (``DocumentInfo.text_id``).
 
         Raises:
             UserError: if less than one block is left.
@@ -179,7 +192,7 @@ class TokenBlocks:
         infos = tuple(self.documents)
         tokens, document = (array[:, len(self.opening) :].reshape(-1) for array in (self.tokens, self.document))
         # Draw the order of the documents, which is their new index
-        present = [index for index in np.unique(document).tolist() if infos[index].id not in left_out]
+        present = [index for index in np.unique(document).tolist() if infos[index].text_id not in left_out]
         present.sort(key=lambda index: infos[index].id)
         order = [present[index] for index in np.random.default_rng(seed).permutation(len(present))]
         rank = np.full(len(infos), -1, dtype=np.int32)
@@ -232,7 +245,9 @@ def build_blocks(
     max_tokens: int | None = None,
     bos: Bos = AUTO_BOS,
 ) -> TokenBlocks:
-    """Tokenise texts and pack them into blocks, with ``<|endoftext|>`` after each; the last part block is left out.
+    """Tokenise texts and pack them into blocks, with the tokenizer's EOS token, if any, after each text.
+
+    The last block is left out if it is not full.
 
     Args:
         texts: strings or documents. Long ones are cut into pieces that serve as documents, and all are if they are few

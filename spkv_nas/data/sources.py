@@ -39,12 +39,14 @@ class Document:
         domain: its domain.
         name: name to show.
         piece: index, from 0, of a piece of a longer text, whose name it has; None for a whole text.
+        whole: id of that longer text, or a hash of its name if it is never read whole; empty for a whole text.
     """
 
     text: str
     domain: str
     name: str
     piece: int | None = None
+    whole: str = ""
 
     @cached_property
     def id(self) -> str:
@@ -63,7 +65,7 @@ class Document:
             yield self
             return
         for number, text in enumerate(cut([self.text], size)):
-            yield replace(self, text=text, piece=number)
+            yield replace(self, text=text, piece=number, whole=self.id)
 
 
 def heldout(document: Document, share: float) -> bool:
@@ -174,7 +176,9 @@ def _distinct(documents: Iterable[Document], left_out: LeftOut) -> Iterator[Docu
 def _document(text: Text) -> Document:
     """Return a document that can be written: without lone surrogates, and with a domain that fits a CSV cell."""
     domain = shortened(printable(" ".join(text.domain.split())), MAX_DOMAIN)
-    return Document(_encodable(text.text), domain or "text", _encodable(text.name), text.piece)
+    name = _encodable(text.name)
+    whole = "" if text.piece is None else hashlib.sha256(f"name\0{name}".encode()).hexdigest()
+    return Document(_encodable(text.text), domain or "text", name, text.piece, whole)
 
 
 def _encodable(text: str) -> str:

@@ -71,7 +71,7 @@ Dtype = Annotated[str | None, Flag("Compute precision: float32, bfloat16 or floa
 # Models, text and training length
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
-Data = Annotated[list[str] | None, Flag("Text to measure on: one or more files or folders.")]
+Data = Annotated[list[str] | None, Flag("Text to measure on: one or more files or folders, stdlib, or installed.")]
 BlockSize = Annotated[int | None, _BLOCK_SIZE]
 ChosenBos = Annotated[str | None, _BOS]
 MaxTokens = Annotated[int, _MAX_TOKENS]

@@ -73,6 +73,8 @@ class NLLTable:
         folder: folder of the table.
         num_documents: documents measured on.
         effective_documents: number of equally long documents that would give the same standard error.
+        chosen_by: what chose a layout on some of these documents, such as "probe mine".
+        num_chosen: number of these documents.
     """
 
     name: str
@@ -80,6 +82,8 @@ class NLLTable:
     folder: Path
     num_documents: int
     effective_documents: float
+    chosen_by: tuple[str, ...] = ()
+    num_chosen: int = 0
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,15 @@ class TestPairedTests:
         low, high = loss_interval(test, pairs, 0.05)
         assert low < test.loss(pairs) < high
         target = math.log(20.0)
-        assert test.evidence(pairs, high + 1e-3).passes[-1] >= target > test.evidence(pairs, high - 1e-3).passes[-1]
-        assert test.evidence(pairs, low - 1e-3).fails[-1] >= target > test.evidence(pairs, low + 1e-3).fails[-1]
+        assert test.evidence(pairs, high + 1e-3).passes.max() >= target > test.evidence(pairs, high - 1e-3).passes.max()
+        assert test.evidence(pairs, low - 1e-3).fails.max() >= target > test.evidence(pairs, low + 1e-3).fails.max()
+
+    def test_the_interval_of_a_candidate_that_passed_ends_below_the_margin(self) -> None:
+        """A round goes on after the sample that decides, and its last samples may lower the evidence again."""
+        pairs = np.concatenate([answers(0.0, 210), answers(0.05, 40)])
+        evidence = MeanDrop().evidence(pairs, 2.0)
+        assert evidence.p_passes < 0.05 < math.exp(-evidence.passes[-1])
+        assert loss_interval(MeanDrop(), pairs, 0.05)[1] < 2.0
 
     def test_a_shortfall_is_seen_sooner_than_a_drop(self) -> None:
         """Where the baseline always scores 1, the candidate cannot score above it."""
@@ -97,19 +104,36 @@ class TestPairedTests:
 
     def test_more_samples_decide(self) -> None:
         pairs = answers(0.0, 50)
-        more = more_samples(MeanDrop(), pairs, 2.0, 0.05)
+        more = more_samples(MeanDrop(), pairs, 2.0, passes=0.05, fails=0.05)
         assert more is not None
         assert MeanDrop().evidence(answers(0.0, 50 + more), 2.0).p_passes <= 0.05
-        assert MeanDrop().evidence(answers(0.0, 50 + more - 2), 2.0).p_passes > 0.05
+        assert MeanDrop().evidence(answers(0.0, 50 + more - 1), 2.0).p_passes > 0.05
+
+    @pytest.mark.parametrize("number", [10, 25, 30])
+    def test_documents_without_bets_are_not_repeated_without_bets(self, number: int) -> None:
+        """The first documents place no bet, but further ones like them do."""
+        pairs = documents(0.0, 200)
+        needed = int((RelativeRise().evidence(pairs, 0.5).passes >= math.log(20.0)).argmax()) + 1
+        more = more_samples(RelativeRise(), pairs[:number], 0.5, passes=0.05, fails=0.05)
+        assert number < needed < 80
+        assert more == pytest.approx(needed - number, rel=0.75)
+
+    def test_each_answer_has_its_level(self) -> None:
+        pairs = documents(1.5, 30)
+        at_equal_levels = more_samples(RelativeRise(), pairs, 1.0, passes=0.05, fails=0.05)
+        at_a_smaller_one = more_samples(RelativeRise(), pairs, 1.0, passes=0.05, fails=0.005)
+        assert at_equal_levels is not None
+        assert at_a_smaller_one is not None
+        assert at_equal_levels < at_a_smaller_one
 
     def test_nothing_decides_at_the_margin(self) -> None:
         pairs = np.tile([[1.0, 0.0], [0.0, 1.0]], (20, 1))
-        assert more_samples(MeanDrop(), pairs, 1e-4, 0.05) is None
+        assert more_samples(MeanDrop(), pairs, 1e-4, passes=0.05, fails=0.05) is None
 
     def test_no_samples(self) -> None:
         nothing = np.empty((0, 2))
         assert MeanDrop().evidence(nothing, 1.0).p_passes == 1.0
-        assert more_samples(MeanDrop(), nothing, 1.0, 0.05) is None
+        assert more_samples(MeanDrop(), nothing, 1.0, passes=0.05, fails=0.05) is None
         assert math.isnan(RelativeRise().loss(nothing))
 
     def test_scores_outside_their_range_are_refused(self) -> None:
@@ -210,4 +234,8 @@ class TestRounds:
         assert len(rounds.scores([measured])) == 15
         drawn = set(made)
         assert len({question[:2] for question in drawn}) == 2
+        more = QuestionRounds(cells, make, tiny_tokenizer, number=40, seed=1, identity="")  # type: ignore[arg-type]
+        assert (more.identity, more.num_rounds, rounds.num_rounds) == (rounds.identity, 3, 2)
+        assert more._questions[:32] == rounds._questions
+        assert len(rounds.scores([np.ones(16)] * 2)) == 20
         assert all((task, length, index - 1) in drawn for task, length, index in drawn if index)

@@ -61,6 +61,24 @@ class TestAnswers:
         assert row["high"] < 0.001
         assert row["num_samples"] < 60
 
+    def test_a_candidate_is_judged_once(self, folder: Path) -> None:
+        Layout(("GG",) * 4, window=4, strategy="again").write("again.yaml")
+        result = run("full.yaml", "again.yaml", "full.yaml", margin="nll=0.001%")
+        assert result.answers == {"full": "passes"}
+
+    def test_more_questions_continue_after_the_first(
+        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Continue stored rounds with another number of questions, and give the answer of a new workspace."""
+        save(tiny_model(vocab_size=300, max_position_embeddings=1024), tiny_tokenizer, Path("long"))
+        ruler = {"model": "long", "margin": "ruler=1", "lengths": "400", "tasks": "niah_single_1", "data": None}
+        for number in (20, 40):
+            run("mixed.yaml", **ruler, questions=number)
+        first = run("mixed.yaml", "full.yaml", **ruler, questions=40).rows
+        anew = run("mixed.yaml", "full.yaml", **ruler, questions=40, workspace=Path("anew")).rows
+        assert first.equals(anew)
+        assert set(first["num_samples"]) == {40}
+
     def test_a_worse_model_fails(self, folder: Path) -> None:
         result = run("worse")
         assert result.answers == {"worse": "fails"}
@@ -183,6 +201,19 @@ class TestChoice:
         assert result.num_left_out == 60
         assert result.rows["num_samples"].item() <= 60
         assert not result.unrecorded
+
+    def test_pieces_of_a_text_are_known_by_the_text(self, folder: Path) -> None:
+        """Fewer than twenty documents are cut into pieces, and more are not, so that pieces differ from documents."""
+        for name, number in (("few", 5), ("many", 30)):
+            Path(name).mkdir()
+            for index in range(number):
+                words = " ".join(f"{name}{(index * word) % 23} returns" for word in range(900))
+                Path(name, f"{index}.txt").write_text(f"document {index}: {words}\n")
+        layout = self.chosen("few")
+        with pytest.raises(UserError, match=r"documents of the text chose a layout \(probe mine"):
+            run(layout, data=["few"])
+        result = run(layout, data=["few", "many"], max_tokens=4096)
+        assert result.num_left_out == 5
 
     def test_a_checkpoint_has_the_choice_of_its_layout(
         self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase

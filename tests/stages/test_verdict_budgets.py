@@ -23,6 +23,7 @@ from spkv_nas.evaluation.verdict.rounds import DocumentRounds
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.probe.stage import probe
+from spkv_nas.stages.verdict.budget_output import document
 from spkv_nas.stages.verdict.budgets import BudgetVerdict, critical_budget
 from spkv_nas.stages.verdict.options import VerdictOptions
 
@@ -50,8 +51,8 @@ def write_model(folder: Path) -> None:
     length = {"max_new_tokens": TOKENS - 1, "min_new_tokens": TOKENS - 1, "eos_token_id": None, "pad_token_id": 0}
     documents = model.generate(torch.randint(3, 97, (200, 1)), do_sample=True, **length)
     (folder / "text").mkdir()
-    for number, document in enumerate(documents.tolist()):
-        (folder / "text" / f"{number}.txt").write_text(" ".join(f"w{token}" for token in document))
+    for number, tokens in enumerate(documents.tolist()):
+        (folder / "text" / f"{number}.txt").write_text(" ".join(f"w{token}" for token in tokens))
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,15 @@ class TestAnswer:
         assert (result.passes, result.fails, result.answer) == (None, 3, "fails")
         assert result.memory is None
         assert not result.next
+
+    def test_budgets_that_were_not_looked_at_may_pass(self, folder: Path) -> None:
+        result = run(budgets="1..5", margin="nll=1%,longppl=99%", short_context=8)
+        sentence = document(result)["sentences"][0]
+        unseen = [budget for budget in result.budgets if budget not in result.answers]
+        assert result.answer == "fails"
+        assert unseen
+        assert "the loss is above 1 % (nll) or 99 % (longppl)" in sentence
+        assert f"; {', '.join(map(str, unseen))} not looked at, so they may pass" in sentence
 
     def test_too_few_documents_leave_it_open(self, folder: Path) -> None:
         result = run(max_tokens=20 * TOKENS)

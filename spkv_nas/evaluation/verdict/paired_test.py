@@ -18,7 +18,7 @@ from spkv_nas.base.sequential import anytime_p, betting_log_e, bounds_so_far
 
 Float = NDArray[np.float64]
 _BISECTIONS = 40
-_MOST_REPEATS = 100.0  # extrapolation beyond this many times the samples means nothing
+_REPEATS = (4, 20, 100)  # times the samples, tried one after another; extrapolation beyond that means nothing
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class PairedTest(Protocol):
     def loss(self, pairs: Float) -> float:
         """Return the loss on these samples."""
 
-    def evidence(self, pairs: Float, margin: float, *, repeats: float = 1.0) -> Evidence:
-        """Return the evidence after each sample; ``repeats`` counts every sample so often, to extrapolate."""
+    def evidence(self, pairs: Float, margin: float) -> Evidence:
+        """Return the evidence after each sample."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class RelativeRise:
         candidate, baseline = pairs.sum(0)
         return float(100.0 * (candidate / baseline - 1.0)) if baseline > 0.0 else math.nan
 
-    def evidence(self, pairs: Float, margin: float, *, repeats: float = 1.0) -> Evidence:
+    def evidence(self, pairs: Float, margin: float) -> Evidence:
         """Return the evidence after each document."""
         gain = (1.0 + margin / 100.0) * pairs[:, 1] - pairs[:, 0]
         bounds = bounds_so_far(gain, pairs[:, 1])
-        return Evidence(betting_log_e(gain, bounds, repeats=repeats), betting_log_e(-gain, bounds, repeats=repeats))
+        return Evidence(betting_log_e(gain, bounds), betting_log_e(-gain, bounds))
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,13 @@ class MeanDrop:
         """Return the drop of the mean in points; NaN without samples."""
         return float(100.0 * (pairs[:, 1] - pairs[:, 0]).mean()) if len(pairs) else math.nan
 
-    def evidence(self, pairs: Float, margin: float, *, repeats: float = 1.0) -> Evidence:
+    def evidence(self, pairs: Float, margin: float) -> Evidence:
         """Return the evidence after each sample."""
         if pairs.size and not (pairs.min() >= 0.0 and pairs.max() <= 1.0):
             raise ValueError(f"scores are {pairs.min()} to {pairs.max()}; expected 0 to 1")
         allowed = margin / 100.0
         gain = pairs[:, 0] - pairs[:, 1] + allowed  # in [-1 + allowed, 1 + allowed]
-        return Evidence(
-            betting_log_e(gain, 1.0 - allowed, repeats=repeats), betting_log_e(-gain, 1.0 + allowed, repeats=repeats)
-        )
+        return Evidence(betting_log_e(gain, 1.0 - allowed), betting_log_e(-gain, 1.0 + allowed))
 
 
 @dataclass(frozen=True)
@@ -130,26 +128,27 @@ class MeanShortfall(MeanDrop):
 
     lowest: float = 0.0
 
-    def evidence(self, pairs: Float, margin: float, *, repeats: float = 1.0) -> Evidence:
+    def evidence(self, pairs: Float, margin: float) -> Evidence:
         """Return the evidence after each sample."""
-        passes = super().evidence(pairs, margin, repeats=repeats).passes
+        passes = super().evidence(pairs, margin).passes
         if margin <= 0.0:  # no mean is above 1, so any loss is at least the margin
             return Evidence(passes, np.full(len(pairs), math.inf))
         allowed = margin / 100.0
-        return Evidence(passes, betting_log_e(1.0 - pairs[:, 0] - allowed, allowed, repeats=repeats))
+        return Evidence(passes, betting_log_e(1.0 - pairs[:, 0] - allowed, allowed))
 
 
 def loss_interval(test: PairedTest, pairs: Float, risk: float) -> tuple[float, float]:
     """Return an interval of the loss whose ends are each wrong with a probability of at most ``risk``, at any time.
 
-    It holds the margins that the candidate neither passes nor fails at these samples (a confidence sequence). An end
-    that the samples do not determine is infinite, or the smallest or the largest possible loss.
+    It holds the margins that the candidate has neither passed nor failed after any of these samples (the intersection
+    of a confidence sequence), so that it agrees with the answer. An end that the samples do not determine is infinite,
+    or the smallest or the largest possible loss.
     """
     if not len(pairs):
         return -math.inf, math.inf
     loss, target = test.loss(pairs), -math.log(risk)
-    passing = _smallest(lambda distance: test.evidence(pairs, loss + distance).passes[-1] >= target)
-    failing = _smallest(lambda distance: test.evidence(pairs, loss - distance).fails[-1] >= target)
+    passing = _smallest(lambda distance: test.evidence(pairs, loss + distance).passes.max() >= target)
+    failing = _smallest(lambda distance: test.evidence(pairs, loss - distance).fails.max() >= target)
     return max(loss - failing, test.lowest), min(loss + passing, test.highest)
 
 
@@ -166,21 +165,22 @@ def _smallest(is_enough: Callable[[float], bool]) -> float:
     return high
 
 
-def more_samples(test: PairedTest, pairs: Float, margin: float, risk: float) -> int | None:
-    """Estimate how many more samples would decide, if they are like those so far.
+def more_samples(test: PairedTest, pairs: Float, margin: float, *, passes: float, fails: float) -> int | None:
+    """Estimate how many more samples would decide, by testing those so far again and again.
 
-    None if the loss is so near to the margin that a hundred times as many samples would not decide.
+    None without samples, or if the loss is so near to the margin that a hundred times as many would not decide.
+
+    Args:
+        test: the test.
+        pairs: samples so far, which do not decide.
+        margin: largest loss allowed.
+        passes: largest p-value at which the candidate passes.
+        fails: largest p-value at which it fails.
     """
-    target = -math.log(risk)
-
-    def is_enough(repeats: float) -> bool:
-        evidence = test.evidence(pairs, margin, repeats=repeats)
-        return bool(max(evidence.passes[-1], evidence.fails[-1]) >= target)
-
-    if not len(pairs) or not is_enough(_MOST_REPEATS):
-        return None
-    low, high = 1.0, _MOST_REPEATS
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2.0
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return max(1, math.ceil((high - 1.0) * len(pairs)))
+    for repeats in _REPEATS if len(pairs) else ():
+        evidence = test.evidence(np.tile(pairs, (repeats, 1)), margin)
+        decides = (evidence.passes >= -math.log(passes)) | (evidence.fails >= -math.log(fails))
+        decides[: len(pairs)] = False
+        if decides.any():
+            return int(decides.argmax()) + 1 - len(pairs)
+    return None

@@ -129,6 +129,8 @@ class DocumentRounds(Unprepared):
 class QuestionRounds(Unprepared):
     """Scores of generated answers to RULER's questions. Each question is of a random task and length.
 
+    All rounds are full, the last too, so that they do not depend on the number of questions.
+
     Args:
         cells: (task, length) to draw from, with equal probability.
         make: makes a question.
@@ -153,15 +155,16 @@ class QuestionRounds(Unprepared):
         self.num_samples = number
         self.identity = f"{identity} {seed} {list(cells)}"
         counts = dict.fromkeys(cells, 0)
+        drawn_questions = self.num_rounds * _ROUND_QUESTIONS
         self._questions: list[tuple[str, int, int]] = []
-        for drawn in np.random.default_rng((seed, _STREAM)).integers(len(cells), size=number).tolist():
+        for drawn in np.random.default_rng((seed, _STREAM)).integers(len(cells), size=drawn_questions).tolist():
             cell = cells[drawn]
             self._questions.append((*cell, counts[cell]))
             counts[cell] += 1
 
     @property
     def num_rounds(self) -> int:
-        """Return the number of rounds, the last of which may be shorter."""
+        """Return the number of rounds."""
         return -(-self.num_samples // _ROUND_QUESTIONS)
 
     def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
@@ -177,6 +180,6 @@ class QuestionRounds(Unprepared):
 
     def scores(self, measured: Sequence[Float]) -> Float:
         """Return the scores of all questions that fit in their length."""
-        scores: Float = np.concatenate([np.empty(0), *measured])
+        scores: Float = np.concatenate([np.empty(0), *measured])[: self.num_samples]
         fitting: Float = scores[scores != _NO_ROOM]
         return fitting

@@ -22,11 +22,12 @@ def conclusion(rows: pd.DataFrame, answer: str, nouns: Mapping[str, str]) -> tup
     parts = []
     for row in rows[rows["answer"] == "open"].to_dict("records"):
         more = row["more_samples"]
-        about = (
-            "its loss is too near the margin to say how many more would tell"
-            if pd.isna(more)
-            else f"about {int(more):,} more would tell"
-        )
+        if not row["num_samples"]:
+            about = "this text has none"
+        elif pd.isna(more):
+            about = "its loss is too near the margin to say how many more would tell"
+        else:
+            about = f"about {int(more):,} more would tell"
         parts.append(f"{row['criterion']} after {row['num_samples']} {nouns.get(row['criterion'], 'samples')}; {about}")
     return "is open", ", and ".join(parts) or "its samples are not measured yet"
 

@@ -25,4 +25,10 @@ def show(result: NLLTable) -> None:
         )
     out.print(grid)
     about_errors(result.num_documents, result.effective_documents)
+    if result.num_chosen:
+        chosen_by = ", ".join(result.chosen_by)
+        out.print(
+            f"{result.num_chosen} of these documents chose a layout ({escape(chosen_by)}), which may favour it; "
+            "verdict leaves such documents out"
+        )
     print_path("scores", result.folder / "zero-shot.csv")

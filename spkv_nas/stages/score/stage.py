@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from spkv_nas.base.distributed import on_main
+from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.coverage import coverage
+from spkv_nas.stages.choice import find_choice
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.score.options import ScoreOptions
@@ -41,11 +43,28 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
         reporter=reporter,
         batch_size=measured.batch_size,
     )
+    # Count the documents that chose a layout, which may favour it
+    try:
+        choice = find_choice(workspace, proposal.layouts, measured.tokenizer, reporter, with_scores=False)
+        chosen_by, num_chosen = choice.records, choice.count(measured.blocks)
+    except UserError as error:
+        reporter.caution(f"warning: {first_line(error)}: its documents may be among those measured")
+        chosen_by, num_chosen = (), 0
     # Write the table
     rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full_attention, covered)
     probe = None if table is None else table.name
     sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
-    origin = measured_on(subject, measured, full_attention, probe=probe, windows=proposal.windows, **sinks)
+    origin = measured_on(
+        subject,
+        measured,
+        full_attention,
+        probe=probe,
+        windows=proposal.windows,
+        **sinks,
+        chosen_by=list(chosen_by),
+        num_chosen=num_chosen,
+    )
     folder = workspace.report_dir(name)
     on_main(lambda: write_scores(folder, rows, origin))
-    return NLLTable(name, rows, folder, full_attention.num_documents, full_attention.effective_documents)
+    counts = (full_attention.num_documents, full_attention.effective_documents)
+    return NLLTable(name, rows, folder, *counts, chosen_by, num_chosen)

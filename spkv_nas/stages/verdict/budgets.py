@@ -34,6 +34,7 @@ from spkv_nas.stages.requirements import read_requirements
 from spkv_nas.stages.verdict.contenders import Contender
 from spkv_nas.stages.verdict.margins import parse_risk
 from spkv_nas.stages.verdict.options import VerdictOptions
+from spkv_nas.stages.verdict.running import PROGRESS, RunningTable
 from spkv_nas.stages.verdict.stage import Pairs, Trial, describe, measure, origin, prepare
 
 
@@ -135,13 +136,14 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
     # Prepare the samples, without the documents that chose the table
     candidates = [Contender(layout.strategy, options.model, layout, layout) for layout in layouts]
     trial = prepare(options, Contender("dense", options.model), candidates, reporter)
-    measured: dict[int, Pairs] = {}
+    RunningTable(trial.store.folder / PROGRESS.name).remove()  # of an interrupted verdict
+    measured: dict[tuple[int, float], Pairs] = {}  # by position and level
 
     @cache
     def test(position: int, level: float) -> Answer:
         """Measure a budget until its answer at a level is known."""
         levels = Levels(level, level / len(trial.margins))
-        measured[position], answer = measure(candidates[position], trial, levels, reporter)
+        measured[position, level], answer = measure(candidates[position], trial, levels, reporter)
         reporter.announce(f"{budgets[position]} of {table.num_candidates} KV heads: {answer}")
         return answer
 
@@ -208,7 +210,7 @@ def _layouts(options: VerdictOptions, table: HeadScores, requirements: Requireme
 def _rows(
     bisection: Critical,
     budgets: Sequence[int],
-    measured: Mapping[int, Pairs],
+    measured: Mapping[tuple[int, float], Pairs],
     trial: Trial,
     cost: CacheCost,
     table: HeadScores,
@@ -216,14 +218,15 @@ def _rows(
     """Return the table, columns of ``CRITICAL_BUDGET``; the interval of a budget holds at the level of its look."""
     rows = []
     for number, look in enumerate(bisection.looks, 1):
-        levels, pairs = Levels(look.level, look.level / len(trial.margins)), measured[look.position]
+        levels = Levels(look.level, look.level / len(trial.margins))
+        pairs = measured[look.position, look.level]
         for criterion, margin in trial.margins:
             if criterion.name not in pairs:
                 continue
             scores = pairs[criterion.name]
             tested = criterion.test.evidence(scores, margin)
             answer = levels.answer(tested)
-            row = describe(criterion, margin, scores, tested, answer, level=look.level, risk=look.level)
+            row = describe(criterion, margin, scores, tested, answer, levels=levels, risk=look.level)
             size = {"kv_bytes": cost.total(budgets[look.position], table.num_heads)}
             head = {"num_global": budgets[look.position], "look": number, "level": look.level, "result": look.answer}
             rows.append({**head, **row, **size})

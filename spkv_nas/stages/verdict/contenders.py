@@ -51,6 +51,11 @@ class Contender:
     layout: Layout | None = None
     chosen: Layout | None = None
 
+    @property
+    def content(self) -> tuple[str, str]:
+        """Return what it is apart from its name: the checkpoint, and the content of the layout on it."""
+        return self.source, "" if self.layout is None else self.layout.content
+
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:
         """Put the layout on the checkpoint's model inside the ``with`` block."""
@@ -58,8 +63,8 @@ class Contender:
             yield
 
 
-def contenders(options: VerdictOptions) -> tuple[Contender, list[Contender]]:
-    """Return the dense model and the candidates, under different names."""
+def contenders(options: VerdictOptions, reporter: Reporter) -> tuple[Contender, list[Contender]]:
+    """Return the dense model and the candidates, under different names, each once."""
     candidates: list[Contender] = []
     for text in options.candidates or ():
         layout = Layout.read(text) if is_layout(text) else None
@@ -67,7 +72,12 @@ def contenders(options: VerdictOptions) -> tuple[Contender, list[Contender]]:
         if any(other.name == name for other in candidates):
             name = text
         source, chosen = (text, _layout_of(text)) if layout is None else (options.model, layout)
-        candidates.append(Contender(name, source, layout, chosen))
+        candidate = Contender(name, source, layout, chosen)
+        same = next((other for other in candidates if other.content == candidate.content), None)
+        if same is None:
+            candidates.append(candidate)
+        else:
+            reporter.announce(f"{text} is the same as {same.name}: judged once")
     return Contender(DENSE_NAME, options.model), candidates
 
 
@@ -136,9 +146,9 @@ class ScoreStore:
 
     def _key(self, contender: Contender, rounds: Rounds) -> str:
         """Return the name of a folder for a contender and a criterion's samples, on this device and dtype."""
-        content = "" if contender.layout is None else contender.layout.content
+        source, content = contender.content
         setting: Sequence[str] = (
-            checkpoint_hash(contender.source),
+            checkpoint_hash(source),
             content,
             str(self.options.dtype),
             str(measuring_device(self.options.device)),

@@ -53,6 +53,7 @@ class VerdictOptions(BudgetOptions, SubjectOptions):
     model: Dense = DENSE
     margin: Margin = "nll=1%"
     risk: Risk = "5%"
+    max_tokens: flags.OptionalMaxTokens = default(None, "one block per document, at least 128 blocks")
     short_context: ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a block", note="For longppl.")
     new_tokens: NewTokens = default(None, "half a block", note="For agreement and acceptance.")
     lengths: OptionalLengths = default(None, "none; required by ruler")

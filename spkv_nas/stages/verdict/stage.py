@@ -25,10 +25,10 @@ from spkv_nas.model.checkpoint import model_origin
 from spkv_nas.model.model_shape import check_tokens
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
+from spkv_nas.stages.choice import Choice, documents_of, find_choice
 from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, load
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.subject import Subject
-from spkv_nas.stages.verdict.choice import Choice, find_choice
 from spkv_nas.stages.verdict.contenders import Contender, ScoreStore, contenders
 from spkv_nas.stages.verdict.criterion import Criterion, Setting
 from spkv_nas.stages.verdict.margins import parse_margins, parse_risk
@@ -109,7 +109,7 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     quiet_transformers(reporter)
     check(options)
     margins, risk = parse_margins(options.margin), parse_risk(options.risk)
-    dense, candidates = contenders(options)
+    dense, candidates = contenders(options, reporter)
     for candidate in candidates:
         check_pair(candidate.source, options.model)
     trial = prepare(options, dense, candidates, reporter)
@@ -184,17 +184,15 @@ def _text(
     require_logits(model, 1, whole.block_size)
     check_tokens(model, whole.largest_token)
     layouts = {each.name: each.chosen for each in candidates if each.chosen is not None}
-    choice = find_choice(options, layouts, tokenizer, reporter)
+    choice = find_choice(options.folders, layouts, tokenizer, reporter)
     # Leave out what chose
-    infos = tuple(whole.documents)
-    present = {infos[index].id for index in np.unique(whole.document)}
-    num_left_out = len(present & choice.documents)
-    if num_left_out == len(present):
+    number, num_left_out = len(documents_of(whole)), choice.count(whole)
+    if num_left_out == number:
         raise UserError(
-            f"all {len(present)} documents of the text chose a layout ({', '.join(choice.records)}), so none can judge "
+            f"all {number} documents of the text chose a layout ({', '.join(choice.records)}), so none can judge "
             "it\ngive other text with --data"
         )
-    blocks = whole.in_random_order(options.seed, choice.documents)
+    blocks = whole.in_random_order(options.seed, choice.texts)
     # Spread over the documents, as further blocks of a document tell less than those of another
     max_tokens = options.max_tokens or min(max(MIN_BLOCKS, len(blocks.documents)) * blocks.block_size, MAX_TOKENS)
     return blocks.spread(max(1, max_tokens // blocks.block_size)), choice, num_left_out
@@ -250,7 +248,7 @@ def _rows(
                 continue
             measured, tested = pairs[name][criterion.name], by_criterion[criterion.name]
             answer = levels.answer(tested)
-            row = describe(criterion, margin, measured, tested, answer, level=levels.passes, risk=risk / len(decided))
+            row = describe(criterion, margin, measured, tested, answer, levels=levels, risk=risk / len(decided))
             rows.append({"candidate": name, **row})
     return pd.DataFrame(rows, columns=VERDICT.header).astype({"more_samples": "Int64"})
 
@@ -262,7 +260,7 @@ def describe(
     tested: Evidence,
     answer: Answer,
     *,
-    level: float,
+    levels: Levels,
     risk: float,
 ) -> dict[str, Any]:
     """Return the columns of ``VERDICT`` from "criterion" on.
@@ -273,11 +271,12 @@ def describe(
         measured: scores [n, 2] of a candidate and the dense model.
         tested: evidence of these scores.
         answer: answer about the candidate by this criterion.
-        level: largest p-value at which the candidate passes.
+        levels: p-values at which the candidate passes, and at which one of its criteria fails.
         risk: largest probability that an end of the interval is wrong.
     """
     test = criterion.test
     low, high = loss_interval(test, measured, risk)
+    more = more_samples(test, measured, margin, passes=levels.passes, fails=levels.fails) if answer == "open" else None
     return {
         "criterion": criterion.name,
         "answer": answer,
@@ -287,7 +286,7 @@ def describe(
         "low": low if math.isfinite(low) else math.nan,
         "high": high if math.isfinite(high) else math.nan,
         "num_samples": len(measured),
-        "more_samples": more_samples(test, measured, margin, level) if answer == "open" else None,
+        "more_samples": more,
         "p_passes": tested.p_passes,
         "p_fails": tested.p_fails,
     }

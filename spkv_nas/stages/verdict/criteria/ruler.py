@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from spkv_nas.data.ruler.sample import Sample
     from spkv_nas.evaluation.verdict.rounds import Rounds
 
+_FIRST_SEED = 1 << 41  # other questions than those of ``evaluate ruler`` and of training, which may have chosen
+
 
 def _questions(setting: Setting) -> Rounds:
     """Return RULER's questions, each of a random task and length."""
@@ -36,7 +38,7 @@ def _questions(setting: Setting) -> Rounds:
     def make(task: str, length: int, index: int) -> Sample | None:
         """Make a question; only the first of its task and length has to fit."""
         try:
-            return generate(task, options.seed, index, length, setting.tokenizer, material)
+            return generate(task, _FIRST_SEED + options.seed, index, length, setting.tokenizer, material)
         except NoRoomError:
             if index:
                 return None
@@ -44,7 +46,7 @@ def _questions(setting: Setting) -> Rounds:
 
     for cell in cells:  # raises before hours of work
         make(*cell, 0)
-    identity = f"{VERSION} {version('wonderwords')} {material.identity}"
+    identity = f"{VERSION} {_FIRST_SEED} {version('wonderwords')} {material.identity}"
     number = options.questions or QUESTIONS
     return QuestionRounds(cells, make, setting.tokenizer, number=number, seed=options.seed, identity=identity)
 

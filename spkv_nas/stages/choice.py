@@ -1,7 +1,8 @@
 """Find the documents that chose a layout, which must not judge it.
 
 A layout was chosen on the text that its probe, a search, or ``score`` measured, if the workspace has a record of it.
-All documents of that text are left out, also where only a part of their tokens was measured.
+All documents of that text count, also where only a part of their tokens was measured. Documents are compared by the
+text that they are pieces of, because how long texts are cut depends on the block size and on the number of documents.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.records import read_unchecked
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.data.config import DataConfig
 from spkv_nas.data.splits import load_heldout, load_text
 from spkv_nas.model.checkpoint import read_gates
@@ -31,12 +33,13 @@ from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.stages.options import REFERENCE
 from spkv_nas.stages.record import read_options
 from spkv_nas.stages.subject import Subject
-from spkv_nas.stages.verdict.options import VerdictOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from spkv_nas.data.blocks import TokenBlocks
+    from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+
+_SCORE = "score"
 
 
 @dataclass(frozen=True)
@@ -44,37 +47,52 @@ class Choice:
     """Documents that chose layouts.
 
     Attributes:
-        documents: ids of the documents.
+        texts: identities of the texts that they are, or are pieces of (``DocumentInfo.text_id``).
         records: what chose the layouts, such as "probe mine" or "search mine among 248 layouts scored on 9 documents".
         unrecorded: names of layouts of which no record says what chose them.
     """
 
-    documents: frozenset[str]
+    texts: frozenset[str]
     records: tuple[str, ...]
     unrecorded: tuple[str, ...]
 
+    def count(self, blocks: TokenBlocks) -> int:
+        """Return how many of the documents that blocks have tokens of are these, or pieces of the same texts."""
+        return sum(info.text_id in self.texts for info in documents_of(blocks))
+
 
 def find_choice(
-    options: VerdictOptions,
+    workspace: Workspace,
     layouts: Mapping[str, Layout],
     tokenizer: PreTrainedTokenizerBase,
     reporter: Reporter,
+    *,
+    with_scores: bool = True,
 ) -> Choice:
     """Read the text of every record that chose one of ``layouts``, by name, to find its documents.
+
+    Must be called on all ranks.
+
+    Args:
+        workspace: workspace with the records.
+        layouts: layouts by name.
+        tokenizer: tokenizer of the model.
+        reporter: receives messages and progress.
+        with_scores: whether the text of ``score`` counts, whose table shows which layout is best.
 
     Raises:
         UserError: a recorded text cannot be read any more, so that its documents are unknown.
     """
-    documents: set[str] = set()
+    chosen: set[str] = set()
     records: dict[str, None] = {}
     unrecorded = []
     for name, layout in layouts.items():
-        texts = list(_texts(options, layout, tokenizer, reporter))
+        texts = [text for text in _texts(workspace, layout, tokenizer, reporter) if with_scores or text.kind != _SCORE]
         for text in texts:
             if text.selection in records:
                 continue
             try:
-                documents.update(*map(_ids, text.read()))
+                chosen.update(info.text_id for blocks in text.read() for info in documents_of(blocks))
             except UserError as error:
                 raise UserError(
                     f"the text of {text.record}, which chose {name}, cannot be read: {first_line(error)}\n"
@@ -83,14 +101,13 @@ def find_choice(
             records[text.selection] = None
         if not texts:
             unrecorded.append(name)
-    return Choice(frozenset(documents), tuple(records), tuple(unrecorded))
+    return Choice(frozenset(chosen), tuple(records), tuple(unrecorded))
 
 
-def _ids(blocks: TokenBlocks) -> Iterator[str]:
-    """Yield the ids of the documents that blocks have tokens of."""
+def documents_of(blocks: TokenBlocks) -> list[DocumentInfo]:
+    """Return the documents that blocks have tokens of."""
     infos = tuple(blocks.documents)
-    for index in np.unique(blocks.document):
-        yield infos[index].id
+    return [infos[index] for index in np.unique(blocks.document)]
 
 
 @dataclass(frozen=True)
@@ -98,14 +115,21 @@ class _Text:
     """Text that chose a layout.
 
     Attributes:
-        record: name of the record, such as "search mine".
+        kind: what chose it: a probe, a search, or ``score``.
+        name: name of the record.
         read: returns its blocks.
         among: how many layouts were looked at on how many documents; empty if no layout was.
     """
 
-    record: str
+    kind: str
+    name: str
     read: Callable[[], Iterable[TokenBlocks]]
     among: str = ""
+
+    @property
+    def record(self) -> str:
+        """Return the record for people, such as "search mine"."""
+        return f"{self.kind} {self.name}"
 
     @property
     def selection(self) -> str:
@@ -114,14 +138,13 @@ class _Text:
 
 
 def _texts(
-    options: VerdictOptions, layout: Layout, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
+    workspace: Workspace, layout: Layout, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
 ) -> Iterator[_Text]:
     """Yield the records that chose a layout, each with a function that reads its text."""
-    yield from _probe_text(options, layout, tokenizer, reporter)
+    yield from _probe_text(workspace, layout, tokenizer, reporter)
     # Searches and scores of the workspace that have the layout
-    workspace = options.folders
     for folder in sorted((workspace.root / "reports").glob("*")):
-        for name, kind in (("search", "search"), ("zero-shot", "score")):
+        for name, kind in (("search", "search"), ("zero-shot", _SCORE)):
             hashes = _hashes(folder / f"{name}.csv")
             if layout.hash not in hashes:
                 continue
@@ -130,17 +153,18 @@ def _texts(
             data = recipe.get("data") if isinstance(recipe, Mapping) else record.get("data")
             cache = workspace.run_dir(folder.name) / "blocks"
             yield _Text(
-                f"{kind} {folder.name}",
+                kind,
+                folder.name,
                 partial(_blocks, data, record, tokenizer, cache, reporter),
-                _among(len(hashes), record.get("num_documents") if kind == "score" else _chosen_on(record)),
+                _among(len(hashes), record.get("num_documents") if kind == _SCORE else _chosen_on(record)),
             )
 
 
 def _probe_text(
-    options: VerdictOptions, layout: Layout, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
+    workspace: Workspace, layout: Layout, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
 ) -> Iterator[_Text]:
     """Yield the text of the probe that a layout's provenance names, if the workspace has its record."""
-    workspace, name = options.folders, _probe_of(options, layout)
+    name = _probe_of(workspace, layout)
     if name not in workspace.probes():
         return
     record = read_unchecked(workspace.probe_dir(name) / RECORD, "probe")
@@ -160,16 +184,16 @@ def _probe_text(
             whole = whole.spread(max(1, SCORING_TOKENS // whole.block_size))
         return [whole] if train is None else [train, whole]
 
-    yield _Text(f"probe {name}", read)
+    yield _Text("probe", name, read)
 
 
-def _probe_of(options: VerdictOptions, layout: Layout) -> str:
+def _probe_of(workspace: Workspace, layout: Layout) -> str:
     """Return the probe that a layout's provenance names, or for a checkpoint's that of the workspace's equal layout."""
     if "probe" in layout.provenance:
         return str(layout.provenance["probe"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of files that were edited, and are not candidates
-        for file in sorted((options.folders.root / "layouts").rglob("*.yaml")):
+        for file in sorted((workspace.root / "layouts").rglob("*.yaml")):
             with suppress(UserError):
                 other = Layout.read(file)
                 if other.content == layout.content and "probe" in other.provenance:
