@@ -97,7 +97,7 @@ def write_models(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         scatter_gates(model)
         save(model, tokenizer, folder / name)
     shutil.copy(folder / "path/to/model/config.json", folder / "path/to/config.json")
-    for name in ("corpus", "essays", "FILES"):
+    for name in ("corpus", "essays", "unseen", "FILES"):
         write_text(folder / name)
     write_text(folder / "long", 4, 1500)
 
