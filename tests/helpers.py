@@ -140,7 +140,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(*arguments: str | Path, processes: int = 2, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str | Path, processes: int = 2, timeout: float = 400) -> subprocess.CompletedProcess[str]:
     """Run a script or ``-m module`` in several processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(processes), *map(str, arguments)]

@@ -173,7 +173,8 @@ def test_steps_of_training_have_the_same_tokens(
     first = 0 if fails_at == 1 else 3  # the step of the checkpoint that it goes on from
     assert sizes == [4] * fails_at + [2] * 2 * (recipe.branch.steps - first)
     mine, theirs = weights(parts.checkpoint), weights(whole.checkpoint)
-    assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in theirs)
+    for name, weight in theirs.items():  # less exact than losses, as Adam divides by tiny gradients
+        assert (mine[name] - weight).abs().max() <= 5e-4 * weight.abs().max(), name
     assert np.allclose(parts.nll.total, whole.nll.total, rtol=1e-5)
 
 
