@@ -12,6 +12,7 @@ that sinks come with (Sun et al., arXiv 2402.17762): hidden states hundreds of t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -157,6 +158,12 @@ def choose_sinks(model: PreTrainedModel, blocks: TokenBlocks, window: int | None
 
     def measure() -> tuple[int, dict[str, Any]]:
         report = measure_sinks(model, blocks, window)
+        if not report.mass.size:
+            warnings.warn(
+                "all layers of this model have a sliding window of their own, for which sink tokens are neither "
+                "measured nor kept\nfor texts within that window, set sliding_window to null in the model's config",
+                stacklevel=2,
+            )
         return report.number, report.as_mapping()
 
     return on_main(measure)

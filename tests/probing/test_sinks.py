@@ -189,6 +189,12 @@ class TestChoice:
         assert [parse_sinks(text) for text in (None, "auto", "0", "4")] == [None, None, 0, 4]
 
 
+def test_a_model_whose_layers_all_have_a_window_is_told_that_it_gets_no_sinks(blocks: TokenBlocks) -> None:
+    model = tiny_model("mistral", sliding_window=blocks.block_size)
+    with pytest.warns(UserWarning, match="set sliding_window to null"):
+        assert choose_sinks(model, blocks, WINDOW)[0] == 0
+
+
 class TestSignals:
     @pytest.mark.filterwarnings("ignore:the model predicts only")
     @pytest.mark.parametrize("signal", [name for name in SIGNALS.names if name != "density"])
