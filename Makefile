@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ROUNDS ?= 1
+SHARE  ?= 100
 
 .PHONY: demo test test-slow test-vllm attack docs lint clean
 
@@ -14,8 +15,8 @@ demo: $(STAMP)  ## probe -> propose -> train-hybrid -> report on the embedded re
 test: $(STAMP) lint  ## lint, types, and the quick CPU tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
-test-slow: $(STAMP)  ## the other CPU tests: long trainings, several processes, whole pages
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow
+test-slow: $(STAMP)  ## the other CPU tests: long trainings, several processes, whole pages; SHARE: percent of them
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow --share $(SHARE)
 
 test-vllm: $(STAMP)  ## tests in vLLM, in an environment of its own; skipped where that cannot be installed
 	bash .ci/vllm

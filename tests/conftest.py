@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -29,6 +30,25 @@ from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        default="100",
+        metavar="PERCENT[:SEED]",
+        help="run about this share of the selected tests, drawn by the seed (default: all)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests beyond ``--share``; every process of pytest-xdist draws the same ones."""
+    percent, _, seed = config.getoption("--share").partition(":")
+    if float(percent) >= 100:
+        return
+    drawn = {item: zlib.crc32(f"{seed} {item.nodeid}".encode()) % 10_000 < 100 * float(percent) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not drawn[item]])
+    items[:] = [item for item in items if drawn[item]]
 
 
 @pytest.fixture

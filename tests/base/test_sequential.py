@@ -34,12 +34,6 @@ class TestBetting:
         samples = np.random.default_rng(0).uniform(-1, 1, 40)
         assert betting_log_e(samples, 1.0)[-1] == pytest.approx(betting_log_e(samples[::-1], 1.0)[-1])
 
-    def test_repeats_count_every_sample_so_often(self) -> None:
-        samples = np.random.default_rng(0).uniform(-0.4, 0.6, 30)
-        assert betting_log_e(samples, 1.0, repeats=3.0)[-1] == pytest.approx(
-            betting_log_e(np.tile(samples, 3), 1.0)[-1]
-        )
-
     def test_equal_models_pass_as_soon_as_the_largest_bet_can(self) -> None:
         """Each answer that is equal wins a share of the margin, so that no test needs fewer than log(20) / margin."""
         number = int(np.argmax(betting_log_e(np.full(1000, 0.02), 0.98) >= math.log(20.0))) + 1
