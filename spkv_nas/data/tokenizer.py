@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.special_tokens import tokens_before
 from spkv_nas.data.config import Bos
 from spkv_nas.data.pieces import end_of_piece
 
@@ -65,7 +66,7 @@ def opening_tokens(tokenizer: PreTrainedTokenizerBase, bos: Bos, block_size: int
     Raises:
         UserError: the tokenizer has no BOS token, or a block has no room for text.
     """
-    opening = _before_text(tokenizer) if bos is not False else ()
+    opening = tokens_before(tokenizer) if bos is not False else ()
     if bos is True and not opening:
         if tokenizer.bos_token_id is None:
             raise UserError(
@@ -78,29 +79,6 @@ def opening_tokens(tokenizer: PreTrainedTokenizerBase, bos: Bos, block_size: int
             "use larger blocks (--block-size; data.block_size in a recipe), or data.bos: false"
         )
     return opening
-
-
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the tokens of a prompt: what the tokenizer puts before a text by itself, and the prompt.
-
-    A prompt that begins with these tokens already, as chat templates write them, gets them once. What a tokenizer puts
-    after a text is left out, because the model is to continue it.
-    """
-    opening = list(_before_text(tokenizer))
-    ids = list(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
-    return ids if opening and ids[: len(opening)] == opening else [*opening, *ids]
-
-
-def _before_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the special tokens that a tokenizer puts before a text by itself."""
-    if not len(tokenizer("", verbose=False)["input_ids"]):
-        return ()
-    complete, plain = (
-        list(tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]) for special in (True, False)
-    )
-    starts = range(len(complete) - len(plain) + 1)
-    start = next((start for start in starts if complete[start : start + len(plain)] == plain), 0)
-    return tuple(complete[:start])
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, bos: bool = False) -> PreTrainedTokenizerBase:

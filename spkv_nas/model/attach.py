@@ -20,7 +20,6 @@ from spkv_nas.artifacts.local_layers import mark_local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import (
     GLOBAL_WINDOW,
-    AttentionCall,
     GateSettings,
     LayerState,
     attention_layers,
@@ -29,13 +28,13 @@ from spkv_nas.model.attention import (
     layer_state,
     layer_states,
     uninstall,
-    watch_calls,
 )
 from spkv_nas.model.config_section import remove_section, restore_section, write_section
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
 from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.learned_sinks import layer_learned_sinks
 from spkv_nas.model.modes import evaluation_mode
+from spkv_nas.model.recording import AttentionCall, watch_calls
 
 
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
@@ -266,9 +265,11 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
             f"{len(calls)} calls; SP-KV needs each layer exactly once\n"
             "its class does not use the attention interface of transformers, so gates would have no effect"
         )
-    # Compare with the limits of the masks, which nothing exceeds in a model of that many positions
+    # Compare with the limits of the masks. Some models make masks that none of their kinds of layers uses, and nothing
+    # exceeds a limit of as many keys as the model has positions
+    uses_them = not layer_types or any("sliding" in kind or "chunked" in kind for kind in layer_types)
     longest = getattr(text, "max_position_embeddings", None) or GLOBAL_WINDOW
-    limits = [limit for limit in recording.undeclared_windows if limit < longest]
+    limits = [limit for limit in recording.undeclared_windows if uses_them and limit < longest]
     if limits:
         raise UserError(
             f"{type(model).__name__}: its mask alone limits attention to {limits[0]} keys, as chunked attention does, "

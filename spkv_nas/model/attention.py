@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +28,7 @@ from spkv_nas.artifacts.gate_config import LOCAL
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, priced
 from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
+from spkv_nas.model.recording import RECORDING, AttentionCall
 
 GLOBAL_WINDOW = 1 << 30  # longer than any sequence
 
@@ -209,53 +209,6 @@ def outside_graphs(model: nn.Module) -> Iterator[None]:
         exchange(uncompiled_hook, _pre_hook)
 
 
-@dataclass
-class AttentionCall:
-    """One recorded call of the attention function.
-
-    Attributes:
-        module: attention layer that made the call.
-        num_kv_heads: KV heads of the keys it passed.
-        native_window: sliding window it asked for; None: full attention.
-    """
-
-    module: nn.Module
-    num_kv_heads: int
-    native_window: int | None
-
-
-@dataclass
-class Recording:
-    """What a model asked of the attention function and of its mask function.
-
-    Attributes:
-        calls: calls of the attention function, in order.
-        mask_windows: numbers of recent keys to which masks limit attention: sliding windows, and chunks.
-    """
-
-    calls: list[AttentionCall] = field(default_factory=list)
-    mask_windows: set[int] = field(default_factory=set)
-
-    @property
-    def undeclared_windows(self) -> list[int]:
-        """Return the limits of masks that no attention layer passes to the attention function, ascending."""
-        return sorted(self.mask_windows - {call.native_window for call in self.calls})
-
-
-_RECORDING: ContextVar[Recording | None] = ContextVar("spkv_recording", default=None)
-
-
-@contextmanager
-def watch_calls() -> Iterator[Recording]:
-    """Record the calls of the attention function made in this thread inside the ``with`` block."""
-    recording = Recording()
-    token = _RECORDING.set(recording)
-    try:
-        yield recording
-    finally:
-        _RECORDING.reset(token)
-
-
 def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Add the layer's state, its part of the cache, and its gate to the keyword arguments of an attention layer."""
     state = layer_state(layer)
@@ -309,7 +262,7 @@ def _attention_function(
     From q [B, Hq, T, D], k and v [B, Hkv, T, D] and a mask of non-padding tokens, bool [B, T], returns [B, T, Hq, D].
     """
     # Record and check the call
-    if not torch.compiler.is_compiling() and (recording := _RECORDING.get()) is not None:
+    if not torch.compiler.is_compiling() and (recording := RECORDING.get()) is not None:
         recording.calls.append(AttentionCall(module, key.shape[1], _native_window(kwargs)))
     cache = kwargs.get("spkv_cache")
     _refuse_unsupported(query, key, value, attention_mask, dropout, kwargs)
@@ -410,7 +363,7 @@ def _mask_function(
     No causal mask is made, because the operator is causal itself. Raises ``UserError`` for packed sequences.
     """
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and local_size is not None and (recording := _RECORDING.get()) is not None:
+    if not is_compiling and local_size is not None and (recording := RECORDING.get()) is not None:
         recording.mask_windows.add(local_size)
     if not allow_is_causal_skip and not is_compiling:  # always false while compiling; ``_check_call`` refuses packing
         raise UserError(

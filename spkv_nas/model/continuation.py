@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from spkv_nas.data.tokenizer import prompt_tokens
+from spkv_nas.base.special_tokens import prompt_tokens
 from spkv_nas.model.generation import OnlyFinite, decoding_by, fitting_cache, generation_config
 from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.modes import evaluation_mode

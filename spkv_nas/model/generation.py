@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Announce
-from spkv_nas.data.tokenizer import prompt_tokens
+from spkv_nas.base.special_tokens import prompt_tokens
 from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.generation_cache import SPKVCache
@@ -111,14 +111,10 @@ def generate(
     config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p)
     streamer = _TimedStreamer(tokenizer, stream)
     hard_gates = gate_mode(model, "hard", tau) if gates else nullcontext()
-    with torch.random.fork_rng(), evaluation_mode(model), hard_gates:
+    cache, finite = fitting_cache(model), LogitsProcessorList([OnlyFinite()])
+    with torch.random.fork_rng(), evaluation_mode(model), hard_gates, decoding_by(model, config):
         torch.manual_seed(seed)
-        cache = fitting_cache(model)
-        with decoding_by(model, config):
-            ids = model.generate(
-                input_ids=inputs, past_key_values=cache, streamer=streamer,
-                logits_processor=LogitsProcessorList([OnlyFinite()]),
-            )  # fmt: skip
+        ids = model.generate(input_ids=inputs, past_key_values=cache, streamer=streamer, logits_processor=finite)
     # Collect text, times and cache sizes
     new_ids = ids[0, num_prompt_tokens:]
     cache_bytes, full_attention_bytes = _bytes(cache)

@@ -138,19 +138,10 @@ class SPKVCacheLayer(CacheLayerMixin):
             [B, Hq, T, D]; rows of padding hold arbitrary finite values.
         """
         self._is_pending = False
-        # Check length and shapes against the cache
-        if self.window < self._reach < self.tokens + q.shape[2]:
-            raise UserError(
-                f"a layer of this model has heads with windows of {self.window} and {self._reach} keys, which the "
-                f"cache cannot hold beyond {self._reach} tokens\ngenerate with use_cache=False, or choose whole layers"
-            )
         if self.paged is None:
             self.lazy_initialization(k, v)
         assert self.paged is not None
-        if len(q) != self.paged.batch_size:
-            raise UserError(f"the cache holds {self.paged.batch_size} sequences, this batch has {len(q)}")
-        if (k.shape[1], k.shape[3]) != (self.paged.num_kv_heads, self.paged.head_dim):
-            raise UserError("the cache was made for a model with other KV heads: use it with that model")
+        self._check(self.paged, k)
         k, v = k.to(self.paged.ring_k.dtype), v.to(self.paged.ring_v.dtype)
         # Decide which keys to keep: [B, Hkv, T]
         keep = self._with_sinks(self._keep.expand(*k.shape[:3]) if keep is None else keep, real)
@@ -174,6 +165,18 @@ class SPKVCacheLayer(CacheLayerMixin):
         self.paged.prefill(k, v, keep, lengths)
         self.tokens += q.shape[2]
         return out if order is None else _reorder(out, torch.argsort(order, dim=1))
+
+    def _check(self, paged: PagedKVCache, k: Tensor) -> None:
+        """Raise ``UserError`` if new keys ``k`` [B, Hkv, T, D] do not fit into the cache."""
+        if len(k) != paged.batch_size:
+            raise UserError(f"the cache holds {paged.batch_size} sequences, this batch has {len(k)}")
+        if (k.shape[1], k.shape[3]) != (paged.num_kv_heads, paged.head_dim):
+            raise UserError("the cache was made for a model with other KV heads: use it with that model")
+        if self.window < self._reach < self.tokens + k.shape[2]:
+            raise UserError(
+                f"a layer of this model has heads with windows of {self.window} and {self._reach} keys, which the "
+                f"cache cannot hold beyond {self._reach} tokens\ngenerate with use_cache=False, or choose whole layers"
+            )
 
     def _with_sinks(self, keep: Tensor, real: Tensor | None) -> Tensor:
         """Return ``keep`` [B, Hkv, T], and true for the sink tokens among the new tokens; as in ``attend``."""

@@ -13,12 +13,13 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.special_tokens import prompt_tokens
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.config import Bos, DataConfig
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.splits import cache_split, load_heldout, load_text, read_split
-from spkv_nas.data.tokenizer import opening_tokens, prompt_tokens
+from spkv_nas.data.tokenizer import opening_tokens
 from spkv_nas.training.recipe import Recipe
 
 BOS, SEPARATOR = "<|bos|>", "<|sep|>"

@@ -136,13 +136,13 @@ def test_a_branch_learns_without_dropout(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tokens: Tensor
 ) -> None:
     """With dropout a student would have to learn what it is itself; its attention could not be trained at all."""
-    save(tiny_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2), tiny_tokenizer, tmp_path)
+    save(tiny_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_head=4), tiny_tokenizer, tmp_path)
     recipe = Recipe.parse(
         {"name": "a", "model": {"path": str(tmp_path)}, "data": {"sources": ["stdlib"]}}, tmp_path, "it"
     )
     student = dense_model(recipe.model_copy(update={"precision": "float32"}), tmp_path, Variant.full_attention())
     assert student.config.attn_pdrop == 0.1
-    apply_layout(student.train(), Layout(("GGGG",) * 2, window=4))
+    apply_layout(student.train(), Layout(("GGGG",) * 4, window=4))
     teacher = copied_teacher(copy.deepcopy(student), student, bfloat16=False)
     with loss_in_chunks(student, Distillation(teacher, 1.0).begin_pass):
         assert float(student(input_ids=tokens, labels=tokens).loss.detach()) < 1e-6

@@ -1,0 +1,31 @@
+"""Find the special tokens that a tokenizer puts before a text by itself, and begin prompts with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def tokens_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the special tokens that a tokenizer puts before a text by itself."""
+    if not len(tokenizer("", verbose=False)["input_ids"]):
+        return ()
+    complete, plain = (
+        list(tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]) for special in (True, False)
+    )
+    starts = range(len(complete) - len(plain) + 1)
+    start = next((start for start in starts if complete[start : start + len(plain)] == plain), 0)
+    return tuple(complete[:start])
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Return the tokens of a prompt: what the tokenizer puts before a text by itself, and the prompt.
+
+    A prompt that begins with these tokens already, as chat templates write them, gets them once. What a tokenizer puts
+    after a text is left out, because the model is to continue it.
+    """
+    opening = list(tokens_before(tokenizer))
+    ids = list(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
+    return ids if opening and ids[: len(opening)] == opening else [*opening, *ids]
