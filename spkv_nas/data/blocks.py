@@ -40,7 +40,7 @@ _ARRAYS = (
 
 @dataclass(frozen=True)
 class DocumentInfo:
-    """What is kept of a document once it is tokenised.
+    """Describe a document once it is tokenised.
 
     Attributes:
         id: identity of its text.

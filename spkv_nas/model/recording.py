@@ -27,7 +27,7 @@ class AttentionCall:
 
 @dataclass
 class Recording:
-    """What a model asked of the attention function and of its mask function.
+    """Hold what a model asked of the attention function and of its mask function.
 
     Attributes:
         calls: calls of the attention function, in order.

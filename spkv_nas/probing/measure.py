@@ -135,5 +135,7 @@ def _check_heads(model: PreTrainedModel) -> None:
     with full_attention(model) as states:
         numbers = sorted({state.num_kv_heads for state in states})
     if len(numbers) > 1:
-        found = " and ".join(map(str, numbers))
-        raise UserError(f"this model's layers have {found} KV heads; head scores need the same number in every layer")
+        head_counts = " and ".join(map(str, numbers))
+        raise UserError(
+            f"this model's layers have {head_counts} KV heads; head scores need the same number in every layer"
+        )

@@ -202,6 +202,13 @@ class TestChoice:
         assert result.rows["num_samples"].item() <= 60
         assert not result.unrecorded
 
+    def test_score_says_how_many_documents_chose(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        layout = self.chosen("text")
+        for data, sentence in (("text", "60 of these documents chose a layout (probe mine)"), ("other", None)):
+            main(["score", layout, "--model", "dense", "--data", data, "--block-size", "32"])
+            printed = " ".join(capsys.readouterr().out.split())
+            assert "chose a layout" not in printed if sentence is None else sentence in printed
+
     def test_pieces_of_a_text_are_known_by_the_text(self, folder: Path) -> None:
         """Fewer than twenty documents are cut into pieces, and more are not, so that pieces differ from documents."""
         for name, number in (("few", 5), ("many", 30)):
