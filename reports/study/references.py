@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from plan import Plan
 from transformers import PreTrainedModel
@@ -17,9 +18,10 @@ from transformers import PreTrainedModel
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.progress import Reporter
+from spkv_nas.base.replace import new_folder
 from spkv_nas.base.version import environment
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.checkpoint import checkpoint_hash, read_shape
+from spkv_nas.model.checkpoint import checkpoint_hash, load, read_shape, save
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.variants import Variant
@@ -77,6 +79,11 @@ class Subject:
     def location(self) -> Path:
         """Return the file that says where its dense model is; it is there once the reference is prepared."""
         return self.work / "dense.json"
+
+    @property
+    def kept(self) -> Path:
+        """Return the folder of its dense model if the plan trains it: in bfloat16, among its results."""
+        return (self.folder / "model").resolve()
 
     @property
     def identity(self) -> str:
@@ -141,7 +148,7 @@ class Subject:
         write_json(self.location, {"dense": dense})
 
     def _trained(self) -> str:
-        """Return the dense model: a finished one, or the decayed checkpoint of the plan's two phases.
+        """Return the dense model: a finished one, or the kept checkpoint of the plan's two phases.
 
         Raises:
             UserError: a document that the study chooses or judges on is in the text of one of the phases.
@@ -150,6 +157,8 @@ class Subject:
         if model is not None:
             file = self.base / model
             return str(file.resolve()) if file.exists() else model
+        if self.kept.is_dir():
+            return str(self.kept)
         # Train the stable phase, then decay it; an interrupted phase resumes
         folder = self.runs / "models"
         stable = BranchContext.prepare(
@@ -168,7 +177,10 @@ class Subject:
                     f"reference '{self.name}' was trained on {len(seen)} documents that the study judges on, the first "
                     f"{seen[0]}\ngive its phases the study's data.heldout"
                 )
-        return checkpoint
+        # Keep the model beside its results in half the bytes, because no other machine trains quite the same one
+        with new_folder(self.kept) as folder:
+            save(*load(checkpoint, dtype=torch.bfloat16), folder)
+        return str(self.kept)
 
     @cached_property
     def grid(self) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Compare choosers of global heads on models as they are. One command per kind of work, each resumes where it stopped.
 
-  prepare   text and dense models; those of the plan's two phases are trained
+  prepare   text and dense models; those of the plan's two phases are trained unless --results has them
   signals   tables of head scores, with every number of sink tokens that the plan chooses with
   judge     layouts whose signals are measured: zero-shot, then healed
   tables    CSV and README.md from what is measured, in no time

@@ -3,7 +3,7 @@
 No layout widens a native window, because the model was never trained to attend farther there, and its RoPE may have
 another base. A layer that is local by design keeps its window whatever the letters and the window of a layout, so that
 no signal scores it and no budget is spent on it. Where every layer has a native window, as in Mistral, this window is
-the model's context, in which heads can be global.
+the model's context, in which heads can be global, and heads that a layout makes local get its sink tokens.
 """
 
 from __future__ import annotations
@@ -73,6 +73,14 @@ def layout_window(state: WindowedLayer, window: int, *, is_global: bool) -> int:
     if is_global or state.is_always_local:
         return state.checkpoint_window
     return min(window, state.checkpoint_window)
+
+
+def takes_sinks(state: WindowedLayer, window: int) -> bool:
+    """Return whether a head that sees ``window`` recent keys gets the layout's sink tokens, or a learned sink.
+
+    Heads that a layout makes local do; those that see what they see in the checkpoint were trained without.
+    """
+    return not state.is_always_local and window < state.checkpoint_window
 
 
 def native_windows(states: Sequence[WindowedLayer]) -> dict[str, list[int | None]]:

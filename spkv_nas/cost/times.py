@@ -103,11 +103,13 @@ class AttentionTimes(ABC):
             if native is not None and native < context:
                 if is_always_local or share == 1.0:
                     return self.layer_seconds(context, density=0.0, window=native, phase=phase)
-                share = _below(native, share, context, window=window, phase=phase)
-                return self.layer_seconds(context, density=share, window=min(window, native), phase=phase)
-            if native is None:
-                share = with_sinks(share, context, window=window, sinks=sinks, phase=phase)
-            share = 1.0 if is_always_local else share  # a native window that the context does not fill
+                local = min(window, native)
+                more = with_sinks(share, context, window=local, sinks=min(sinks, native - local), phase=phase) - share
+                share = _below(native, share, context, window=local, phase=phase) + more
+                return self.layer_seconds(context, density=share, window=local, phase=phase)
+            if is_always_local:  # a native window that the context does not fill
+                return self.layer_seconds(context, density=1.0, window=window, phase=phase)
+            share = with_sinks(share, context, window=window, sinks=sinks, phase=phase)
             return self.layer_seconds(context, density=share, window=window, phase=phase)
 
         ordered = sorted(layers.items(), key=lambda item: (item[0][0] or 0, item[0][1]))
@@ -117,10 +119,10 @@ class AttentionTimes(ABC):
 def _below(native: int, share: float, context: int, *, window: int, phase: Phase) -> float:
     """Return the share of heads with full attention that reads as many keys as ``share`` of heads with a native window.
 
-    The other heads see the shorter of ``window`` and the native window.
+    The other heads see ``window`` keys, at most as many as the native window.
     """
     count = visible_keys if phase == "decode" else mean_visible_keys
-    local, full = count(context, density=0.0, window=min(window, native)), count(context)
+    local, full = count(context, density=0.0, window=window), count(context)
     longest = count(context, density=0.0, window=native)
     return share * (longest - local) / (full - local) if full > local else share
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from spkv_nas.artifacts.gate_config import LOCAL
+from spkv_nas.artifacts.local_layers import takes_sinks
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, priced
 from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
@@ -88,7 +89,7 @@ class LayerState:
     learned_sinks: bool = False
     observer: Observer | None = None
     is_always_local: bool = False
-    _window_cache: tuple[tuple[int, ...], Tensor] | None = field(default=None, init=False, repr=False, compare=False)
+    _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def checkpoint_window(self) -> int:
@@ -98,11 +99,10 @@ class LayerState:
     def set_windows(self, windows: tuple[int, ...], sinks: int = 0) -> None:
         """Set the window of each KV head, and let local heads also see the first ``sinks`` tokens.
 
-        Layers with a native sliding window were trained without sink tokens, and get none. Learned sinks cease to act.
+        Heads with the window of the checkpoint get no sink tokens (``takes_sinks``). Learned sinks cease to act.
         """
-        sinks = sinks if self.native_window is None else 0
         self.windows, self.learned_sinks = windows, False
-        self.sinks = tuple(sinks if window < GLOBAL_WINDOW else 0 for window in windows)
+        self.sinks = tuple(sinks if takes_sinks(self, window) else 0 for window in windows)
 
     def head_windows(self, *, gated: bool) -> tuple[int, ...]:
         """Return the window of each KV head: how many recent keys it always sees.
@@ -120,24 +120,39 @@ class LayerState:
 
         The tensor is cached as long as the windows stay the same, because copying one to a GPU synchronises.
         """
-        windows = self.head_windows(gated=gated)
-        if len(set(windows)) == 1:
-            return windows[0]
-        if self._window_cache is None or self._window_cache[0] != windows or self._window_cache[1].device != device:
-            with torch.inference_mode(False):  # a later backward pass may save it
-                self._window_cache = (windows, torch.tensor(windows, device=device))
-        return self._window_cache[1]
+        return self._by_head(self.head_windows(gated=gated), device)
 
     @property
-    def operator_sinks(self) -> int:
-        """Return the sink tokens of local heads as the attention operator takes them; 0 where gates decide.
+    def local_sinks(self) -> int:
+        """Return the sink tokens of local heads, which have equally many in a layout; 0 where gates decide.
 
-        Gates keep their sink tokens themselves (``gates.UtilityPredictor``), and global heads see every token anyway.
+        Gates keep their sink tokens themselves (``gates.UtilityPredictor``).
         """
-        if self.windows is None:
-            return 0
-        pairs = zip(self.sinks, self.windows, strict=False)  # a layout's local heads have equal sinks
-        return max([0, *(sinks for sinks, window in pairs if window < GLOBAL_WINDOW)])
+        return max([0, *self._layout_sinks()])
+
+    def operator_sinks(self, device: torch.device) -> int | Tensor:
+        """Return the sink tokens of a layout as the attention operator takes them, like ``operator_window``.
+
+        They are one int unless a layer has heads with its native window, because heads that see all keys also see the
+        first ones.
+        """
+        return self.local_sinks if self.native_window is None else self._by_head(self._layout_sinks(), device)
+
+    def _layout_sinks(self) -> tuple[int, ...]:
+        """Return the sink tokens of each KV head whose window a layout limits; empty where gates decide."""
+        pairs = zip(self.sinks, self.windows or (), strict=False)
+        return tuple(sinks if takes_sinks(self, window) else 0 for sinks, window in pairs)
+
+    def _by_head(self, values: tuple[int, ...], device: torch.device) -> int | Tensor:
+        """Return one int if all KV heads have the same, else a cached int tensor [Hkv]; 0 if there are none."""
+        if len(set(values)) <= 1:
+            return values[0] if values else 0
+        key = (values, device)
+        if key not in self._tensors:
+            with torch.inference_mode(False):  # a later backward pass may save it
+                self._tensors = dict(list(self._tensors.items())[-1:])  # of windows and of sinks
+                self._tensors[key] = torch.tensor(values, device=device)
+        return self._tensors[key]
 
     def check_gate_reach(self, num_tokens: int) -> None:
         """Raise ``UserError`` if gates would decide about keys that the checkpoint's own sliding window hides."""
@@ -294,7 +309,7 @@ def _attention_function(
         key.to(value.dtype),
         value,
         window=state.operator_window(query.device, gated=gate is not None),
-        sinks=state.operator_sinks,
+        sinks=state.operator_sinks(query.device),
         sink_logits=sink_logits,
         log_utility=gate.log_utility if gate else None,
         keep=gate.keep if gate else None,

@@ -47,7 +47,7 @@ class SPKVCacheLayer(CacheLayerMixin):
         keep = [head_window > self.window for head_window in state.head_windows(gated=False)]
         self._keep = torch.tensor(keep)[:, None]  # decisions without gates, [Hkv, 1]
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
-        self.local_sinks = state.operator_sinks  # sink tokens of a layout's local heads
+        self.local_sinks = state.local_sinks  # sink tokens of a layout's local heads
         # A wider native window than that of the ring, whose keys are kept beyond it as well
         finite = [head_window for head_window in state.head_windows(gated=False) if head_window < GLOBAL_WINDOW]
         self._reach = max(finite, default=self.window)

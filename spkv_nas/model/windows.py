@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GLOBAL, suitable_window
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.local_layers import layout_window
+from spkv_nas.artifacts.local_layers import layout_window, takes_sinks
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import allow_cache, check_heads, detach, detached, dry_run, hook_layers
-from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_state, layer_states
+from spkv_nas.model.attention import LayerState, attention_layers, layer_state, layer_states
 from spkv_nas.model.config_section import checkpoint_layout, gate_config, write_section
 from spkv_nas.model.learned_sinks import LearnedSinks, layer_learned_sinks
 from spkv_nas.model.modes import evaluation_mode, gate_mode
@@ -23,9 +23,9 @@ from spkv_nas.model.modes import evaluation_mode, gate_mode
 def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None, sinks: int | None = None) -> None:
     """Apply ``layout`` to ``model`` in place: local heads see sink tokens and a window, global heads all keys.
 
-    Gates are removed, because a hybrid has none. Layers with a native sliding window get no sink tokens, because they
-    were trained without them, and no wider window; beside layers of full attention they keep their window. Learned
-    sinks stay if the model has this layout already; others belong to another layout, and are removed.
+    Gates are removed, because a hybrid has none. Layers with a native sliding window get no wider window; beside layers
+    of full attention they keep theirs, and get no sink tokens, because they were trained without. Learned sinks stay if
+    the model has this layout already; others belong to another layout, and are removed.
 
     Args:
         model: dense, hybrid or gated.
@@ -95,8 +95,8 @@ def attach_learned_sinks(model: PreTrainedModel) -> None:
     num_heads = model.config.get_text_config().num_attention_heads
     for layer in attention_layers(model).values():
         state = layer_state(layer)
-        is_local = [window < GLOBAL_WINDOW for window in state.head_windows(gated=False)]
-        if state.native_window is None and any(is_local):
+        is_local = [takes_sinks(state, window) for window in state.head_windows(gated=False)]
+        if any(is_local):
             device = next(layer.parameters()).device  # layers may be on different devices
             layer.learned_sinks = LearnedSinks(is_local, num_heads // state.num_kv_heads, device)
             state.learned_sinks = True

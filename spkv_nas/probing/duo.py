@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.defaults import DUO_STEP_BLOCKS, DUO_STEPS
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import ALPHA_UNIT
-from spkv_nas.artifacts.local_layers import layout_window
+from spkv_nas.artifacts.local_layers import layout_window, takes_sinks
 from spkv_nas.base.distributed import sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
@@ -62,7 +62,7 @@ class AlphaMixture(Mixture):
         """
         alpha = torch.full((state.num_kv_heads,), float(not state.is_always_local), device=device, requires_grad=True)
         window = layout_window(state, window, is_global=False)
-        sinks = 0 if state.native_window else sinks  # sliding-window layers never see the first keys
+        sinks = sinks if takes_sinks(state, window) else 0
         super().__init__(alpha, window=window, sinks=sinks, global_window=state.checkpoint_window)
         self.records = False
         self._recorded: Tensor | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from spkv_kernels import attention
 from torch import Tensor
 
-from spkv_nas.artifacts.local_layers import layout_window
+from spkv_nas.artifacts.local_layers import layout_window, takes_sinks
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState
 
 
@@ -37,7 +37,7 @@ class Mixture:
     def of(cls, state: LayerState, share: Tensor, window: int, sinks: int) -> Mixture:
         """Mix in one layer what a global and a local head of a layout see there (``local_layers.py``)."""
         local, whole = (layout_window(state, window, is_global=is_global) for is_global in (False, True))
-        return cls(share, window=local, sinks=sinks if state.native_window is None else 0, global_window=whole)
+        return cls(share, window=local, sinks=sinks if takes_sinks(state, local) else 0, global_window=whole)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         """Compute the attention output [B, Hq, T, D].

@@ -12,7 +12,6 @@ that sinks come with (Sun et al., arXiv 2402.17762): hidden states hundreds of t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -64,8 +63,8 @@ class SinkReport:
 
     Attributes:
         mass: float64 [layers, Hq, positions], mean attention weight of a query head on each of the first 8 tokens, over
-            queries that no longer have them in their window. Layers with a native sliding window are left out, since
-            their heads never see the first tokens.
+            queries that no longer have them in their window. Layers that are local by design are left out, since their
+            heads never see the first tokens.
         num_kv_heads: KV heads per layer.
         average: mean attention weight that a token would get if a query attended to all of its keys alike.
         massive: the largest activation of each decoder layer.
@@ -83,8 +82,8 @@ class SinkReport:
 
     @property
     def first_mass(self) -> float:
-        """Return the share of attention on the first token, mean over all heads; 0 if no head can see it."""
-        return float(self.mass[..., 0].mean()) if self.mass.size else 0.0
+        """Return the share of attention on the first token, mean over all heads."""
+        return float(self.mass[..., 0].mean())
 
     @property
     def kv_mass(self) -> NDArray[np.float64]:
@@ -112,8 +111,6 @@ class SinkReport:
         that holds 90 % of that excess.
         """
         excess = self.excess[..., :_WITHIN]
-        if not excess.size:
-            return 0
         by_position = excess.mean((0, 1))
         if by_position.sum() < _MIN_EXCESS and excess.sum(-1).max() <= STRONG_SINK:
             return 0
@@ -158,12 +155,6 @@ def choose_sinks(model: PreTrainedModel, blocks: TokenBlocks, window: int | None
 
     def measure() -> tuple[int, dict[str, Any]]:
         report = measure_sinks(model, blocks, window)
-        if not report.mass.size:
-            warnings.warn(
-                "all layers of this model have a sliding window of their own, for which sink tokens are neither "
-                "measured nor kept\nfor texts within that window, set sliding_window to null in the model's config",
-                stacklevel=2,
-            )
         return report.number, report.as_mapping()
 
     return on_main(measure)
@@ -193,15 +184,14 @@ def measure_sinks(
     with full_attention(model) as states, _watch_activations(model) as activations:
         sums: dict[int, Tensor] = {}  # [Hq, positions] by layer, summed over queries and blocks
         for layer, state in enumerate(states):
-            if state.native_window is None:
-                state.observer = _observer(sums, layer, start, num_positions)
+            if not state.is_always_local:
+                state.observer = _observer(sums, layer, state.checkpoint_window, start, num_positions)
         for block in range(blocks.num_blocks):  # one by one, to bound memory
             model.get_decoder()(input_ids=block_tokens(blocks, block, 1, model.device), use_cache=False)
         num_kv_heads = states[0].num_kv_heads
     queries = np.arange(start, blocks.block_size)
     layers = [sums[layer].cpu().double().numpy() for layer in sorted(sums)]
-    empty = np.zeros((0, num_kv_heads, num_positions))
-    mass = np.stack(layers) / (len(queries) * blocks.num_blocks) if layers else empty
+    mass = np.stack(layers) / (len(queries) * blocks.num_blocks)
     if not np.isfinite(mass).all():
         raise UserError(
             "the model's attention is not finite\nits weights are damaged or diverged, or its activations overflow in "
@@ -210,12 +200,16 @@ def measure_sinks(
     return SinkReport(mass, num_kv_heads, float((1.0 / (queries + 1)).mean()), tuple(activations.values()))
 
 
-def _observer(sums: dict[int, Tensor], layer: int, start: int, num_positions: int) -> Callable[..., None]:
-    """Return an attention observer that adds one layer's weights on the first keys to ``sums``."""
+def _observer(sums: dict[int, Tensor], layer: int, native: int, start: int, num_positions: int) -> Callable[..., None]:
+    """Return an attention observer that adds one layer's weights on the first keys to ``sums``.
+
+    No query sees more than ``native`` keys.
+    """
 
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
         total = torch.zeros(q.shape[1], num_positions, device=q.device)
-        for _, weights in attention_weights(q, k, scale, window=k.shape[2], start=start, sink_logits=sink_logits):
+        window = min(native, k.shape[2])
+        for _, weights in attention_weights(q, k, scale, window=window, start=start, sink_logits=sink_logits):
             total += weights[..., :num_positions].sum((0, -2)).flatten(0, 1)  # [Hq, positions]
         sums[layer] = sums[layer] + total if layer in sums else total
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GLOBAL, LOCAL
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.local_layers import takes_sinks
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
 from spkv_nas.model.checkpoint import load
@@ -236,7 +237,7 @@ class _Reference:
         """
         for state, row, learned in zip(self.states, windows, self.learned, strict=True):
             state.set_windows(row, self.layout.sinks if sinks is None else sinks)
-            state.learned_sinks = learned and min(row) < GLOBAL_WINDOW
+            state.learned_sinks = learned and any(takes_sinks(state, window) for window in row)
         logits = self.model(input_ids=self.tokens.to(self.model.device), use_cache=False).logits[0, :-1].float().cpu()
         return logits.log_softmax(-1).gather(1, self.tokens[0, 1:, None])[:, 0], logits.argmax(-1)
 

@@ -52,7 +52,7 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
     with full_attention(model) as states:
         sums = [torch.zeros(num_heads, dtype=torch.float64) for _ in states]
         for state, total in zip(states, sums, strict=True):
-            if state.native_window is None:
+            if not state.is_always_local:
                 state.observer = _adder(total, layout)
         for index in range(part.num_blocks):
             model.get_decoder()(input_ids=block_tokens(part, index, 1, model.device), use_cache=False)

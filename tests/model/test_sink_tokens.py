@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import check_generation, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,9 +15,10 @@ from spkv_nas import GateConfig, Layout, SPKVCache, attach_gates, layout_applied
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import kept_layouts, zero_shot
-from spkv_nas.model.attention import layer_states
+from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.config_section import checkpoint_layout
-from spkv_nas.model.windows import apply_layout, every_head_local, full_attention
+from spkv_nas.model.learned_sinks import layer_learned_sinks
+from spkv_nas.model.windows import add_learned_sinks, apply_layout, every_head_local, full_attention
 
 WINDOW = 6
 LAYOUT = Layout(("GL",) * 4, WINDOW, sinks=3)
@@ -34,13 +35,18 @@ def logits(model: PreTrainedModel, tokens: Tensor, **options: Tensor) -> Tensor:
         return model(input_ids=tokens, use_cache=False, **options).logits
 
 
-def masked(model: PreTrainedModel, tokens: Tensor, sinks: int, local: tuple[bool, ...]) -> Tensor:
-    """Compute logits by eager attention under a mask [1, Hq, T, T]; ``local`` says so of each query head."""
-    model.set_attn_implementation("eager")
+def visible_keys(sinks: int, local: tuple[bool, ...], native: int = LENGTH) -> Tensor:
+    """Return the mask [1, Hq, T, T] of a layout; ``local`` says so of each query head, global ones see ``native``."""
     t, s = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
-    visible = torch.stack([(s <= t) & ((t - s < WINDOW) | (s < sinks) | torch.tensor(not one)) for one in local])
-    mask = torch.where(visible, 0.0, -torch.inf)[None]
-    return logits(model, tokens, attention_mask=mask)
+    reach = [(t - s < WINDOW) | (s < sinks) if one else t - s < native for one in local]
+    visible = torch.stack([(s <= t) & seen for seen in reach])
+    return torch.where(visible, 0.0, -torch.inf)[None]
+
+
+def masked(model: PreTrainedModel, tokens: Tensor, sinks: int, local: tuple[bool, ...], native: int = LENGTH) -> Tensor:
+    """Compute logits by eager attention under the mask of a layout."""
+    model.set_attn_implementation("eager")
+    return logits(model, tokens, attention_mask=visible_keys(sinks, local, native))
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4, LENGTH])
@@ -71,8 +77,8 @@ def test_window_and_sinks_can_be_overridden(tokens: Tensor) -> None:
         apply_layout(model, LAYOUT, sinks=-1)
 
 
-def hybrid(layout: Layout) -> PreTrainedModel:
-    model = tiny_model()
+def hybrid(layout: Layout, model: PreTrainedModel | None = None) -> PreTrainedModel:
+    model = tiny_model() if model is None else model
     apply_layout(model, layout)
     return model
 
@@ -82,14 +88,14 @@ def test_full_attention_lifts_and_restores_them(tokens: Tensor) -> None:
     gated = tiny_model()
     attach_gates(gated, GateConfig(window=WINDOW, sinks=2, heads=["SG", "GL", "SL", "GG"]), seed=0)
     for model in (hybrid(LAYOUT), gated):
-        before = [(state.windows, state.sinks, state.operator_sinks) for state in layer_states(model)]
+        before = [(state.windows, state.sinks, state.local_sinks) for state in layer_states(model)]
         expected = logits(model, tokens)
         with full_attention(model) as states:
-            assert [state.operator_sinks for state in states] == [0] * 4
+            assert [state.local_sinks for state in states] == [0] * 4
             for state in states:
                 state.windows = (WINDOW, WINDOW)
             assert torch.allclose(logits(model, tokens), masked(tiny_model(), tokens, 0, (True,) * 4), atol=1e-5)
-        assert [(state.windows, state.sinks, state.operator_sinks) for state in layer_states(model)] == before
+        assert [(state.windows, state.sinks, state.local_sinks) for state in layer_states(model)] == before
         assert torch.equal(logits(model, tokens), expected)
 
 
@@ -98,7 +104,7 @@ def test_a_local_head_of_gates_gets_none() -> None:
     model = tiny_model()
     attach_gates(model, GateConfig(window=WINDOW, sinks=2, heads=["GL", "GL", "GL", "SL"]), seed=0)
     assert [state.sinks for state in layer_states(model)] == [(2, 0)] * 4
-    assert [state.operator_sinks for state in layer_states(model)] == [0] * 4
+    assert [state.local_sinks for state in layer_states(model)] == [0] * 4
 
 
 def test_layers_with_a_native_window_get_none() -> None:
@@ -107,10 +113,62 @@ def test_layers_with_a_native_window_get_none() -> None:
     apply_layout(model, LAYOUT)
     native = [state.native_window is not None for state in layer_states(model)]
     assert {*native} == {False, True}
-    assert [state.operator_sinks for state in layer_states(model)] == [0 if one else 3 for one in native]
+    assert [state.local_sinks for state in layer_states(model)] == [0 if one else 3 for one in native]
     assert [layer.local_sinks for layer in SPKVCache(model).layers] == [0 if one else 3 for one in native]
     with every_head_local(model, 2, 3):
-        assert [state.operator_sinks for state in layer_states(model)] == [0 if one else 3 for one in native]
+        assert [state.local_sinks for state in layer_states(model)] == [0 if one else 3 for one in native]
+
+
+class TestNativeWindowOfAllLayers:
+    """Global heads keep the native window, and only local ones see sink tokens."""
+
+    NATIVE = 10
+
+    def model(self) -> PreTrainedModel:
+        return tiny_model("mistral", vocab_size=300, sliding_window=self.NATIVE)
+
+    def test_local_heads_see_the_first_tokens_and_their_window(self, tokens: Tensor) -> None:
+        model = self.model()
+        apply_layout(model, LAYOUT)
+        actual = logits(model, tokens)
+        expected = masked(self.model(), tokens, LAYOUT.sinks, (False, False, True, True), self.NATIVE)
+        assert torch.allclose(actual, expected, atol=1e-5)
+        assert not torch.allclose(actual, logits(hybrid(replace(LAYOUT, sinks=0), self.model()), tokens), atol=1e-3)
+        with every_head_local(model, WINDOW, LAYOUT.sinks):
+            everywhere = logits(model, tokens)
+        assert torch.allclose(everywhere, masked(self.model(), tokens, LAYOUT.sinks, (True,) * 4), atol=1e-5)
+
+    def test_gradients_are_those_under_the_mask(self, tokens: Tensor) -> None:
+        """In training, too, the operator takes the sink tokens of each head."""
+        weights = torch.randn(2, LENGTH, 300, generator=torch.Generator().manual_seed(1))
+        gradients = []
+        for model in (hybrid(LAYOUT, self.model()), self.model()):
+            mask: dict[str, Tensor] = {}
+            if not layer_states(model):
+                model.set_attn_implementation("eager")
+                mask["attention_mask"] = visible_keys(LAYOUT.sinks, (False, False, True, True), self.NATIVE)
+            (model(input_ids=tokens, use_cache=False, **mask).logits * weights).sum().backward()
+            gradients.append(torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None]))
+        assert torch.allclose(*gradients, rtol=1e-3, atol=1e-4)
+
+    def test_a_window_as_wide_as_the_native_one_gets_none(self, tokens: Tensor) -> None:
+        model = hybrid(replace(LAYOUT, window=self.NATIVE), self.model())
+        assert [state.local_sinks for state in layer_states(model)] == [0] * 4
+        assert torch.allclose(logits(model, tokens), logits(self.model(), tokens), atol=1e-5)
+
+    def test_generation_equals_whole_passes(self) -> None:
+        """Beyond the native window in layers of one kind, within it in all."""
+        for heads, native in ((("LL", "GG", "LL", "GG"), self.NATIVE), (LAYOUT.heads, 40)):
+            model = tiny_model("mistral", vocab_size=300, sliding_window=native)
+            model.generation_config.eos_token_id = None
+            apply_layout(model, replace(LAYOUT, heads=heads))
+            check_generation(model)
+
+    def test_learned_sinks_are_for_local_heads(self) -> None:
+        model = hybrid(replace(LAYOUT, heads=("LL", "GL", "GG", "GL"), sinks=0), self.model())
+        add_learned_sinks(model)
+        learned = [layer_learned_sinks(layer) for layer in attention_layers(model).values()]
+        assert [None if one is None else one.logits.numel() for one in learned] == [4, 2, None, 2]
 
 
 def test_scores_distinguish_them(blocks: TokenBlocks, tmp_path: Path) -> None:

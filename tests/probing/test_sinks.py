@@ -53,8 +53,8 @@ def blocks() -> TokenBlocks:
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "a", str(i)) for i in range(6)), opening=(BOS,))
 
 
-def planted_tiny(bias: float = planted.STRONG) -> Qwen2ForCausalLM:
-    model: Any = tiny_model("qwen2", head_dim=8)
+def planted_tiny(bias: float = planted.STRONG, **options: Any) -> Qwen2ForCausalLM:
+    model: Any = tiny_model("qwen2", head_dim=8, **options)
     planted.plant(model, BOS, bias)
     return model  # type: ignore[no-any-return]
 
@@ -157,9 +157,6 @@ class TestNumber:
         assert report((0.31, 0.0, 0.0, 0.0), *weak).number == 1
         assert report((0.29, 0.0, 0.0, 0.0), *weak).number == 0
 
-    def test_is_0_without_a_layer_that_sees_the_first_tokens(self) -> None:
-        assert SinkReport(np.zeros((0, 2, 8)), 2, 0.1, ()).number == 0
-
     def test_is_1_on_the_embedded_model(self) -> None:
         model, tokenizer = spkv_nas.load("embedded:dense")
         texts = [Path(module.__file__ or "").read_text() for module in (np.linalg, pytest, main.__globals__["typer"])]
@@ -189,10 +186,22 @@ class TestChoice:
         assert [parse_sinks(text) for text in (None, "auto", "0", "4")] == [None, None, 0, 4]
 
 
-def test_a_model_whose_layers_all_have_a_window_is_told_that_it_gets_no_sinks(blocks: TokenBlocks) -> None:
-    model = tiny_model("mistral", sliding_window=blocks.block_size)
-    with pytest.warns(UserWarning, match="set sliding_window to null"):
-        assert choose_sinks(model, blocks, WINDOW)[0] == 0
+@pytest.mark.parametrize("signal", ["opening", "duo", "head-gates"])
+def test_a_window_of_all_layers_that_hides_nothing_changes_nothing(signal: str, blocks: TokenBlocks) -> None:
+    """Models whose layers all have a native window got no sink tokens."""
+    sliding = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": blocks.block_size}
+    models = (planted_tiny(), planted_tiny(**sliding))
+    tables = [measure_signal(signal, model, blocks, window=WINDOW, **FEW.get(signal, {})) for model in models]
+    assert [table.sinks for table in tables] == [1, 1]
+    assert tables[0].metadata["sink_mass"] == tables[1].metadata["sink_mass"]
+    assert np.allclose(tables[0].values, tables[1].values, atol=1e-6)
+
+
+def test_a_native_window_hides_the_first_tokens(blocks: TokenBlocks) -> None:
+    """No query that counts sees them, so that sink tokens would only add what the model never saw."""
+    sliding = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": WINDOW + 8}
+    measured = measure_sinks(planted_tiny(**sliding), blocks, WINDOW)
+    assert (measured.first_mass, measured.number) == (0.0, 0)
 
 
 class TestSignals:

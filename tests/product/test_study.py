@@ -12,9 +12,11 @@ from types import ModuleType
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from helpers import write_project
 from paths import ROOT
 
+import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.files import read_json
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
@@ -86,9 +88,15 @@ def test_the_study_runs_and_resumes(
         return capsys.readouterr().out
 
     assert run("prepare", "--only", "tiny") == "0 cells left\n"
-    branch = Path(read_json(runs / "tiny" / "dense.json", "location")["dense"])
-    record = read_json(branch / "run.json", "record")
+    dense = Path(read_json(runs / "tiny" / "dense.json", "location")["dense"])
+    assert dense == results / "tiny" / "model"
+    assert spkv_nas.load(dense)[0].dtype == torch.bfloat16
+    (file,) = (runs / "models" / "branches").rglob("run.json")
+    record = read_json(file, "record")
     assert (record["variant"], record["steps"], record["recipe"]["seed"]) == ("full-attention", 3, 1)
+    shutil.rmtree(runs)  # another machine has the results only: it trains nothing
+    assert run("prepare", "--only", "tiny") == "0 cells left\n"
+    assert not (runs / "models" / "branches").exists()
     run("signals", "--only", "tiny", "--chooser", "opening", "--limit", "1")
     first = results / "tiny" / "signals" / "opening-sinks-0" / "density.csv"
     written = first.stat().st_mtime_ns

@@ -64,11 +64,11 @@ def test_layers_that_are_local_by_design_keep_their_window(
 
 
 def test_a_window_of_all_layers_limits_global_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Global heads of Mistral see the native window, and layers with one have no sink tokens."""
+    """Global heads of Mistral see the native window; its local heads also see the layout's sink tokens."""
     full, layout, gated = costs(tmp_path, capsys, "mistral")
     assert full["kv_cache_bytes"] == pytest.approx(HEAD * 14 * NATIVE)
     assert full["kv_bytes_per_token"] == 0
-    assert layout["kv_cache_bytes"] == pytest.approx(HEAD * (6 * NATIVE + 8 * WINDOW))
+    assert layout["kv_cache_bytes"] == pytest.approx(HEAD * (6 * NATIVE + 8 * (WINDOW + LAYOUT.sinks)))
     assert gated["kv_cache_bytes"] == pytest.approx(HEAD * 14 * (WINDOW + 0.25 * (NATIVE - WINDOW)))
     for row in (layout, gated):
         share = row["kv_cache_bytes"] / full["kv_cache_bytes"]

@@ -66,10 +66,10 @@ class HeadwiseAttention(nn.Module):
                 "logits_soft_cap": getattr(stock.impl, "logits_soft_cap", None) or None,
             }
             names = "_".join(str(first_head + head) for head in part.heads)
-            if self.has_sink and part.window is not None:
+            if self.has_sink and layer.takes_sinks(part.window):
                 options["sinks"] = nn.Parameter(torch.zeros(num_queries), requires_grad=False)
                 self.register_parameter(f"sinks_{number}", options["sinks"])
-            if layer.sinks and part.window is not None:
+            if layer.sinks and layer.takes_sinks(part.window):
                 attention = SinkTokenAttention(*sizes, stock.layer_name, names, vllm_config, **options)
             else:
                 kind = "G" if part.window is None else "L"
@@ -81,7 +81,7 @@ class HeadwiseAttention(nn.Module):
         heads = [head for part in divided for head in part.heads]
         queries = [head * self.group + query for head in heads for query in range(self.group)]
         self.is_ordered = heads == sorted(heads)
-        self.local_heads = [() if part.window is None else part.heads for part in divided]
+        self.local_heads = [part.heads if layer.takes_sinks(part.window) else () for part in divided]
         self.first_head = first_head
         self.register_buffer("head_order", torch.tensor(heads), persistent=False)
         self.register_buffer("query_order", torch.tensor(queries), persistent=False)
@@ -125,7 +125,7 @@ class HeadwiseAttention(nn.Module):
             logits: those of the local heads of all ranks, in order: [local KV heads * group].
             layer: gives the windows of the KV heads of all ranks.
         """
-        local_heads = [head for head, window in enumerate(layer.windows) if window is not None]
+        local_heads = [head for head, window in enumerate(layer.windows) if layer.takes_sinks(window)]
         by_head = dict(zip(local_heads, torch.split(logits, self.group), strict=True))
         loaded = set()
         for number, heads in enumerate(self.local_heads):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from spkv_nas.artifacts.local_layers import layout_window, mark_local_layers
+from spkv_nas.artifacts.local_layers import layout_window, mark_local_layers, takes_sinks
 from spkv_nas.base.errors import UserError
 
 TESTED = "0.32"  # versions of vLLM, as major.minor
@@ -51,6 +51,10 @@ class ServedLayer:
         """Return how many recent keys a head sees in the checkpoint."""
         return self.native_window or _ALL_KEYS
 
+    def takes_sinks(self, window: int | None) -> bool:
+        """Return whether KV heads that see ``window`` recent keys (None: all) get sink tokens or learned sinks."""
+        return window is not None and takes_sinks(self, window)
+
 
 def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     """Return the attention layers in a section by their index in the model.
@@ -72,7 +76,7 @@ def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     for layer, row in zip(layers.values(), layout["heads"], strict=True):
         windows = [layout_window(layer, int(layout["window"]), is_global=head == "G") for head in row]
         layer.windows = tuple(None if window == _ALL_KEYS else window for window in windows)
-        if layer.native_window is None and "L" in row:
+        if any(map(layer.takes_sinks, layer.windows)):
             layer.learned_sinks, layer.sinks = bool(layout.get("learned_sinks")), int(layout.get("sinks", 0))
     return layers
 

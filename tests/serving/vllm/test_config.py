@@ -132,6 +132,17 @@ def test_a_sink_token_is_read(
 
 
 @pytest.mark.usefixtures("engine")
+def test_heads_with_the_native_window_of_all_layers_take_no_sinks() -> None:
+    """Global heads of Mistral 7B v0.1 see its sliding window."""
+    model = tiny_model("mistral", vocab_size=300, sliding_window=20)
+    apply_layout(model, Layout(LAYOUT.heads, LAYOUT.window, sinks=1))
+    layers = list(served_layers(model.config.spkv).values())
+    assert [layer.sinks for layer in layers] == [int("L" in row) for row in LAYOUT.heads]
+    for layer, row in zip(layers, LAYOUT.heads, strict=True):
+        assert [layer.takes_sinks(window) for window in layer.windows] == [letter == "L" for letter in row]
+
+
+@pytest.mark.usefixtures("engine")
 def test_several_sink_tokens_are_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"see the first 2 tokens[^\n]*at most 1 sink token\nconvert .* --sinks 1"):
         AutoConfig.from_pretrained(saved(tmp_path / "hybrid", tiny_tokenizer, sinks=2))

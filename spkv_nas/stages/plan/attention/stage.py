@@ -75,19 +75,17 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     )
     # Compute a row for full attention, each layout, and the density
     common: Any = {"native_windows": native, "element_size": size}
-    has_sinks = not native or None in native  # layers with a native window have no sink tokens
     rows = [_timed(formulas.cost("full attention", shape, tokens, **common), subject, tokens, times)]
     for layout, share in zip(layouts, shares, strict=True):
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
-        reach = layout.local_keys if has_sinks else layout.window
-        row = formulas.cost(title, shape, tokens, density=share, window=reach, **common)
+        row = formulas.cost(title, shape, tokens, density=share, window=layout.local_keys, **common)
         rows.append(_timed(row, subject, tokens, times, layout))
     if options.engine is not None:
         check_no_sliding_layers(subject.num_sliding)
     served = plan_layouts(options, shape, [row.name for row in rows], layouts, tokens)
     if options.density is not None:
         title = f"SP-KV, density {options.density:g}"
-        sinks = (options.sinks or 0) if has_sinks else 0
+        sinks = options.sinks or 0
         row = formulas.cost(title, shape, tokens, density=options.density, window=options.window + sinks, **common)
         rows.append(_timed(row, subject, tokens, times, window=options.window, sinks=sinks))
     if subject.is_mixture:
