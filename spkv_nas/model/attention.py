@@ -150,7 +150,7 @@ class LayerState:
         key = (values, device)
         if key not in self._tensors:
             with torch.inference_mode(False):  # a later backward pass may save it
-                self._tensors = dict(list(self._tensors.items())[-1:])  # of windows and of sinks
+                self._tensors = dict(list(self._tensors.items())[-1:])  # windows and sinks take turns
                 self._tensors[key] = torch.tensor(values, device=device)
         return self._tensors[key]
 
