@@ -157,7 +157,8 @@ class Subject:
         if model is not None:
             file = self.base / model
             return str(file.resolve()) if file.exists() else model
-        if self.kept.is_dir():
+        if self.kept.is_dir() and self.note.is_file():
+            self.facts()  # of the same plan
             return str(self.kept)
         # Train the stable phase, then decay it; an interrupted phase resumes
         folder = self.runs / "models"

@@ -26,6 +26,7 @@ from spkv_nas.artifacts.grid import Grid, OnGrid
 from spkv_nas.artifacts.head_score_rows import file_rows, read_rows
 from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
 from spkv_nas.artifacts.kinds import DENSITY, kind_of
+from spkv_nas.artifacts.local_layers import ConfigLayer, candidate_layers, config_layers
 from spkv_nas.artifacts.positions import read_positions
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.views import grid_html
@@ -114,7 +115,7 @@ class HeadScores(OnGrid):
     @cached_property
     def layers(self) -> list[int]:
         """Return the layers whose heads can be global: all but those that are local by design."""
-        return [layer for layer, window in enumerate(self._native_windows) if window is None]
+        return candidate_layers(self._config_layers)
 
     @property
     def num_candidates(self) -> int:
@@ -124,12 +125,23 @@ class HeadScores(OnGrid):
     @property
     def native_heads(self) -> tuple[int, ...]:
         """Return the window of every KV head that is local by design."""
-        return tuple(window for window in self._native_windows if window is not None for _ in range(self.num_kv_heads))
+        layers = (layer for layer in self._config_layers if layer.is_always_local)
+        return tuple(layer.checkpoint_window for layer in layers for _ in range(self.num_kv_heads))
 
     @property
-    def _native_windows(self) -> list[int | None]:
-        """Return the window by design of every layer, None where heads can be global."""
+    def global_window(self) -> int:
+        """Return how many recent keys a global head sees: all, unless every layer has a native window."""
+        return min(self._config_layers[layer].checkpoint_window for layer in self.layers)
+
+    @property
+    def native_windows(self) -> list[int | None]:
+        """Return the sliding window of every layer in the checkpoint, None for full attention."""
         return self.metadata.get("native_windows") or [None] * self.num_layers
+
+    @cached_property
+    def _config_layers(self) -> list[ConfigLayer]:
+        """Return the layers with their native windows."""
+        return config_layers(self.native_windows)
 
     @property
     def local_sinks(self) -> int | None:

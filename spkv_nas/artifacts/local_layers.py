@@ -84,7 +84,7 @@ def takes_sinks(state: WindowedLayer, window: int) -> bool:
 
 
 def native_windows(states: Sequence[WindowedLayer]) -> dict[str, list[int | None]]:
-    """Return the entry ``native_windows`` for ``probe.yaml``, by layer; empty if no layer is local by design."""
-    if not any(state.is_always_local for state in states):
+    """Return the entry ``native_windows`` for ``probe.yaml``, by layer; empty if no layer has one."""
+    if all(state.native_window is None for state in states):
         return {}
     return {"native_windows": [state.native_window for state in states]}

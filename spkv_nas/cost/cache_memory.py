@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.base.units import ITEM_BYTES, format_bytes
 from spkv_nas.cost.formulas import head_bytes
 
@@ -24,6 +25,7 @@ class CacheCost:
         dtype: of the cache, one of ``ITEM_BYTES``.
         sinks: first tokens that a local head keeps besides its window.
         native_heads: windows of the KV heads that are local by design, whose letter in a layout has no effect.
+        global_window: visible recent keys of a global head, if every layer of the model has a native window.
     """
 
     context: int
@@ -33,6 +35,7 @@ class CacheCost:
     dtype: str
     sinks: int = 0
     native_heads: tuple[int, ...] = ()
+    global_window: int = MAX_WINDOW
 
     def __post_init__(self) -> None:
         """Validate the fields.
@@ -51,12 +54,12 @@ class CacheCost:
     @property
     def global_head(self) -> int:
         """Return the bytes of one global KV head, over all sequences."""
-        return self._head(self.context)
+        return self._head(self.global_window)
 
     @property
     def local_head(self) -> int:
         """Return the bytes of one local KV head, which stores only its window and sink tokens, over all sequences."""
-        return self._head(self.window + self.sinks)
+        return self._head(self.window + self.sinks) if self.window < self.global_window else self.global_head
 
     def total(self, num_global: int, num_heads: int) -> int:
         """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""

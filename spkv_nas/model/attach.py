@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
 from spkv_nas.artifacts.grid import check_grid
-from spkv_nas.artifacts.local_layers import mark_local_layers
+from spkv_nas.artifacts.local_layers import layout_window, mark_local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import (
     GLOBAL_WINDOW,
@@ -131,12 +131,11 @@ def detached(model: PreTrainedModel) -> Iterator[None]:
 
 
 def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int]) -> list[str | None]:
-    """Return the head letters (S, G or L) of each attention layer; None for a layer with a native sliding window.
+    """Return the head letters (S, G or L) of each hooked layer; None for a layer that is local by design.
 
     Raises ``UserError`` if ``config.heads`` does not fit the model.
     """
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
-    local = {i for i, kind in enumerate(kinds) if kind == "sliding_attention"}
+    local = {i for i, state in enumerate(layer_states(model)) if state.is_always_local}
     if config.heads is None:
         return [None if i in local else GATED * heads for i, heads in enumerate(num_kv_heads)]
     check_heads("the grid of the gates' heads", [len(row) for row in config.heads], num_kv_heads)
@@ -159,7 +158,7 @@ def install_gates(
         layer.utility_predictor = UtilityPredictor(model_size, row, config).to(device)
     else:
         layer.utility_predictor = FixedGates(row)
-        state.windows = tuple(GLOBAL_WINDOW if letter == GLOBAL else config.window for letter in row)
+        state.windows = tuple(layout_window(state, config.window, is_global=letter == GLOBAL) for letter in row)
 
 
 def hook_layers(model: PreTrainedModel) -> None:

@@ -62,7 +62,7 @@ def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = 
     """Add learned sinks to the local heads of a hybrid, in place: trainable float32 parameters (``learned_sinks.py``).
 
     They belong to its layout: ``full_attention`` and other layouts are without them. Layers with a native sliding
-    window get none, because they were trained without.
+    window beside layers of full attention get none, because they were trained without.
 
     Args:
         model: a model with a layout.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.defaults import SINK_TOKENS, STRONG_SINK
+from spkv_nas.artifacts.local_layers import candidate_layers
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.batches import block_tokens
@@ -182,36 +183,38 @@ def measure_sinks(
     start = max(1, min(window + _POSITIONS, blocks.block_size - 1))  # first query that counts
     num_positions = min(_POSITIONS, max(1, start + 1 - window))  # of keys outside the window of the first query
     with full_attention(model) as states, _watch_activations(model) as activations:
-        sums: dict[int, Tensor] = {}  # [Hq, positions] by layer, summed over queries and blocks
-        for layer, state in enumerate(states):
-            if not state.is_always_local:
-                state.observer = _observer(sums, layer, state.checkpoint_window, start, num_positions)
+        candidates = candidate_layers(states)
+        # Queries beyond a native window do not see the first token
+        stop = max(start, min(blocks.block_size, *(states[layer].checkpoint_window for layer in candidates)))
+        sums = {layer: torch.zeros(0) for layer in candidates}  # [Hq, positions], summed over queries and blocks
+        for layer in candidates:
+            states[layer].observer = _observer(sums, layer, slice(start, stop), num_positions)
         for block in range(blocks.num_blocks):  # one by one, to bound memory
             model.get_decoder()(input_ids=block_tokens(blocks, block, 1, model.device), use_cache=False)
         num_kv_heads = states[0].num_kv_heads
-    queries = np.arange(start, blocks.block_size)
-    layers = [sums[layer].cpu().double().numpy() for layer in sorted(sums)]
-    mass = np.stack(layers) / (len(queries) * blocks.num_blocks)
+    queries = np.arange(start, stop)
+    mass = np.stack([total.cpu().double().numpy() for total in sums.values()]) / max(
+        1, len(queries) * blocks.num_blocks
+    )
     if not np.isfinite(mass).all():
         raise UserError(
             "the model's attention is not finite\nits weights are damaged or diverged, or its activations overflow in "
             "its dtype: load it in float32 (--dtype float32)"
         )
-    return SinkReport(mass, num_kv_heads, float((1.0 / (queries + 1)).mean()), tuple(activations.values()))
+    average = float((1.0 / (queries + 1)).mean()) if len(queries) else 0.0
+    return SinkReport(mass, num_kv_heads, average, tuple(activations.values()))
 
 
-def _observer(sums: dict[int, Tensor], layer: int, native: int, start: int, num_positions: int) -> Callable[..., None]:
-    """Return an attention observer that adds one layer's weights on the first keys to ``sums``.
-
-    No query sees more than ``native`` keys.
-    """
+def _observer(sums: dict[int, Tensor], layer: int, queries: slice, num_positions: int) -> Callable[..., None]:
+    """Return an attention observer that adds one layer's weights on the first keys to ``sums``."""
 
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
         total = torch.zeros(q.shape[1], num_positions, device=q.device)
-        window = min(native, k.shape[2])
-        for _, weights in attention_weights(q, k, scale, window=window, start=start, sink_logits=sink_logits):
+        q, k = q[:, :, : queries.stop], k[:, :, : queries.stop]
+        parts = attention_weights(q, k, scale, window=queries.stop, start=queries.start, sink_logits=sink_logits)
+        for _, weights in parts:
             total += weights[..., :num_positions].sum((0, -2)).flatten(0, 1)  # [Hq, positions]
-        sums[layer] = sums[layer] + total if layer in sums else total
+        sums[layer] = sums[layer] + total if len(sums[layer]) else total
 
     return observe
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +92,7 @@ class Requirements:
         """
         if self.context is None:
             return None
-        cache_facts = {}
+        cache_facts: dict[str, Any] = {}
         for fact, option in (("head_dim", "head_dim"), ("dtype", "kv_dtype")):
             value = getattr(self, option) or table.metadata.get(fact)
             if value is None:
@@ -101,10 +102,10 @@ class Requirements:
             cache_facts[fact] = value
         window = window or table.window or DEFAULT_WINDOW
         sizes: tuple[int, int, int] = (self.context, self.batch, window)
-        sinks, native = table.sinks, table.native_heads
+        cache_facts |= {"native_heads": table.native_heads, "global_window": table.global_window}
         if self.serving is None:
-            return CacheCost(*sizes, sinks=sinks, native_heads=native, **cache_facts)
-        return EngineCost(*sizes, sinks=sinks, native_heads=native, serving=self.serving, **cache_facts)
+            return CacheCost(*sizes, sinks=table.sinks, **cache_facts)
+        return EngineCost(*sizes, sinks=table.sinks, serving=self.serving, **cache_facts)
 
     def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> Limit:
         """Resolve the budget to a limit in heads, or in the unit of the weights.

@@ -28,7 +28,7 @@ def cache_share(table: HeadScores, density: float) -> float:
     """
     local_keys = (table.window or DEFAULT_WINDOW) + table.sinks
     if not table.native_heads:
-        return visible_keys(CONTEXT, density=density, window=local_keys) / CONTEXT
+        return visible_keys(_reach(table), density=density, window=local_keys) / _reach(table)
     num_local = max(0.0, (1.0 - density) * table.num_heads - len(table.native_heads))
     keys = density * table.num_heads * CONTEXT + num_local * min(local_keys, CONTEXT) + _native_keys(table)
     return keys / _full_keys(table)
@@ -42,7 +42,12 @@ def full_bytes(table: HeadScores) -> float | None:
 
 def _full_keys(table: HeadScores) -> int:
     """Return the keys that all heads of the unchanged model keep of one sequence of ``CONTEXT`` tokens."""
-    return table.num_candidates * CONTEXT + _native_keys(table)
+    return table.num_candidates * _reach(table) + _native_keys(table)
+
+
+def _reach(table: HeadScores) -> int:
+    """Return those of a global head."""
+    return min(CONTEXT, table.global_window)
 
 
 def _native_keys(table: HeadScores) -> int:

@@ -16,7 +16,7 @@ function count(mask) { return mask.reduce((number, isGlobal) => number + isGloba
 function bytes(cache, budget, total, context) {
   const native = cache.native || []; /* windows of heads that are local by design */
   const local = Math.max(0, total - budget - native.length) * Math.min(cache.window + (cache.sinks || 0), context);
-  return cache.token * (budget * context + local + native.reduce((sum, window) => sum + Math.min(window, context), 0));
+  return cache.token * (budget * Math.min(context, cache.global || context) + local + native.reduce((sum, window) => sum + Math.min(window, context), 0));
 }
 /* Seconds per decoded token over all layers: interpolated between measurements, or else the roofline bound. */
 function seconds(times, cache, heads, mask, context) {
@@ -25,7 +25,7 @@ function seconds(times, cache, heads, mask, context) {
     const next = Math.max(1, knots.findIndex(knot => knot >= value));
     return [next - 1, (value - knots[next - 1]) / (knots[next] - knots[next - 1])];
   };
-  if (!measured || cache.native || cache.window !== window || context < contexts[0] || context > contexts[contexts.length - 1])
+  if (!measured || cache.native || cache.global < context || cache.window !== window || context < contexts[0] || context > contexts[contexts.length - 1])
     return [bytes(cache, count(mask), mask.length, context) / bandwidth, "at least, when decoding (" + times.bound + ")"];
   const [row, rowFraction] = contexts.length > 1 ? between(context, contexts) : [0, 0];
   /* a sink token of a local head counts as that share of a global head's further keys */

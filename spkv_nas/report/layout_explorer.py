@@ -21,6 +21,7 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import yaml_line
+from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.cost.roofline import find_hardware
 from spkv_nas.proposal.coverage import coverage, densest_candidates, provenance
@@ -252,9 +253,10 @@ def _origin(table: HeadScores) -> Mapping[str, Any]:
 def _cache(table: HeadScores) -> dict[str, Any] | None:
     """Return the bytes of a token in a KV head, and what local heads see; None if they are not recorded."""
     token = token_bytes(table)
-    reach = {"sinks": table.sinks} if table.sinks else {}
-    native = {"native": table.native_heads} if table.native_heads else {}
-    return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW, **reach, **native}
+    reach: dict[str, Any] = {"sinks": table.sinks} if table.sinks else {}
+    reach |= {"native": table.native_heads} if table.native_heads else {}
+    reach |= {"global": table.global_window} if table.global_window < MAX_WINDOW else {}
+    return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW, **reach}
 
 
 def _times(calibration: Calibration | None) -> dict[str, Any]:

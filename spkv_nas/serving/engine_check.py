@@ -136,7 +136,7 @@ def compare_with_engine(
         folder: exported model folder.
         engine: one of ``PROGRAMS``.
         layout: the layout that the engine must run; None: that of the folder.
-        num_prompt: tokens of the prompt, more than the window; None: 128 more.
+        num_prompt: tokens of the prompt, more than the window; None: 128 more than any window of the model.
         python: Python of the engine's environment; None: this one.
 
     Raises:
@@ -208,11 +208,14 @@ class _Reference:
         self.model, self.layout, self.tokens, self.is_native = model, layout, tokens, is_native
         self.states: list[LayerState] = layer_states(model)
         self.learned = [state.learned_sinks for state in self.states]
-        self.has_sinks = any(sinks for state in self.states for sinks in state.sinks)  # not beside native windows
         self.windows: Windows = tuple(state.head_windows(gated=False) for state in self.states)
         if is_native:
             by_letter = {GLOBAL: GLOBAL_WINDOW, LOCAL: layout.window}
             self.windows = tuple(tuple(by_letter[letter] for letter in row) for row in layout.heads)
+            for state in self.states:
+                state.native_window, state.is_always_local = None, False
+        rows = zip(self.states, self.windows, strict=True)
+        self.has_sinks = layout.sinks > 0 and any(takes_sinks(state, window) for state, row in rows for window in row)
 
     @property
     def without_layout(self) -> Windows:
@@ -226,6 +229,23 @@ class _Reference:
     def full_attention(self) -> Windows:
         """Return windows with which every head sees all keys."""
         return tuple((GLOBAL_WINDOW,) * len(row) for row in self.windows)
+
+    def whole(self, layer: int) -> int:
+        """Return how many keys a global head of a layer sees; in layers that are local by design, all keys."""
+        state = self.states[layer]
+        return GLOBAL_WINDOW if state.is_always_local else state.checkpoint_window
+
+    def describe(self, changed: Windows) -> list[str]:
+        """Describe each layer whose windows differ from the layout's, by the letters of its heads."""
+
+        def letters(layer: int, row: tuple[int, ...]) -> str:
+            return "".join(GLOBAL if window >= self.whole(layer) else LOCAL for window in row)
+
+        return [
+            f"layer {layer}: the engine runs {letters(layer, new)} instead of {letters(layer, old)}"
+            for layer, (old, new) in enumerate(zip(self.windows, changed, strict=True))
+            if old != new
+        ]
 
     @torch.no_grad()
     def run(self, windows: Windows, sinks: int | None = None) -> tuple[Tensor, Tensor]:
@@ -254,7 +274,7 @@ def _findings(reference: _Reference, logprobs: Tensor, folder_layout: Layout | N
     if folder_layout is not None:
         of_folder = tuple(layout_windows(reference.model, folder_layout))
         if of_folder not in tried and float(difference(of_folder).max()) <= TOLERANCE:
-            return [f"{line}, as the folder's config says" for line in _changed_layers(windows, of_folder)]
+            return [f"{line}, as the folder's config says" for line in reference.describe(of_folder)]
     for changed, name in ((reference.without_layout, "the dense checkpoint"), (reference.full_attention, "no windows")):
         if changed not in tried and float(difference(changed).max()) <= TOLERANCE:
             return [f"the engine runs {name} in every layer"]
@@ -264,18 +284,19 @@ def _findings(reference: _Reference, logprobs: Tensor, folder_layout: Layout | N
     closeness: dict[int, float] = {}
     local = reference.layout.window
     for layer, row in enumerate(windows):
-        for changed in _changes(windows, layer, {(window,) * len(row) for window in (local, GLOBAL_WINDOW)} - {row}):
+        equal = {(window,) * len(row) for window in (local, reference.whole(layer))}
+        for changed in _changes(windows, layer, equal - {row}):
             error = difference(changed)
             if float(error.max()) <= TOLERANCE:
-                return _changed_layers(windows, changed)
+                return reference.describe(changed)
             closeness[layer] = min(closeness.get(layer, float("inf")), float(error.mean()))
     for layer in sorted(closeness, key=closeness.__getitem__)[:_CLOSEST]:
-        row = windows[layer]
-        flipped = [GLOBAL_WINDOW if window < GLOBAL_WINDOW else local for window in row]
+        row, whole = windows[layer], reference.whole(layer)
+        flipped = [whole if window < whole else local for window in row]
         alternatives = {(*row[:head], flipped[head], *row[head + 1 :]) for head in range(len(row))}
         for changed in _changes(windows, layer, alternatives):
             if float(difference(changed).max()) <= TOLERANCE:
-                return _changed_layers(windows, changed)
+                return reference.describe(changed)
     return ["no change of the windows of one layer explains the difference"]
 
 
@@ -284,21 +305,8 @@ def _changes(windows: Windows, layer: int, alternatives: set[tuple[int, ...]]) -
     return [(*windows[:layer], row, *windows[layer + 1 :]) for row in sorted(alternatives)]
 
 
-def _changed_layers(expected: Windows, actual: Windows) -> list[str]:
-    """Describe each layer whose windows differ, by the letters of its heads."""
-
-    def letters(row: tuple[int, ...]) -> str:
-        return "".join(GLOBAL if window == GLOBAL_WINDOW else LOCAL for window in row)
-
-    return [
-        f"layer {layer}: the engine runs {letters(new)} instead of {letters(old)}"
-        for layer, (old, new) in enumerate(zip(expected, actual, strict=True))
-        if old != new
-    ]
-
-
 def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int]:
-    """Draw random tokens: as many as ``length``, or by default beyond the window as far as positions allow."""
+    """Draw random tokens: as many as ``length``, or by default beyond all windows as far as positions allow."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     if length is not None and not window < length <= longest - _STEPS:
         raise UserError(
@@ -306,7 +314,8 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
             f"{longest - _STEPS:,} tokens, so that {_STEPS} new ones fit in the model's {longest:,} positions\n"
             "choose another --prompt-tokens"
         )
-    length = length or min(window + _BEYOND, longest - _STEPS)
+    finite = [w for state in layer_states(model) for w in state.head_windows(gated=False) if w < GLOBAL_WINDOW]
+    length = length or min(max([window, *finite]) + _BEYOND, longest - _STEPS)
     if length <= window:
         raise UserError(
             f"the model has {longest} positions, too few for a prompt longer than the window of {window}: full "

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.local_layers import takes_sinks
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
@@ -34,8 +35,8 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
         blocks: training text.
 
     Returns:
-        float32 [Hq] on the CPU for each attention layer; 0 for layers with a native sliding window, which get no
-        learned sinks.
+        float32 [Hq] on the CPU for each attention layer; 0 for layers whose heads get none
+        (``takes_sinks``).
 
     Raises:
         UserError: blocks are so short that no key is hidden, or the model has learned sinks of its own.
@@ -52,21 +53,25 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
     with full_attention(model) as states:
         sums = [torch.zeros(num_heads, dtype=torch.float64) for _ in states]
         for state, total in zip(states, sums, strict=True):
-            if not state.is_always_local:
-                state.observer = _adder(total, layout)
+            if takes_sinks(state, layout.window):
+                state.observer = _adder(total, layout, state.checkpoint_window)
         for index in range(part.num_blocks):
             model.get_decoder()(input_ids=block_tokens(part, index, 1, model.device), use_cache=False)
     return [(total / part.num_blocks).float() for total in sums]
 
 
-def _adder(total: Tensor, layout: Layout) -> Callable[..., None]:
-    """Return an observer that adds the mean score of a block's first hidden token to ``total`` [Hq]."""
-    hidden, first_query = layout.sinks, layout.sinks + layout.window
+def _adder(total: Tensor, layout: Layout, native: int) -> Callable[..., None]:
+    """Return an observer that adds the mean score of a block's first hidden token to ``total`` [Hq].
+
+    The mean is over the queries from which the layout hides it, but not the window ``native`` of the checkpoint.
+    """
+    hidden = layout.sinks
+    queries = slice(hidden + layout.window, hidden + native)
 
     def add(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
         if sink_logits is not None:
             raise native_sinks_error()
-        query = q[0, :, first_query:].cpu().double().mean(1)  # [Hq, D]; the mean of scores is the score of the mean
+        query = q[0, :, queries].cpu().double().mean(1)  # [Hq, D]; the mean of scores is the score of the mean
         key = k[0, :, hidden].cpu().double().repeat_interleave(len(query) // k.shape[1], 0)
         total.add_((query * key).sum(-1), alpha=scale)
 

@@ -182,6 +182,19 @@ class TestProtocol:
             read.rule = streaming(protocol())
             assert not torch.allclose(logits(model, tokens), logits(tiny_model("gemma3_text"), tokens), atol=1e-3)
 
+    def test_a_native_window_of_all_layers_must_hold_a_block(self) -> None:
+        tokens = torch.randint(97, (2, BLOCK))
+        for native in (BLOCK, BLOCK - 1):
+            model = tiny_model("mistral", sliding_window=native)
+            with reading(model) as read:
+                assert read.num_heads == 8
+                read.rule = heavy_hitters(protocol(), 1.0)
+                if native == BLOCK:
+                    torch.testing.assert_close(logits(model, tokens), logits(tiny_model("mistral"), tokens))
+                else:
+                    with pytest.raises(UserError, match="longer than the model's own sliding window"):
+                        logits(model, tokens)
+
     def test_evicted_keys_do_not_come_back(self) -> None:
         model, tokens = tiny_model(), torch.randint(97, (1, BLOCK), generator=torch.Generator().manual_seed(1))
         held: list[Tensor] = []

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import spkv_nas
+from spkv_nas import GateConfig, attach_gates, detach, set_gate_mode
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
@@ -25,6 +26,7 @@ from spkv_nas.model.density_tracker import layout_density
 from spkv_nas.model.export.export import export
 from spkv_nas.model.export.native import native_config
 from spkv_nas.model.export.target import TargetError
+from spkv_nas.model.gates import predictors
 from spkv_nas.model.windows import apply_layout, every_head_local
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.proposal.constraints import Constraints, solve
@@ -92,6 +94,19 @@ class TestLayouts:
         assert {state.windows for state in layer_states(model)} == {(WINDOW, 10)}
         apply_layout(model, Layout(("LG",) * 4, 20))
         assert {state.windows for state in layer_states(model)} == {(10, 10)}
+
+    def test_gates_are_where_heads_can_be_global(self, text: Tensor) -> None:
+        """Layers of a Qwen2 with a window everywhere got none, and global heads beside gates no native window."""
+        sliding = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 10}
+        model = tiny_model("qwen2", vocab_size=300, **sliding)
+        expected = logits(model, text)
+        attach_gates(model, GateConfig(window=WINDOW))
+        assert len(predictors(model)) == 4
+        detach(model)
+        attach_gates(model, GateConfig(window=WINDOW, heads=["GG", "GG", "GG", "SG"]))
+        set_gate_mode(model, "open")
+        assert torch.allclose(logits(model, text[:, :10]), expected[:, :10], atol=1e-5)
+        assert [state.windows for state in layer_states(model)][:3] == [(10, 10)] * 3
 
     def test_the_density_counts_global_heads(self) -> None:
         model = tiny_model("mistral", vocab_size=300, sliding_window=10)
@@ -192,6 +207,29 @@ class TestProposals:
         assert requirements.limit(table, None, None).budget == 2
         assert Requirements(context=100, kv_bytes="1MB").limit(table, None, None).budget == 4
 
+    def test_a_window_of_all_layers_limits_global_heads(self, table: HeadScores) -> None:
+        """Two of eight heads are local, with a window of 10 and a sink token; the others see 40 keys."""
+        table = replace(table, metadata={**table.metadata, "native_windows": [40] * 4, "sinks": 1})
+        assert (table.layers, table.native_heads, table.global_window) == ([0, 1, 2, 3], (), 40)
+        cost = Requirements(context=100, kv_bytes="10KB").cache_cost(table, None)
+        assert cost is not None
+        assert cost.total(6, 8) == 32 * (6 * 40 + 2 * 11)
+        wide = Requirements(context=100, kv_bytes="10KB").cache_cost(table, 50)
+        assert wide is not None
+        assert wide.total(6, 8) == 32 * 8 * 40
+        assert full_bytes(table) == 32 * 8 * 40
+        assert cache_share(table, 6 / 8) == pytest.approx((6 * 40 + 2 * 11) / (8 * 40))
+        inputs = ReportInputs(table, {})
+        data = explorer_data(inputs, conclude(inputs))
+        assert data is not None
+        assert data["signals"][0]["cache"] == {"token": 32.0, "window": 10, "sinks": 1, "global": 40}
+
+    def test_probe_yaml_records_it(self, blocks: TokenBlocks) -> None:
+        model = tiny_model("mistral", vocab_size=300, sliding_window=20)
+        table = measure_signal("opening", model, blocks, window=WINDOW)
+        assert table.metadata["native_windows"] == [20] * 4
+        assert (table.global_window, table.num_candidates) == (20, 8)
+
     def test_the_page_counts_them(self, table: HeadScores) -> None:
         full = 4 * CONTEXT + 4 * 4
         assert full_bytes(table) == 32 * full
@@ -215,6 +253,13 @@ class TestNativeExport:
             native_config(config, Layout(("GG", "LL", "GL", "GG"), 6))
         with pytest.raises(TargetError, match="layers 1 mix global and local heads"):
             native_config(config, Layout(("GG", "GL", "GL", "GG"), 8))
+
+    def test_sink_tokens_of_models_with_a_window_everywhere_are_refused(self) -> None:
+        """They were found missing only when the written folder was compared."""
+        config = tiny_model("mistral", sliding_window=20).config
+        with pytest.raises(TargetError, match="its local heads see 2 sink tokens"):
+            native_config(config, Layout(ALL_LOCAL, 6, sinks=2))
+        assert native_config(config, Layout(ALL_GLOBAL, 6, sinks=2)).sliding_window == 20
 
     def test_the_encoding_of_gemma_refuses_other_layers(self) -> None:
         config = tiny_model("gemma3_text").config

@@ -197,11 +197,13 @@ def test_a_window_of_all_layers_that_hides_nothing_changes_nothing(signal: str, 
     assert np.allclose(tables[0].values, tables[1].values, atol=1e-6)
 
 
-def test_a_native_window_hides_the_first_tokens(blocks: TokenBlocks) -> None:
-    """No query that counts sees them, so that sink tokens would only add what the model never saw."""
-    sliding = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": WINDOW + 8}
-    measured = measure_sinks(planted_tiny(**sliding), blocks, WINDOW)
-    assert (measured.first_mass, measured.number) == (0.0, 0)
+@pytest.mark.parametrize(("native", "number"), [(WINDOW + 8, 0), (WINDOW + 12, 1)])
+def test_only_queries_that_see_the_first_tokens_count(native: int, number: int, blocks: TokenBlocks) -> None:
+    """A native window hides them from later queries, and from all that count if it is short."""
+    model = planted_tiny(use_sliding_window=True, max_window_layers=0, sliding_window=native)
+    measured = measure_sinks(model, blocks, WINDOW)
+    assert measured.number == number
+    assert (measured.first_mass > 0.3) == (measured.num_strong > 4) == bool(number)
 
 
 class TestSignals:

@@ -137,6 +137,60 @@ def test_sink_tokens_that_the_engine_does_not_run_are_named(
 
 
 @pytest.mark.usefixtures("in_process")
+def test_a_native_form_without_the_sink_tokens_of_a_layout_fails(dense: Path, tmp_path: Path) -> None:
+    """Its sliding layers counted as local by design, which get no sink tokens, so that it passed."""
+    export(LAYERS, dense, tmp_path / "native")
+    check = compare_with_engine(tmp_path / "native", "transformers", layout=replace(LAYERS, sinks=1))
+    assert not check.passed
+    assert check.sink_difference == pytest.approx(check.difference, rel=1e-3)
+    assert check.findings == ["the engine runs local heads without the sink tokens"]
+
+
+@pytest.mark.usefixtures("in_process")
+class TestNativeWindowOfAllLayers:
+    """Global heads of Mistral see its sliding window."""
+
+    @pytest.mark.parametrize(
+        ("answered", "finding"),
+        [
+            (("GG", "LL", "LL", "LL"), "layer 3: the engine runs LL instead of GG"),
+            (("GG", "GG", "LL", "GG"), "layer 1: the engine runs GG instead of LL"),
+            (("GG",) * 4, "the engine runs the dense checkpoint in every layer"),
+        ],
+    )
+    def test_a_wrong_layer_is_named(
+        self,
+        answered: tuple[str, ...],
+        finding: str,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        save(lively("mistral", sliding_window=24), tiny_tokenizer, tmp_path / "dense")
+        for name, heads in (("right", LAYERS.heads), ("wrong", answered)):
+            export(replace(LAYERS, heads=heads, sinks=1), tmp_path / "dense", tmp_path / name, to="spkv")
+        assert compare_with_engine(tmp_path / "right", "transformers").passed
+        ask = engine_check._ask
+        monkeypatch.setattr(engine_check, "_ask", lambda _, *arguments: ask(tmp_path / "wrong", *arguments))
+        check = compare_with_engine(tmp_path / "right", "transformers")
+        assert not check.passed
+        assert check.findings == [finding]
+
+    def test_the_prompt_is_longer_than_the_native_window(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(lively("mistral", sliding_window=200), tiny_tokenizer, tmp_path / "dense")
+        export(LAYERS, tmp_path / "dense", tmp_path / "right", to="spkv")
+        save(lively("mistral", sliding_window=None), tiny_tokenizer, tmp_path / "unlimited")
+        export(LAYERS, tmp_path / "unlimited", tmp_path / "wrong", to="spkv")
+        ask = engine_check._ask
+        monkeypatch.setattr(engine_check, "_ask", lambda _, *arguments: ask(tmp_path / "wrong", *arguments))
+        check = compare_with_engine(tmp_path / "right", "transformers")
+        assert check.num_prompt == 328
+        assert not check.passed
+
+
+@pytest.mark.usefixtures("in_process")
 def test_a_check_that_proves_nothing_fails(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the layout the tokens get the same log-probabilities, as where every key is in the window."""
     export(HEADS, dense, tmp_path / "hybrid")

@@ -77,6 +77,24 @@ class TestFirstValues:
                 scores = q[:, head] @ k[:, head // 2].mT * scale
                 assert float(actual[layer][head]) == pytest.approx(float(scores[:, 8:, 2].mean()), rel=1e-5)
 
+    @pytest.mark.parametrize("native", [10, 16])
+    def test_of_queries_within_a_native_window(self, native: int, blocks: TokenBlocks) -> None:
+        """In a model whose layers all have one, it also hides the token, from later queries."""
+        model = tiny_model("mistral", vocab_size=300, sliding_window=native)
+        actual = measure_initial_sinks(model, self.LAYOUT, blocks)[0]
+        calls: list[tuple[Tensor, Tensor, float]] = []
+        with torch.no_grad(), full_attention(model) as states:
+            states[0].observer = lambda q, k, v, scale: calls.append((q.double(), k.double(), scale))
+            model(input_ids=torch.from_numpy(blocks.tokens).long())
+        [(q, k, scale)] = calls
+        for head in range(4):
+            scores = q[:, head] @ k[:, head // 2].mT * scale
+            assert float(actual[head]) == pytest.approx(float(scores[:, 8 : 2 + native, 2].mean()), rel=1e-5)
+
+    def test_of_a_window_as_wide_as_the_native_one(self, blocks: TokenBlocks) -> None:
+        model = tiny_model("mistral", vocab_size=300, sliding_window=self.LAYOUT.window)
+        assert not torch.cat(measure_initial_sinks(model, self.LAYOUT, blocks)).any()
+
     def test_blocks_that_hide_nothing(self, blocks: TokenBlocks) -> None:
         layout = replace(self.LAYOUT, window=blocks.block_size - 2)
         with pytest.raises(UserError, match="30 keys and 2 sink tokens hide nothing in blocks of 32 tokens"):

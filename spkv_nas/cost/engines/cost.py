@@ -33,7 +33,7 @@ class EngineCost(CacheCost):
         """
         super().__post_init__()
         self.serving.engine.check_sinks(self.sinks, "leave out --engine, or use fewer --sinks")
-        if self.native_heads:
+        if self.native_heads or self.global_window < self.context:
             raise UserError(
                 "layers of the model have a sliding window by design, which --engine does not count\nleave out --engine"
             )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.baselines import EXACT
+from spkv_nas.base.errors import UserError
 from spkv_nas.evaluation.baselines.protocol import Chunk, Protocol, See, chunked_attention
 from spkv_nas.model.attention import attention_layers, layer_state
 from spkv_nas.model.windows import full_attention
@@ -80,12 +81,12 @@ def reading(model: PreTrainedModel) -> Iterator[Reading]:
         UserError: if the model cannot be hooked (``model.attention``).
     """
     with full_attention(model) as states, ExitStack() as hooks:
-        layers = [layer for layer in attention_layers(model).values() if layer_state(layer).native_window is None]
-        reader = Reading(layers, sum(state.num_kv_heads for state in states if state.native_window is None))
+        layers = [layer for layer in attention_layers(model).values() if not layer_state(layer).is_always_local]
+        reader = Reading(layers, sum(state.num_kv_heads for state in states if not state.is_always_local))
         for layer_index, layer in enumerate(layers):
             hidden: list[Tensor] = []
             hooks.callback(layer.register_forward_pre_hook(_see_input(hidden), with_kwargs=True).remove)
-            layer_state(layer).observer = _observer(reader, layer_index, hidden)
+            layer_state(layer).observer = _observer(reader, layer_index, hidden, layer_state(layer).checkpoint_window)
         yield reader
 
 
@@ -98,10 +99,15 @@ def _see_input(hidden: list[Tensor]) -> Callable[[nn.Module, Any, dict[str, Any]
     return see
 
 
-def _observer(reader: Reading, layer: int, hidden: list[Tensor]) -> Any:
-    """Return the attention replacement that applies the rule to one layer."""
+def _observer(reader: Reading, layer: int, hidden: list[Tensor], native: int) -> Any:
+    """Return the attention replacement that applies the rule to one layer, whose window in the checkpoint is given."""
 
     def observe(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
+        if k.shape[2] > native:
+            raise UserError(
+                f"blocks of {k.shape[2]} tokens are longer than the model's own sliding window of {native} keys, which "
+                "these rules do not apply\ngive a smaller --block-size"
+            )
         if reader.rule is None:
             return None
         out, num_kept = reader.rule(Read(layer, reader.block, hidden[0], q, k, v, scale))

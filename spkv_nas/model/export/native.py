@@ -12,10 +12,13 @@ are refused here; ``verify_export.py`` detects the others.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spkv_nas.artifacts.local_layers import ConfigLayer, config_layers, layout_window, takes_sinks
+from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.model.export.engines import GUARD_KEYS, form_name, guards
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
@@ -142,9 +145,8 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
 
 def layer_kinds(config: PreTrainedConfig, layout: Layout) -> list[str]:
     """Return ``layer_types`` for a layout of whole layers of ``config``'s model."""
-    from spkv_nas.model.attention import GLOBAL_WINDOW
-
-    return [_FULL if GLOBAL_WINDOW in row else _SLIDING for row in _windows(config, layout)]
+    layers = _layers(config, layout)
+    return [_FULL if MAX_WINDOW in row else _SLIDING for row in _windows(layers, layout)]
 
 
 def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
@@ -153,10 +155,9 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
     Raises:
         TargetError: ``layer_types`` cannot express it: sink tokens, layers that mix heads, or more than one window.
     """
-    from spkv_nas.model.attention import GLOBAL_WINDOW
-
-    windows, kinds = _windows(config, layout), _native_kinds(config, layout)
-    if layout.sinks and any(kind == _FULL and "L" in row for kind, row in zip(kinds, layout.heads, strict=True)):
+    layers = _layers(config, layout)
+    windows = _windows(layers, layout)
+    if layout.sinks and any(takes_sinks(layer, min(row)) for layer, row in zip(layers, windows, strict=True)):
         tokens = f"{layout.sinks} sink token{'s' if layout.sinks > 1 else ''}"
         raise TargetError(
             f"its local heads see {tokens}, which layer_types cannot express (remove them with "
@@ -164,7 +165,7 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
         )
     if mixed := [layer for layer, row in enumerate(windows) if len(row) > 1]:
         raise TargetError(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot express")
-    local = sorted(set().union(*windows) - {GLOBAL_WINDOW})
+    local = sorted(set().union(*windows) - {MAX_WINDOW})
     if len(local) > 1:
         raise TargetError(
             f"its layers have windows of {' and '.join(map(str, local))} keys, of which layer_types can express one"
@@ -172,17 +173,17 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
     return local[0] if local else layout.window
 
 
-def _windows(config: PreTrainedConfig, layout: Layout) -> list[set[int]]:
-    """Return the windows of the heads of every layer, which layers with a native window limit (``local_layers.py``)."""
-    from spkv_nas.artifacts.local_layers import layout_window, mark_local_layers
-    from spkv_nas.model.attention import LayerState
-
+def _layers(config: PreTrainedConfig, layout: Layout) -> list[ConfigLayer]:
+    """Return the layers of a model with their native windows."""
     kinds = _native_kinds(config, layout)
-    states = [LayerState(layout.num_kv_heads, config.sliding_window if kind == _SLIDING else None) for kind in kinds]
-    mark_local_layers(states)
+    return config_layers([config.sliding_window if kind == _SLIDING else None for kind in kinds])
+
+
+def _windows(layers: Sequence[ConfigLayer], layout: Layout) -> list[set[int]]:
+    """Return the windows of the heads of every layer, which layers with a native window limit (``local_layers.py``)."""
     return [
-        {layout_window(state, layout.window, is_global=letter == "G") for letter in row}
-        for state, row in zip(states, layout.heads, strict=True)
+        {layout_window(layer, layout.window, is_global=letter == "G") for letter in row}
+        for layer, row in zip(layers, layout.heads, strict=True)
     ]
 
 

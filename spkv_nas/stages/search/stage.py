@@ -67,7 +67,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
         reporter=reporter,
     )
     if specification.second_objective == "time":
-        cost = _decode_time(options, specification.requirements, space.window, evaluator.shape, name, reporter)
+        cost = _decode_time(options, specification.requirements, space, evaluator.shape, name, reporter)
     # Run trials and retrainings
     work = Search(
         evaluator,
@@ -97,20 +97,22 @@ def cache_bytes(requirements: Requirements, space: Space) -> LayoutCost:
 
 
 def _decode_time(
-    options: SearchOptions, requirements: Requirements, window: int, shape: Shape, name: str, reporter: Reporter
+    options: SearchOptions, requirements: Requirements, space: Space, shape: Shape, name: str, reporter: Reporter
 ) -> LayoutCost:
     """Return the objective time, in seconds per decoded token. Raises ``UserError`` if there are no times."""
     context = requirements.context
     assert context is not None
+    native = space.table.native_windows
+    shorter = {window for window in native if window is not None and window < context}
     times = find_times(
         options.folders,
         name,
         shape,
-        [window],
+        [space.window, *sorted(shorter)],
         context,
         calibration=options.calibration,
         hardware=options.hardware,
         caution=reporter.caution,
     )
     unit = f"decode seconds per token, {times.source}"
-    return LayoutCost(unit, lambda layout: times.layout_seconds(layout, context))
+    return LayoutCost(unit, lambda layout: times.layout_seconds(layout, context, native_windows=native))
