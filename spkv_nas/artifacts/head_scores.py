@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, field_validator
 
 from spkv_nas.artifacts.diagnosis import FROZEN, missed_price, undifferentiated
 from spkv_nas.artifacts.document_counts import DocumentCounts
@@ -28,42 +27,18 @@ from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
 from spkv_nas.artifacts.kinds import DENSITY, kind_of
 from spkv_nas.artifacts.local_layers import ConfigLayer, candidate_layers, config_layers
 from spkv_nas.artifacts.positions import read_positions
+from spkv_nas.artifacts.probe_file import ProbeFile
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.views import grid_html
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath, is_file, is_folder
-from spkv_nas.base.limits import MAX_SIZE, MAX_WINDOW
-from spkv_nas.base.names import check_name
 from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing, settle
-from spkv_nas.base.schema import Section, validate
+from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import csv_text, write_csv
 
 _TABLE, RECORD = "density.csv", "probe.yaml"
 _POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS = "positions.csv", "histogram.npz", "documents.npz", "gains.csv"
-
-
-class _ProbeFile(Section):
-    model_config = ConfigDict(extra="allow")
-
-    name: str | None = None
-    tau: float = Field(default=0.5, ge=0, le=1)
-    window: int | None = Field(default=None, ge=1, le=MAX_WINDOW)
-    sinks: int = Field(default=0, ge=0, le=MAX_WINDOW)
-    native_windows: list[Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None] | None = None
-    head_dim: int | None = Field(default=None, ge=1, le=MAX_SIZE)
-    dtype: str | None = None
-    kind: Literal["density", "share", "gain", "score"] | None = None
-    unit: str | None = None
-    target_density: float | None = Field(default=None, gt=0, lt=1)
-    reached_density: float | None = Field(default=None, ge=0, le=1)
-    mean_density: float | None = None
-    price: float | None = None
-
-    @field_validator("name")
-    @classmethod
-    def _can_name_a_file(cls, name: str | None) -> str | None:
-        return name if name is None else check_name(name, "the probe")
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,7 +298,7 @@ class HeadScores(OnGrid):
         if file.name == _TABLE and is_file(folder / RECORD):
             metadata = read_record(folder / RECORD, "probe")
         has_record = bool(metadata)
-        record = validate(_ProbeFile, metadata, f"probe {folder / RECORD}")
+        record = validate(ProbeFile, metadata, f"probe {folder / RECORD}")
         # Read the table
         rows, kind = read_rows(file, kind_of(metadata) if has_record else None)
         table = cls(

@@ -185,8 +185,7 @@ class TestProtocol:
     def test_a_native_window_of_all_layers_must_hold_a_block(self) -> None:
         tokens = torch.randint(97, (2, BLOCK))
         for native in (BLOCK, BLOCK - 1):
-            model = tiny_model("mistral", sliding_window=native)
-            with reading(model) as read:
+            with reading(model := tiny_model("mistral", sliding_window=native)) as read:
                 assert read.num_heads == 8
                 read.rule = heavy_hitters(protocol(), 1.0)
                 if native == BLOCK:

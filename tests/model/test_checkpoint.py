@@ -188,7 +188,10 @@ class TestSection:
             ),
             (lambda s: s["layers"].update({"model.layers.7.self_attn": s["layers"][LAYER]}), "no layer"),
             (lambda s: s["layers"][LAYER].update(num_kv_heads=10**12), "num_kv_heads"),
-            (lambda s: s["layers"][LAYER].update(native_window=3), "gives attention layer 2 2 KV heads"),
+            (
+                lambda s: s["layers"][LAYER].update(native_window=3),
+                "do not exist in the layers that its config describes",
+            ),
             (lambda s: s.update(layers=[]), "key 'layers'"),
         ],
     )

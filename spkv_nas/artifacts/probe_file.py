@@ -1,0 +1,36 @@
+"""Check ``probe.yaml``, which says where a table of head scores comes from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, field_validator
+
+from spkv_nas.base.limits import MAX_SIZE, MAX_WINDOW
+from spkv_nas.base.names import check_name
+from spkv_nas.base.schema import Section
+
+
+class ProbeFile(Section):
+    """Content of ``probe.yaml``; other keys are kept as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str | None = None
+    tau: float = Field(default=0.5, ge=0, le=1)
+    window: int | None = Field(default=None, ge=1, le=MAX_WINDOW)
+    sinks: int = Field(default=0, ge=0, le=MAX_WINDOW)
+    native_windows: list[Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None] | None = None
+    head_dim: int | None = Field(default=None, ge=1, le=MAX_SIZE)
+    dtype: str | None = None
+    kind: Literal["density", "share", "gain", "score"] | None = None
+    unit: str | None = None
+    target_density: float | None = Field(default=None, gt=0, lt=1)
+    reached_density: float | None = Field(default=None, ge=0, le=1)
+    mean_density: float | None = None
+    price: float | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _can_name_a_file(cls, name: str | None) -> str | None:
+        return name if name is None else check_name(name, "the probe")
