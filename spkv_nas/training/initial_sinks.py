@@ -35,8 +35,7 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
         blocks: training text.
 
     Returns:
-        float32 [Hq] on the CPU for each attention layer; 0 for layers whose heads get none
-        (``takes_sinks``).
+        float32 [Hq] on the CPU for each attention layer; 0 for layers whose heads get none (``takes_sinks``).
 
     Raises:
         UserError: blocks are so short that no key is hidden, or the model has learned sinks of its own.
