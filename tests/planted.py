@@ -3,10 +3,13 @@
 The embedding of BOS is one channel of 300, which is all that RMSNorm leaves of it. Every layer's keys have that channel
 on the slowest rotary pair, the bias of the queries meets it there, and the values have none of it. The untrained model
 already has strong sinks; after 120 steps of training its predictions need them.
+
+``python tests/planted.py strong FOLDER`` writes such a model and its text (``write``); ``text`` writes the text alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import sysconfig
 from pathlib import Path
@@ -106,8 +109,24 @@ def write(folder: Path, bias: float) -> Path:
     train(model, tokenizer)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    write_text(folder)
+    return folder
+
+
+def write_text(folder: Path) -> None:
+    """Write the text for training to ``folder/train`` and the held-out one to ``folder/heldout``."""
     for name, contents in zip(("train", "heldout"), texts(), strict=True):
-        (folder / name).mkdir()
+        (folder / name).mkdir(parents=True)
         for number, content in enumerate(contents):
             (folder / name / f"{number:04}.txt").write_text(content, encoding="utf-8")
-    return folder
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write the embedded model with planted attention sinks, and its text.")
+    parser.add_argument("what", choices=("weak", "strong", "text"), help="strength of the sinks; text: the text alone")
+    parser.add_argument("folder", type=Path, help="new folder")
+    given = parser.parse_args()
+    if given.what == "text":
+        write_text(given.folder)
+    else:
+        write(given.folder, {"weak": WEAK, "strong": STRONG}[given.what])

@@ -44,12 +44,13 @@ class Job:
     run: int | str
 
 
-def jobs(plan: Plan) -> list[Job]:
-    """Return the jobs of a plan, each once, in the plan's order."""
+def jobs(plan: Plan, reference: str) -> list[Job]:
+    """Return the jobs of a reference, each once, in the plan's order."""
     return list(
         dict.fromkeys(
             Job(part.steps, budget, chooser, pair.chosen if chooser in SIGNALS else None, pair.run)
             for part in plan.judged
+            if part.references is None or reference in part.references
             for budget in part.budgets
             for chooser in part.choosers
             for pair in part.sinks

@@ -30,7 +30,7 @@ def result_file(subject: Subject, steps: int, layout: Layout | None = None, run:
 
 def judge_cells(subject: Subject) -> Iterator[tuple[Cell, Job]]:
     """Yield the cells that judge every layout whose signal was measured, each after its control, with their jobs."""
-    for job in jobs(subject.plan):
+    for job in jobs(subject.plan, subject.name):
         layout = choose(subject, job)
         if layout is not None:
             yield _cell(subject, job.steps, f"{subject.name}: full attention, {job.steps} steps"), job

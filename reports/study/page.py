@@ -15,19 +15,22 @@ from spkv_nas.base.tables import write_csv
 
 MARKER = "<!-- `run.py tables` writes everything below -->"
 _NOTED = {
-    "chosen_on": "tokens chosen on",
-    "judged_on": "tokens judged on",
-    "judged_documents": "documents judged on",
+    "chosen_on": "tokens for selection",
+    "judged_on": "tokens for evaluation",
+    "judged_documents": "documents for evaluation",
 }
 _DELTA = (
     "ΔNLL counts from the dense model as it is. ± one standard error, paired by document. Layouts of whole layers may "
     "have another number of heads, shown in parentheses."
 )
-_VERDICT = "Negative values are better. ± one standard error, paired by document; **bold**: more than two from 0."
+_VERDICT = (
+    "In points of ΔNLL; negative values are better. ± one standard error, paired by document; **bold**: more than two "
+    "from 0."
+)
 _QUESTIONS = {
     ORDER: (
-        "Does the order of choosers depend on sinks?",
-        "Every chooser minus head gates, both with the same sinks. ",
+        "Does the order of signals depend on sinks?",
+        "Every choice of heads minus that of head gates, both with the same sinks. ",
     ),
     CHOOSING: (
         "Is choosing with a sink token better than choosing without?",
@@ -35,7 +38,7 @@ _QUESTIONS = {
     ),
     RUNNING: (
         "What are sinks worth?",
-        "Layouts with other sinks minus the same chooser's layout with one sink token. ",
+        "Layouts with other sinks minus the layout of the same signal or rule with one sink token. ",
     ),
 }
 
@@ -69,15 +72,17 @@ def _references(subjects: Sequence[Subject]) -> str:
         if subject.note.is_file():
             note = subject.facts()
             numbers = (f"{note[key]:,}" for key in _NOTED)
-            rows.append([subject.name, "{} x {}".format(*note["grid"]), *numbers])
-    return f"## References\n\n{markdown(['reference', 'layers x KV heads', *_NOTED.values()], rows)}"
+            sinks = (f"{100 * note['sink_mass']:.1f} %", note["sinks"])
+            rows.append([subject.name, "{} x {}".format(*note["grid"]), *sinks, *numbers])
+    measured = ("attention on the first token", "sink tokens (`--sinks auto`)")
+    return f"## References\n\n{markdown(['reference', 'layers x KV heads', *measured, *_NOTED.values()], rows)}"
 
 
 def _costs(deltas: pd.DataFrame) -> list[str]:
     """Write the sections of ΔNLL, one per budget and number of steps."""
     text = []
     for (budget, steps), part in deltas.groupby(["budget", "steps"], sort=False):
-        title = f"healed by {steps} steps" if steps else "zero-shot"
+        title = f"retrained for {steps} steps" if steps else "not retrained"
         text += [f"## ΔNLL %, {budget} of the heads, {title}", _DELTA]
         if steps:
             controls = part.drop_duplicates("reference")
@@ -87,7 +92,7 @@ def _costs(deltas: pd.DataFrame) -> list[str]:
             text.append(f"Full attention after the same steps: {', '.join(shown)}.")
         text.append(_grid(part, _change))
         if steps:
-            text += ["The same layouts, counted from that full attention:", _grid(part, _from_control)]
+            text += ["The same layouts minus that full attention, in points:", _grid(part, _from_control)]
     return text
 
 
@@ -97,9 +102,9 @@ def _grid(rows: pd.DataFrame, cell: Callable[[pd.Series], str]) -> str:
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     has_budgets = rows.groupby(["budget", "steps"]).ngroups > 1
     for _, row in rows.iterrows():
-        where = (row["budget"], "zero-shot" if not row["steps"] else f"{row['steps']} steps") if has_budgets else ()
+        where = (row["budget"], "" if not row["steps"] else f"{row['steps']} steps") if has_budgets else ()
         lines.setdefault((*where, row["chooser"], _sinks(row)), {})[row["reference"]] = cell(row)
-    head = [*(("heads", "healed") if has_budgets else ()), "chooser", "sinks", *references]
+    head = [*(("heads", "retrained") if has_budgets else ()), "heads by", "sinks", *references]
     return markdown(head, [[*key, *(cells.get(name, "") for name in references)] for key, cells in lines.items()])
 
 
@@ -117,12 +122,12 @@ def _change(row: pd.Series) -> str:
 
 def _from_control(row: pd.Series) -> str:
     """Format the change from full attention after the same steps."""
-    return f"{row['from_control_percent']:+.2f} ± {row['from_control_error']:.2f}"
+    return f"{row['from_control_points']:+.2f} ± {row['from_control_error']:.2f}"
 
 
 def _difference(row: pd.Series) -> str:
     """Format a difference, in bold if it is clear."""
-    text = f"{row['difference_percent']:+.2f} ± {row['standard_error']:.2f}"
+    text = f"{row['difference_points']:+.2f} ± {row['standard_error']:.2f}"
     return {"level": text, "same layout": "same heads"}.get(row["verdict"], f"**{text}**")
 
 

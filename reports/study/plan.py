@@ -51,6 +51,7 @@ class Sinks(Section):
 class Judged(Section):
     """Layouts to judge: every chooser at every budget with every pair of sinks; 0 steps judge without retraining."""
 
+    references: list[str] | None = Field(None, description="references to judge on; default: all")
     steps: int = Field(ge=0)
     budgets: list[str] = Field(min_length=1)
     choosers: list[str] = Field(min_length=1)
@@ -85,6 +86,9 @@ class Plan(Section):
     def _consistent(self) -> Plan:
         if self.scored_on > self.chosen_on:
             raise ValueError("scored_on is a part of chosen_on")
+        unknown = {name for part in self.judged for name in part.references or ()} - set(self.references)
+        if unknown:
+            raise ValueError(f"judged names unknown references: {', '.join(sorted(unknown))}")
         return self
 
     @classmethod

@@ -22,6 +22,7 @@ from spkv_nas.base.replace import new_folder
 from spkv_nas.base.version import environment
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import checkpoint_hash, load, read_shape, save
+from spkv_nas.probing.sinks import measure_sinks
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.variants import Variant
@@ -141,7 +142,8 @@ class Subject:
         }
         # Existing results must be of this model and text; their environment may differ
         if not self.note.is_file():
-            write_json(self.note, facts)
+            sinks = measure_sinks(context.load_dense(), chosen, self.plan.window)
+            write_json(self.note, {**facts, "sinks": sinks.number, **sinks.as_mapping()})
         for key in ("model", "text"):
             if self.facts()[key] != facts[key]:
                 raise UserError(f"{self.folder} has results of another {key}: {_START_OVER}")

@@ -44,7 +44,7 @@ def cells_of(command: str, subject: Subject) -> Cells:
             subject.check()
         yield Cell("prepare", f"{subject.name}: text and dense model", subject.location, subject.prepare), None
     elif command == "signals":
-        for job in jobs(subject.plan):
+        for job in jobs(subject.plan, subject.name):
             needed = measurement(subject, job)
             if needed is not None:
                 title, file = f"{subject.name}: {needed.folder.name}", needed.folder / "density.csv"
@@ -115,7 +115,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace, plan: Plan) -> None:
     """Raise ``UserError`` if an option names what the plan does not have."""
-    every = jobs(plan)
+    every = [job for name in plan.references for job in jobs(plan, name)]
     selections: list[tuple[Sequence[object] | None, list[object]]] = [
         (options.only, list(plan.references)),
         (options.budget, [job.budget for job in every]),

@@ -12,6 +12,7 @@ from plan import HEAD_GATES
 from references import Subject
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 
 ORDER, CHOOSING, RUNNING = "order", "choosing", "running"
@@ -29,6 +30,7 @@ class Result:
         layout: its layout.
         nll: NLL by document.
         control: that of full attention after as many steps.
+        dense: that of the dense model as it is.
     """
 
     subject: Subject
@@ -36,6 +38,12 @@ class Result:
     layout: Layout
     nll: DocumentNLL
     control: DocumentNLL
+    dense: DocumentNLL
+
+    def points(self, rival: DocumentNLL) -> PairedDifference:
+        """Return its ΔNLL minus a rival's: both count from the dense model, so tables can be subtracted."""
+        ratio, error = jackknife_ratio(self.nll.total - rival.total, self.dense.total)
+        return PairedDifference(100.0 * float(ratio), 100.0 * float(error))
 
     @property
     def key(self) -> tuple[str, str, int, str, str, str]:
@@ -46,34 +54,34 @@ class Result:
 
 def results(subject: Subject) -> Iterator[Result]:
     """Yield the finished results of a reference."""
-    for job in jobs(subject.plan):
-        layout, control = choose(subject, job), result_file(subject, job.steps)
+    for job in jobs(subject.plan, subject.name):
+        layout = choose(subject, job)
         if layout is None:
             continue
-        file = result_file(subject, job.steps, layout, job.run)
-        if file.is_file() and control.is_file():
-            yield Result(subject, job, layout, DocumentNLL.read(file), DocumentNLL.read(control))
+        files = [
+            result_file(subject, job.steps, layout, job.run),
+            result_file(subject, job.steps),
+            result_file(subject, 0),
+        ]
+        if all(file.is_file() for file in files):
+            yield Result(subject, job, layout, *map(DocumentNLL.read, files))
 
 
 def delta_table(found: Sequence[Result]) -> pd.DataFrame:
-    """Tabulate ΔNLL % of every layout, from the dense model as it is and from the control, with errors by document."""
+    """Tabulate ΔNLL % of every layout and of its control, and the points between them, with errors by document."""
     rows = []
     for result in found:
-        dense = result_file(result.subject, 0)
-        if not dense.is_file():
-            continue
-        as_is = DocumentNLL.read(dense)
-        changes = [paired_difference(result.nll, as_is), paired_difference(result.nll, result.control)]
+        change, own_change = (paired_difference(nll, result.dense) for nll in (result.nll, result.control))
         heads = result.layout.num_global, result.subject.heads(result.job.budget)
-        own_change = paired_difference(result.control, as_is)
-        rows.append((*result.key, *heads, result.layout.hash, *_values(*changes, own_change)))
-    columns = ["heads", "asked", "layout", "delta_nll_percent", "standard_error", "from_control_percent"]
+        values = _values(change, result.points(result.control), own_change)
+        rows.append((*result.key, *heads, result.layout.hash, *values))
+    columns = ["heads", "asked", "layout", "delta_nll_percent", "standard_error", "from_control_points"]
     others = ["from_control_error", "control_percent", "control_error"]
     return pd.DataFrame(rows, columns=[*GROUP, *columns, *others])
 
 
 def difference_table(found: Sequence[Result]) -> pd.DataFrame:
-    """Tabulate the differences between layouts that answer the study's questions, % of NLL, paired by document.
+    """Tabulate the differences between layouts that answer the study's questions, in points, paired by document.
 
     Of the same reference, budget and steps:
 
@@ -97,9 +105,9 @@ def difference_table(found: Sequence[Result]) -> pd.DataFrame:
         for question, rival_job in rivals.items():
             rival = None if rival_job is None else by_key.get((result.subject.name, rival_job))
             if rival is not None:
-                change = paired_difference(result.nll, rival.nll)
+                change = result.points(rival.nll)
                 rows.append((question, *result.key, *_values(change), _verdict(result, rival, change)))
-    columns = ["difference_percent", "standard_error", "verdict"]
+    columns = ["difference_points", "standard_error", "verdict"]
     return pd.DataFrame(rows, columns=["question", *GROUP, *columns])
 
 
@@ -111,9 +119,9 @@ def missing(subjects: Sequence[Subject], found: Sequence[Result]) -> list[str]:
             lines.append(f"{subject.name}: not prepared")
             continue
         finished = {result.job for result in found if result.subject.name == subject.name}
-        left = [job for job in jobs(subject.plan) if job not in finished]
+        left = [job for job in jobs(subject.plan, subject.name) if job not in finished]
         if left:
-            lines.append(f"{subject.name}: {len(left)} of {len(left) + len(finished)} layouts are not judged")
+            lines.append(f"{subject.name}: {len(left)} of {len(left) + len(finished)} layouts are not evaluated")
     return lines
 
 

@@ -43,7 +43,7 @@ class GateConfig(BaseModel):
     target_density: float | None = Field(
         None, gt=0.0, lt=1.0, description="target share of kept keys; the price is adjusted until it is met"
     )
-    sinks: int = Field(0, ge=0, description="number of first tokens of a sequence that are always kept")
+    sinks: int = Field(0, ge=0, description="first tokens of a sequence that every gated head keeps (sink tokens)")
     heads: list[str] | None = Field(
         None, description="one row per attention layer: S self-pruned, G global, L local; None: all S"
     )

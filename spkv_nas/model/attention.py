@@ -359,8 +359,8 @@ def _refuse_unsupported(
     assert query.shape[2] == key.shape[2], "a cache that is not ours got past _cache_layer"
     if query.shape[3] != value.shape[3]:
         raise UserError(
-            f"value heads of size {value.shape[3]} differ from query heads of size {query.shape[3]} "
-            "(multi-head latent attention), which SP-KV attention does not compute"
+            f"value heads of size {value.shape[3]} differ from query heads of size {query.shape[3]}, as in multi-head "
+            "latent attention, which SP-KV attention does not compute"
         )
 
 

@@ -122,7 +122,7 @@ def measure_signal(
         set_options["sinks"] = number
     # Measure
     table = entry.measure(model, blocks, window, name=name, metadata=metadata, progress=progress, **set_options)
-    sink_facts = {"sinks": number, **facts} if number else {}
+    sink_facts = {**({"sinks": number} if number else {}), **facts}
     with full_attention(model) as states:
         windows = native_windows(states)
     table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}

@@ -14,14 +14,14 @@ from spkv_nas.training.extension import ExtendConfig
 class DistillConfig(Section):
     """Learn from the dense checkpoint's predictions: (1 - weight) NLL + weight temperature^2 KL(dense || branch)."""
 
-    weight: float = Field(0.5, gt=0.0, le=1.0, description="weight of the divergence; the NLL has the rest")
+    weight: float = Field(1.0, gt=0.0, le=1.0, description="weight of the divergence; the NLL has the rest")
     temperature: float = Field(1.0, gt=0.0, le=100.0, description="temperature of both predictions")
     hidden: float = Field(
         0.0,
         ge=0.0,
         le=MAX_STEPS,
-        description="first steps that train attention layers alone, each on the dense model's output for the same "
-        "input: a fraction of the branch's steps if below 1, else their number",
+        description="attention transfer (LoLCATs): first steps that train attention layers alone, each on the dense "
+        "model's output for the same input: a fraction of the branch's steps if below 1, else their number",
     )
 
     @field_validator("hidden")

@@ -6,9 +6,9 @@ The rules and their sources:
   soft gates for 80 % of them (a GPU uses eight times the tokens per step).
 - The window is a sixteenth of a block, as in the embedded model, and at most the paper's 128. With windows of 128 in
   blocks of 512, that model loses nothing, so layouts cannot be distinguished (``reports/LOG.md``).
-- Branches learn the predictions of the dense checkpoint, which a checkpoint that has decayed knows better than the text
-  of so few steps can teach. On the embedded model, 120 steps at 3e-4 leave head gates' layout 0.64 % worse than the
-  dense model; 120 steps on the NLL leave it 0.84 % worse, at the best rate (``reports/LOG.md``).
+- Branches learn the predictions of the dense checkpoint. The text of so few steps teaches a finished model less. On the
+  embedded model, 120 steps at 3e-4 leave head gates' layout 0.64 % worse than the dense model; 120 steps on the NLL
+  leave it 0.84 % worse, at the best rate (``reports/LOG.md``).
 - The model's learning rate is a twentieth of the paper's peak for its size (``cost.ladder``), at most 3e-4, after a
   warm-up of a tenth of the steps.
 - The new predictors are trained at the paper's 5 times that peak, at most 9e-3, which works for the embedded model.

@@ -64,6 +64,22 @@ def test_attention_is_that_of_transformers(model: PreTrainedModel, text: Tensor)
     assert not torch.allclose(logits(model, text), expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["granite_swa", "granitemoe_swa", "flint"])
+def test_attention_of_other_families(family: str, text: Tensor) -> None:
+    model = tiny_model(family, vocab_size=300)
+    torch.manual_seed(1)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    model.set_attn_implementation("eager")
+    expected = logits(model, text)
+    apply_layout(model, Layout(("GG",) * 4, 8))
+    assert torch.allclose(logits(model, text), expected, atol=1e-5)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.fill_(-torch.inf)
+    assert not torch.allclose(logits(model, text), expected, atol=1e-3)
+
+
 def test_open_gates_change_nothing(model: PreTrainedModel, text: Tensor) -> None:
     expected = logits(model, text)
     attach_gates(model, GateConfig(window=6, bias=40.0), seed=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ judged:
     choosers: [head-gates, duo, priced, opening, interleaved-last, random-0]
     sinks: [{chosen: 0, run: 0}, {chosen: 0, run: 1}, {chosen: 1, run: 1}, {chosen: 1, run: learned}]
   - steps: 2
+    references: [tiny]
     budgets: ["50%"]
     choosers: [head-gates, interleaved-last]
     sinks: [{chosen: 1, run: 1}, {chosen: 1, run: learned}]
@@ -101,7 +103,7 @@ def test_the_study_runs_and_resumes(
     first = results / "tiny" / "signals" / "opening-sinks-0" / "density.csv"
     written = first.stat().st_mtime_ns
     run("tables")
-    assert "- tiny: 48 of 48 layouts are not judged\n- finished: not prepared\n" in (out / "README.md").read_text()
+    assert "- tiny: 48 of 48 layouts are not evaluated\n- finished: not prepared\n" in (out / "README.md").read_text()
     assert run("signals") == "0 cells left\n"  # the other reference is not prepared: left out
     assert first.stat().st_mtime_ns == written
     assert HeadScores.read(results / "tiny" / "signals" / "head-gates-4-sinks-1").sinks == 1
@@ -119,9 +121,9 @@ def test_the_study_runs_and_resumes(
     assert page.startswith("Conclusions.\n")
     assert "- finished: not prepared\n" in page
     assert "tiny:" not in page.partition("## Not finished")[2]
-    assert "## ΔNLL %, 50% of the heads, healed by 2 steps" in page
+    assert "## ΔNLL %, 50% of the heads, retrained for 2 steps" in page
     assert "| head-gates | learned |" in page
-    assert page.count("counted from that full attention:") == 1
+    assert page.count("minus that full attention, in points:") == 1
     assert "| duo | 1, chosen with 0 |" in page
     assert not list((runs / "models" / "branches").glob("study-*"))  # what is kept of a retraining is its NLL
 
@@ -138,6 +140,39 @@ def test_the_study_runs_and_resumes(
     sizes = differences.groupby(["question", "steps"]).size().to_dict()
     # 0 steps, 2 budgets: 5 choosers with 0, 1 and learned; 4 signals with 1 sink; 4 signals and 2 rules with 0, learned
     assert sizes == {("choosing", 0): 8, ("order", 0): 30, ("order", 2): 2, ("running", 0): 24, ("running", 2): 2}
+
+
+def test_a_part_of_the_plan_can_leave_references_out(
+    driver: ModuleType, plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choosers = sys.modules["choosers"]
+    parsed = driver.Plan.read(plan)
+    assert {job.steps for job in choosers.jobs(parsed, "tiny")} == {0, 2}
+    assert {job.steps for job in choosers.jobs(parsed, "finished")} == {0}
+    plan.write_text(PLAN.replace("[tiny]", "[small]"))
+    assert driver.main(["tables", "--plan", str(plan)]) == 2
+    assert "judged names unknown references: small" in capsys.readouterr().err
+
+
+def test_the_documentation_quotes_the_tables() -> None:
+    """Every error in the answers is that of a change or a difference in the study's tables, to one or two digits."""
+    page = (ROOT / "docs" / "study.md").read_text().partition("## The second study")[2].partition("\n## ")[0]
+    changes, differences = (pd.read_csv(STUDY / f"{name}.csv") for name in ("delta-nll", "differences"))
+    columns = (
+        (changes, "delta_nll_percent", "standard_error"),
+        (changes, "from_control_points", "from_control_error"),
+        (changes, "control_percent", "control_error"),
+        (differences, "difference_points", "standard_error"),
+    )
+    known = {
+        (f"{abs(value):.{digits}f}", f"{error:.{digits}f}")
+        for table, *pair in columns
+        for value, error in table[pair].itertuples(index=False)
+        for digits in (1, 2)
+    }
+    quoted = re.findall(r"(\d+\.\d+) ± (\d+\.\d+)", page)
+    assert len(quoted) > 50
+    assert not set(quoted) - known
 
 
 def test_results_belong_to_their_plan_and_model(

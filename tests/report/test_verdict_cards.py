@@ -75,7 +75,7 @@ def test_the_sentences(section: Section) -> None:
         "<other> fails: its loss is above 1 % (nll).",
     )
     assert section.findings[2].startswith("Risk of a wrong pass, and of a wrong failure, 5 % each for all 2 candidates")
-    assert "chosen by probe mine; none of these documents judges (7 documents are left out)" in section.findings[2]
+    assert "chosen by probe mine: 7 documents of the text that chose are excluded" in section.findings[2]
     assert section.findings[3].startswith("No record says which text chose <other>")
 
 

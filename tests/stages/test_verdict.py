@@ -246,8 +246,8 @@ class TestChoice:
         main(["score", "mixed.yaml", "full.yaml", "--model", "dense", "--data", "text", "--block-size", "32"])
         sentence = document(run("mixed.yaml", data=["other", "text"]))["sentences"][-1]
         assert (
-            "chosen by score dense among 2 layouts scored on 60 documents; none of these documents judges "
-            "(60 documents are left out)" in sentence
+            "chosen by score dense among 2 layouts scored on 60 documents: 60 documents of the text "
+            "that chose are excluded" in sentence
         )
 
     def test_a_search_counts_its_layouts(self, folder: Path) -> None:

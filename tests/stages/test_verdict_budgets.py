@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import fails, make_table, tiny_model
+from helpers import Recorder, fails, make_table, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
 from spkv_nas.evaluation.verdict.rounds import DocumentRounds
 from spkv_nas.model.checkpoint import save
@@ -73,9 +76,9 @@ def folder(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     return tmp_path
 
 
-def run(**options: Any) -> BudgetVerdict:
+def run(reporter: Reporter = SILENT, **options: Any) -> BudgetVerdict:
     chosen = {"budgets": "1..8", "probe": "mine", "model": "dense", "data": ["text"], "block_size": TOKENS, "window": 4}
-    return critical_budget(VerdictOptions(**chosen | {"margin": "nll=10%"} | options))
+    return critical_budget(VerdictOptions(**chosen | {"margin": "nll=10%"} | options), reporter)
 
 
 class TestAnswer:
@@ -87,6 +90,15 @@ class TestAnswer:
         assert len(result.critical.looks) < NUM_HEADS
         losses = result.rows.sort_values("num_global")["loss"]
         assert (losses.diff().dropna() < 0).all()
+
+    def test_a_ranking_for_another_budget_is_named(self, folder: Path) -> None:
+        table = HeadScores.read(folder / "probes" / "mine")
+        for learned_for, warnings in ((2, ["'mine' was learned for 2 global heads"]), (5, [])):
+            name = f"for-{learned_for}"
+            replace(table, name="mine", metadata={**table.metadata, "budget": learned_for}).write(Path("probes") / name)
+            cautions: list[str] = []
+            run(Recorder(cautioned=cautions.append), probe=name)
+            assert [line.partition(",")[0] for line in cautions] == warnings
 
     def test_each_look_halves_the_risk(self, folder: Path) -> None:
         rows = run(risk="8%").rows.set_index("num_global")

@@ -38,16 +38,17 @@ def basis(risk: float, shared: str, num_left_out: int | None, chose: Sequence[st
     Args:
         risk: largest probability of a wrong pass, and of a wrong failure, as a share.
         shared: who shares the risk, such as " for all 2 candidates together (Holm)"; empty if nobody does.
-        num_left_out: number of documents of the text that chose a layout; None if no text judges.
+        num_left_out: number of documents of the text that chose a layout; None if no text is evaluated on.
         chose: what chose the layouts, such as "probe mine".
     """
-    words = f"risk of a wrong pass, and of a wrong failure, {100 * risk:g} % each{shared}, looking after every sample"
+    words = f"risk of a wrong pass, and of a wrong failure, {100 * risk:g} % each{shared}, checked after every sample"
     if num_left_out is None:
         return words
     if not chose:
         return f"{words}; the workspace has no record of a text that chose a layout"
-    documents = f"{num_left_out} documents are left out" if num_left_out else "none is in this text"
-    return f"{words}; chosen by {', and by '.join(chose)}; none of these documents judges ({documents})"
+    noun = "document" if num_left_out == 1 else "documents"
+    excluded = f"{num_left_out} {noun} of the text that chose are excluded" if num_left_out else "on other text"
+    return f"{words}; chosen by {', and by '.join(chose)}: {excluded}"
 
 
 def shared_by(num_candidates: int) -> str:

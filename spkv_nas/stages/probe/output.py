@@ -38,20 +38,25 @@ def show(table: HeadScores) -> None:
 
 
 def _about_sinks(table: HeadScores) -> str | None:
-    """Return a sentence on the sink tokens of a table and the attention on them; None without any."""
-    if not table.sinks:
-        return None
-    layouts = f"layouts get {table.sinks} sink token{'s' if table.sinks > 1 else ''}"
+    """Return a sentence on the measured attention sinks and the sink tokens of layouts; None without either."""
+    tokens = f"{table.sinks or 'no'} sink token{'' if table.sinks == 1 else 's'}"
     if (mass := table.metadata.get("sink_mass")) is None:
-        return layouts
-    # The tokens that layouts get, and the heads that were measured
+        return f"layouts get {tokens}" if table.sinks else None
+    # The attention on the tokens that layouts get, or on the first, and the heads that were measured
     share = 100 * table.metadata.get("sink_tokens_mass", mass)
-    first = "first token" if table.sinks == 1 else f"first {table.sinks} tokens"
+    first = "first token" if table.sinks < 2 else f"first {table.sinks} tokens"
     strong, heads = table.metadata["sink_heads"], table.metadata["measured_heads"]
     among = f"{heads} heads" + ("" if heads == table.num_heads else " without a native sliding window")
-    return (
+    sentence = (
         f"{share:.{0 if share >= 10 else 1}f} % of attention is on the {first}; {strong} of {among} "
-        f"give the first four more than {100 * STRONG_SINK:.0f} %: {layouts}"
+        f"give the first four more than {100 * STRONG_SINK:.0f} %: layouts get {tokens}"
+    )
+    # The massive activation that sinks come with
+    if (massive := table.metadata.get("massive_activation")) is None:
+        return sentence
+    return (
+        f"{sentence}\nlargest activation: {massive['ratio']:,.0f} times the layer's median (layer {massive['layer']}, "
+        f"channel {massive['channel']}, token {massive['position']})"
     )
 
 
@@ -62,6 +67,8 @@ def document(table: HeadScores, folder: Path) -> dict[str, Any]:
         "mean": table.mean,
         "standard_deviation": table.std,
         "sinks": table.sinks,
+        "sink_mass": table.metadata.get("sink_mass"),
+        "massive_activation": table.metadata.get("massive_activation"),
         "diagnosis": table.diagnosis(),
         "heads": table.rows,
         "folder": folder,

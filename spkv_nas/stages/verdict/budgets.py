@@ -22,7 +22,7 @@ from spkv_nas.model.checkpoint import read_size, saved_dtype
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.budget_curve import budget_curve
-from spkv_nas.proposal.propose import resolve_tau, with_sinks
+from spkv_nas.proposal.propose import price_advice, resolve_tau, with_sinks
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.chosen import chosen_table
@@ -153,6 +153,8 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
     assert cost is not None  # there is a default context
     rows = _rows(bisection, budgets, measured, trial, cost, table)
     smallest = None if bisection.passes is None else layouts[bisection.passes]
+    if smallest is not None and (reason := price_advice(table, smallest.num_global)) is not None:
+        reporter.caution(reason)
     # Write the table; the layouts come from one probe, so it is named in their place
     unrecorded = [f"the layouts of {table.name}"] if trial.choice.unrecorded else []
     answers = {candidates[look.position].name: look.answer for look in bisection.looks}
