@@ -14,8 +14,8 @@ BUDGET = Flag("Number of global KV heads, or a share such as 25%.", ("--budget",
 GRANULARITIES = HEAD, LAYER = "head", "layer"
 
 SINKS = Flag(
-    "Sink tokens: first tokens of a sequence that a local head sees besides its window. auto: as many as the model's "
-    "measured attention on first tokens calls for.",
+    "Sink tokens: first tokens of a sequence that a local head sees besides its window. auto: 0, 1, 2 or 4, by the "
+    "model's measured attention on first tokens; a layout or gates of the model keep their own number.",
     metavar="auto|N",
 )
 
