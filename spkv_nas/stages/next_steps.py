@@ -140,7 +140,10 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
         workspace=workspace.root,
     )
     return [
-        Suggestion.of(scored, "compare the NLL of the layouts before any training"),
+        Suggestion.of(
+            scored,
+            "compare the NLL of the layouts before any training; other text is fairer, as this one chose the heads",
+        ),
         Suggestion.of(first_recipe(recorded), "write a recipe to retrain the layouts"),
     ]
 
