@@ -14,7 +14,7 @@ from spkv_nas.training.extension import ExtendConfig
 class DistillConfig(Section):
     """Learn from the dense checkpoint's predictions: (1 - weight) NLL + weight temperature^2 KL(dense || branch)."""
 
-    weight: float = Field(1.0, gt=0.0, le=1.0, description="weight of the divergence; the NLL has the rest")
+    weight: float = Field(0.5, gt=0.0, le=1.0, description="weight of the divergence; the NLL has the rest")
     temperature: float = Field(1.0, gt=0.0, le=100.0, description="temperature of both predictions")
     hidden: float = Field(
         0.0,

@@ -6,9 +6,9 @@ The rules and their sources:
   soft gates for 80 % of them (a GPU uses eight times the tokens per step).
 - The window is a sixteenth of a block, as in the embedded model, and at most the paper's 128. With windows of 128 in
   blocks of 512, that model loses nothing, so layouts cannot be distinguished (``reports/LOG.md``).
-- Branches learn the predictions of the dense checkpoint. The text of so few steps teaches a finished model less. On the
-  embedded model, 120 steps at 3e-4 leave head gates' layout 0.64 % worse than the dense model; 120 steps on the NLL
-  leave it 0.84 % worse, at the best rate (``reports/LOG.md``).
+- Branches learn half from the predictions of the dense checkpoint and half from the text. On the study's four models,
+  40 steps at 3e-4 bring head gates' layout as far as either alone, or further: the divergence keeps it close to the
+  dense model, and the NLL learns what the text has to teach (``docs/guides/training.md``).
 - The model's learning rate is a twentieth of the paper's peak for its size (``cost.ladder``), at most 3e-4, after a
   warm-up of a tenth of the steps.
 - The new predictors are trained at the paper's 5 times that peak, at most 9e-3, which works for the embedded model.
@@ -56,7 +56,7 @@ data:
   batch_size: {batch_size}                # blocks: {step_tokens:,} tokens a step
   learning_rate: {learning_rate:g}
   warmup_steps: {warmup}
-  distill: {{weight: 1.0}}         # learn the model's own predictions; without it, take a third of the learning rate
+  distill: {{weight: 0.5}}         # half of the loss: the model's predictions; without it, a third of the learning rate
 {memory}gates:
   window: {window}                  # recent keys that every head sees
   learning_rate_multiplier: {multiplier:g}

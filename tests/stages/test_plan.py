@@ -238,7 +238,7 @@ class TestFirstRecipe:
         assert branch.learning_rate <= 3e-4
         assert branch.warmup_steps == steps / 10
         assert branch.distill is not None
-        assert branch.distill.weight == 1.0
+        assert branch.distill.weight == 0.5
 
     @pytest.mark.parametrize("tokens", [0, 2000])
     def test_too_little_text(self, tokens: int) -> None:

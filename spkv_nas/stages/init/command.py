@@ -10,9 +10,9 @@ from spkv_nas.stages.result import Result
 def init(options: InitOptions, reporter: Reporter) -> Result:
     """Write a starter recipe for a model and a text, with sizes that fit the model, the text and this machine.
 
-    Retraining in it learns the model's own predictions (distillation), after a warm-up and at a low learning rate, as a
-    finished model needs. Chooses gate settings that reach sparsity within the training steps. Runs a few training steps
-    to estimate the tokens, time and memory of the whole workflow.
+    Retraining learns from the text and the model's own predictions (distillation), after a warm-up and at a low
+    learning rate, as a finished model needs. Chooses gate settings that reach sparsity within the training steps. Runs
+    a few training steps to estimate the tokens, time and memory of the whole workflow.
     """
     from spkv_nas.stages.init import output, stage
 
