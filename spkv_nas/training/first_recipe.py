@@ -59,6 +59,7 @@ data:
   distill: {{weight: 0.5}}         # half of the loss: the model's predictions; without it, a third of the learning rate
 {memory}gates:
   window: {window}                  # recent keys that every head sees
+  # sinks: 1                   # first tokens that every head keeps; probe prints how many the model needs
   learning_rate_multiplier: {multiplier:g}
   soft_fraction: {soft}
   target_density: {density:.3f}        # keys get the price that keeps as much as 2 of 7 heads that are global
