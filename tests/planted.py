@@ -123,10 +123,10 @@ def write_text(folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the embedded model with planted attention sinks, and its text.")
-    parser.add_argument("what", choices=("weak", "strong", "text"), help="strength of the sinks; text: the text alone")
+    parser.add_argument("part", choices=("weak", "strong", "text"), help="strength of the sinks; text: the text alone")
     parser.add_argument("folder", type=Path, help="new folder")
-    given = parser.parse_args()
-    if given.what == "text":
-        write_text(given.folder)
+    options = parser.parse_args()
+    if options.part == "text":
+        write_text(options.folder)
     else:
-        write(given.folder, {"weak": WEAK, "strong": STRONG}[given.what])
+        write(options.folder, {"weak": WEAK, "strong": STRONG}[options.part])

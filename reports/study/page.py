@@ -74,8 +74,8 @@ def _references(subjects: Sequence[Subject]) -> str:
             numbers = (f"{note[key]:,}" for key in _NOTED)
             sinks = (f"{100 * note['sink_mass']:.1f} %", note["sinks"])
             rows.append([subject.name, "{} x {}".format(*note["grid"]), *sinks, *numbers])
-    measured = ("attention on the first token", "sink tokens (`--sinks auto`)")
-    return f"## References\n\n{markdown(['reference', 'layers x KV heads', *measured, *_NOTED.values()], rows)}"
+    sink_columns = ("attention on the first token", "sink tokens (`--sinks auto`)")
+    return f"## References\n\n{markdown(['reference', 'layers x KV heads', *sink_columns, *_NOTED.values()], rows)}"
 
 
 def _costs(deltas: pd.DataFrame) -> list[str]:

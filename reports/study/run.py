@@ -115,12 +115,12 @@ def _run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace, plan: Plan) -> None:
     """Raise ``UserError`` if an option names what the plan does not have."""
-    every = [job for name in plan.references for job in jobs(plan, name)]
+    all_jobs = [job for name in plan.references for job in jobs(plan, name)]
     selections: list[tuple[Sequence[object] | None, list[object]]] = [
         (options.only, list(plan.references)),
-        (options.budget, [job.budget for job in every]),
-        (options.chooser, [job.chooser for job in every]),
-        (options.steps, [job.steps for job in every]),
+        (options.budget, [job.budget for job in all_jobs]),
+        (options.chooser, [job.chooser for job in all_jobs]),
+        (options.steps, [job.steps for job in all_jobs]),
     ]
     for selected, available in selections:
         for name in selected or ():

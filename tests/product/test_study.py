@@ -146,9 +146,9 @@ def test_a_part_of_the_plan_can_leave_references_out(
     driver: ModuleType, plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     choosers = sys.modules["choosers"]
-    parsed = driver.Plan.read(plan)
-    assert {job.steps for job in choosers.jobs(parsed, "tiny")} == {0, 2}
-    assert {job.steps for job in choosers.jobs(parsed, "finished")} == {0}
+    study_plan = driver.Plan.read(plan)
+    assert {job.steps for job in choosers.jobs(study_plan, "tiny")} == {0, 2}
+    assert {job.steps for job in choosers.jobs(study_plan, "finished")} == {0}
     plan.write_text(PLAN.replace("[tiny]", "[small]"))
     assert driver.main(["tables", "--plan", str(plan)]) == 2
     assert "judged names unknown references: small" in capsys.readouterr().err
@@ -164,15 +164,15 @@ def test_the_documentation_quotes_the_tables() -> None:
         (changes, "control_percent", "control_error"),
         (differences, "difference_points", "standard_error"),
     )
-    known = {
+    table_pairs = {
         (f"{abs(value):.{digits}f}", f"{error:.{digits}f}")
         for table, *pair in columns
         for value, error in table[pair].itertuples(index=False)
         for digits in (1, 2)
     }
-    quoted = re.findall(r"(\d+\.\d+) ± (\d+\.\d+)", page)
-    assert len(quoted) > 50
-    assert not set(quoted) - known
+    quoted_pairs = re.findall(r"(\d+\.\d+) ± (\d+\.\d+)", page)
+    assert len(quoted_pairs) > 50
+    assert not set(quoted_pairs) - table_pairs
 
 
 def test_results_belong_to_their_plan_and_model(

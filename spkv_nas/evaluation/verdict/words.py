@@ -47,8 +47,8 @@ def basis(risk: float, shared: str, num_left_out: int | None, chose: Sequence[st
     if not chose:
         return f"{words}; the workspace has no record of a text that chose a layout"
     noun = "document" if num_left_out == 1 else "documents"
-    excluded = f"{num_left_out} {noun} of the text that chose are excluded" if num_left_out else "on other text"
-    return f"{words}; chosen by {', and by '.join(chose)}: {excluded}"
+    exclusion = f"{num_left_out} {noun} of the text that chose are excluded" if num_left_out else "on other text"
+    return f"{words}; chosen by {', and by '.join(chose)}: {exclusion}"
 
 
 def shared_by(num_candidates: int) -> str:

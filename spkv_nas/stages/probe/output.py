@@ -39,9 +39,9 @@ def show(table: HeadScores) -> None:
 
 def _about_sinks(table: HeadScores) -> str | None:
     """Return a sentence on the measured attention sinks and the sink tokens of layouts; None without either."""
-    tokens = f"{table.sinks or 'no'} sink token{'' if table.sinks == 1 else 's'}"
+    sink_tokens = f"{table.sinks or 'no'} sink token{'' if table.sinks == 1 else 's'}"
     if (mass := table.metadata.get("sink_mass")) is None:
-        return f"layouts get {tokens}" if table.sinks else None
+        return f"layouts get {sink_tokens}" if table.sinks else None
     # The attention on the tokens that layouts get, or on the first, and the heads that were measured
     share = 100 * table.metadata.get("sink_tokens_mass", mass)
     first = "first token" if table.sinks < 2 else f"first {table.sinks} tokens"
@@ -49,7 +49,7 @@ def _about_sinks(table: HeadScores) -> str | None:
     among = f"{heads} heads" + ("" if heads == table.num_heads else " without a native sliding window")
     sentence = (
         f"{share:.{0 if share >= 10 else 1}f} % of attention is on the {first}; {strong} of {among} "
-        f"give the first four more than {100 * STRONG_SINK:.0f} %: layouts get {tokens}"
+        f"give the first four more than {100 * STRONG_SINK:.0f} %: layouts get {sink_tokens}"
     )
     # The massive activation that sinks come with
     if (massive := table.metadata.get("massive_activation")) is None:
