@@ -7,6 +7,7 @@ from .data.blocks import build_blocks as build_blocks
 from .evaluation.paired import DocumentNLL as DocumentNLL
 from .evaluation.paired import paired_difference as paired_difference
 from .evaluation.score import score as score
+from .evaluation.separators import measure_separator as measure_separator
 from .evaluation.sweep import Evaluation as Evaluation
 from .evaluation.sweep import evaluate as evaluate
 from .model.attach import attach_gates as attach_gates

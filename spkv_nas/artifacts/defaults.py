@@ -6,7 +6,8 @@ replace it. Options with a fixed default define it themselves.
 
 from __future__ import annotations
 
-BLOCK_SIZE = 512  # tokens per block of text
+BLOCK_SIZE = 512  # tokens per block of text of a recipe
+CONTEXT = 2048  # tokens per block of --data, or the model's context if shorter
 HELDOUT_TOKENS = 500_000  # maximum of a recipe, and assumed by a plan without a text
 
 # probing
@@ -26,6 +27,7 @@ ABLATION_TOKENS = 4096  # for validating a table; reports/LOG.md has the accurac
 SOLUTIONS_APART = 4  # heads in which two of several solutions differ
 
 # evaluation
+SCORE_TOKENS = 32_768  # tokens of text that layouts are scored on
 TAU_POINTS = 13  # thresholds in a range, endpoints included
 RULER_SAMPLES = 100  # per task and length
 LONGPPL_SHORT, LONGPPL_ALPHA, LONGPPL_BETA = 4096, 2.0, -2.0  # values of the LongPPL authors

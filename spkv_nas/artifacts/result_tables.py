@@ -18,6 +18,8 @@ from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import Column, read_table, write_csv
 
+ALARM = "alarm"  # key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
+
 
 @dataclass(frozen=True)
 class ResultTable:

@@ -18,13 +18,14 @@ from spkv_nas.base.files import read_json, write_json
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.readers import open_source
 from spkv_nas.data.sources import Document
+from spkv_nas.data.tokenizer import PLAIN, Boundaries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _STATES = "sources.json"  # per folder: hashes of source states, newest first
 _MAX_STATES = 16
-_FORMAT = "3"  # version of how texts become blocks
+_FORMAT = "4"  # version of how texts become blocks
 
 
 class BlockCache:
@@ -37,7 +38,7 @@ class BlockCache:
         base: Path,
         tokenizer: PreTrainedTokenizerBase,
         settings: str,
-        opening: tuple[int, ...] = (),
+        boundaries: Boundaries = PLAIN,
     ) -> None:
         """Describe the text.
 
@@ -47,11 +48,11 @@ class BlockCache:
             base: folder that relative paths start from.
             tokenizer: tokenizer of the blocks.
             settings: everything else that determines the blocks.
-            opening: tokens that every block begins with.
+            boundaries: tokens that every block begins with, and those after each document.
         """
         self.root, self._sources, self._base = root, list(sources), base
-        self.opening = opening
-        self._decided = (_FORMAT, fingerprint(tokenizer), f"{settings} opening {opening}" if opening else settings)
+        self.boundaries = boundaries
+        self._decided = (_FORMAT, fingerprint(tokenizer), f"{settings} {boundaries}")
 
     def find(self, has_all: Callable[[Path], bool]) -> Path | None:
         """Return the folder of the text in its current state if ``has_all`` accepts it; None without one."""
@@ -119,7 +120,6 @@ def _hash(parts: Iterable[str]) -> str:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a string that identifies how a tokenizer encodes text, including its end-of-text token."""
+    """Return a string that identifies how a tokenizer encodes text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return f"{tokenizer.eos_token_id} {vocabulary}"
+    return str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)

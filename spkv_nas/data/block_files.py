@@ -1,9 +1,10 @@
 """Store token blocks in memory-mapped files, so that a text of any size can be written and read.
 
-A folder holds ``tokens.bin`` and ``document.bin`` (int32, little endian, [N, T] and the incomplete last block),
-``documents.jsonl`` (one line per document, with its number of tokens) and ``blocks.json``. It is written under a
-temporary name and renamed when it is complete. A line of ``documents.jsonl`` is written after the tokens of its
-document are on disk, so that a writer that follows a killed one can resume with the next document.
+A folder holds ``tokens.bin`` and ``document.bin`` (int32, little endian, [N, T]), ``documents.jsonl`` (one line per
+document, with its number of tokens) and ``blocks.json``. It is written under a temporary name and renamed when it is
+complete. Documents are first written one after another, and laid out in blocks at the end. A line of
+``documents.jsonl`` is written after the tokens of its document are on disk, so that a writer that follows a killed one
+can resume with the next document.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,10 +25,12 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.manifest import check_manifest, is_complete, write_manifest
 from spkv_nas.base.replace import as_user_error, flush
-from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, check_enough, with_openings
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, aligned, check_enough
 from spkv_nas.data.sources import Document
+from spkv_nas.data.tokenizer import PLAIN, Boundaries
 
 _TOKENS, _OWNER, _DOCUMENTS, _RECORD = "tokens.bin", "document.bin", "documents.jsonl", "blocks.json"
+_STREAM = "stream.bin"  # tokens of all documents in order, until they are laid out in blocks
 _WHAT = "record of token blocks"
 _INT32 = np.dtype("<i4")
 _COMMIT = 1 << 22  # tokens between two syncs to disk; a killed writer loses at most these
@@ -37,22 +40,22 @@ _CHUNK = 1 << 22  # tokens read at once
 class BlockWriter:
     """Writer of documents, one by one, into the folder that ``finish`` creates; one process at a time."""
 
-    def __init__(self, partial: Path, block_size: int, what: str, opening: tuple[int, ...] = ()) -> None:
+    def __init__(self, partial: Path, block_size: int, what: str, boundaries: Boundaries = PLAIN) -> None:
         """Open the files, which an earlier writer may have left incomplete.
 
         Args:
             partial: folder to write to.
             block_size: tokens per block.
             what: name of the text in errors.
-            opening: tokens that every block begins with.
+            boundaries: tokens that every block begins with, and those after each document.
         """
-        self._partial, self._block_size, self._what, self._opening = partial, block_size, what, opening
+        self._partial, self._block_size, self._what, self._boundaries = partial, block_size, what, boundaries
         self.num_tokens = self.num_documents = 0
         self._uncommitted: list[str] = []
         self._since_commit = 0
         with as_user_error(partial):
             self._partial.mkdir(parents=True, exist_ok=True)
-            self._files = {name: _open(self._partial / name) for name in (_TOKENS, _OWNER, _DOCUMENTS)}
+            self._files = {name: _open(self._partial / name) for name in (_STREAM, _DOCUMENTS)}
         self._known: Iterator[_Line] | None = self._lines()
         self._known_bytes = 0
 
@@ -79,18 +82,14 @@ class BlockWriter:
         return True
 
     def add(self, document: Document, ids: NDArray[np.int32]) -> None:
-        """Write a document, tokens int32 [tokens].
+        """Write a document, tokens int32 [tokens] with its separator.
 
         Raises:
             UserError: if the disk is full.
         """
         self._forget_the_rest()
-        if self._opening:
-            ids = with_openings(ids, self.num_tokens, self._block_size, self._opening)
-        owner = np.full(len(ids), self.num_documents, dtype=_INT32)
         with as_user_error(self._partial):
-            self._files[_TOKENS].write(ids.astype(_INT32, copy=False).tobytes())
-            self._files[_OWNER].write(owner.tobytes())
+            self._files[_STREAM].write(ids.astype(_INT32, copy=False).tobytes())
         self._uncommitted.append(json.dumps({**asdict(DocumentInfo.of(document)), "tokens": len(ids)}) + "\n")
         self._count(len(ids))
         self._since_commit += len(ids)
@@ -108,19 +107,25 @@ class BlockWriter:
             UserError: if there is no document, or less than one block of tokens.
         """
         self._forget_the_rest()
-        check_enough(self.num_documents, self.num_tokens, self._block_size, self._what)
         self._commit()
+        # Lay the documents out in blocks
+        opening, size = self._boundaries.opening, self._block_size - len(self._boundaries.opening)
+        with as_user_error(self._partial):
+            parts = aligned(self._pieces(), size, self._boundaries.separator)
+            num_tokens = _write_blocks(self._partial, parts, opening, size)
+        check_enough(self.num_documents, num_tokens + len(opening), self._block_size, self._what)
         # Write the record
-        num_blocks = self.num_tokens // self._block_size
+        num_blocks = num_tokens // size
         record = {
             "num_blocks": num_blocks,
             "block_size": self._block_size,
             "num_documents": self.num_documents,
             "largest_token": _largest(self._partial / _TOKENS, num_blocks * self._block_size),
             "notes": list(notes),
-            **({"opening": list(self._opening)} if self._opening else {}),
+            "boundaries": asdict(self._boundaries),
         }
         write_json(self._partial / _RECORD, record)
+        (self._partial / _STREAM).unlink()
         # Rename the folder to its final name
         with as_user_error(final):
             write_manifest(self._partial)
@@ -139,7 +144,7 @@ class BlockWriter:
 
     def _lines(self) -> Iterator[_Line]:
         """Yield the lines of ``documents.jsonl`` whose tokens are on disk."""
-        num_on_disk = min(os.fstat(self._files[name].fileno()).st_size for name in (_TOKENS, _OWNER)) // _INT32.itemsize
+        num_on_disk = os.fstat(self._files[_STREAM].fileno()).st_size // _INT32.itemsize
         with (self._partial / _DOCUMENTS).open("rb") as lines:
             for text in lines:
                 line = _Line.parse(text)
@@ -147,23 +152,27 @@ class BlockWriter:
                     return
                 yield line
 
+    def _pieces(self) -> Iterator[tuple[NDArray[np.int32], int]]:
+        """Yield the tokens of each document, read from disk, and its index."""
+        with (self._partial / _STREAM).open("rb") as stream, (self._partial / _DOCUMENTS).open("rb") as lines:
+            for number, line in enumerate(lines):
+                yield np.fromfile(stream, _INT32, json.loads(line)["tokens"]), number
+
     def _forget_the_rest(self) -> None:
         """Truncate what an earlier writer wrote beyond the documents confirmed so far."""
         if self._known is None:
             return
         self._known = None
         # Truncate to the tokens and lines of the confirmed documents
-        ends = {_TOKENS: self.num_tokens * _INT32.itemsize, _OWNER: self.num_tokens * _INT32.itemsize}
         with as_user_error(self._partial):
-            for name, file in self._files.items():
-                file.truncate(ends.get(name, self._known_bytes))
-                file.seek(0, os.SEEK_END)
+            for name, end in ((_STREAM, self.num_tokens * _INT32.itemsize), (_DOCUMENTS, self._known_bytes)):
+                self._files[name].truncate(end)
+                self._files[name].seek(0, os.SEEK_END)
 
     def _commit(self) -> None:
         """Sync the tokens to disk, then the lines of their documents."""
         with as_user_error(self._partial):
-            for name in (_TOKENS, _OWNER):
-                _sync(self._files[name])
+            _sync(self._files[_STREAM])
             self._files[_DOCUMENTS].write("".join(self._uncommitted).encode())
             _sync(self._files[_DOCUMENTS])
         self._uncommitted, self._since_commit = [], 0
@@ -216,7 +225,8 @@ def map_blocks(folder: Path) -> TokenBlocks:
     shape = (record["num_blocks"], record["block_size"])
     tokens, owner = (np.memmap(folder / name, _INT32, "r", shape=shape) for name in (_TOKENS, _OWNER))
     documents = _Documents(folder / _DOCUMENTS, record["num_documents"])
-    return TokenBlocks(tokens, owner, documents, record["largest_token"], tuple(record.get("opening", ())))
+    limits = Boundaries(**{name: tuple(tokens) for name, tokens in record["boundaries"].items()})
+    return TokenBlocks(tokens, owner, documents, record["largest_token"], limits)
 
 
 def read_notes(folder: Path) -> list[str]:
@@ -248,6 +258,34 @@ def _sync(file: BinaryIO) -> None:
     """Flush a file to disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def _write_blocks(
+    folder: Path, parts: Iterable[tuple[NDArray[np.int32], int]], opening: tuple[int, ...], size: int
+) -> int:
+    """Write the blocks' tokens and documents, each block beginning with the opening tokens.
+
+    Args:
+        folder: folder of the files.
+        parts: tokens int32 [tokens] with the index of their document.
+        opening: tokens that every block begins with.
+        size: tokens of text in a block.
+
+    Returns:
+        the number of tokens of text, those of an incomplete last block included.
+    """
+    num_tokens = 0
+    first = np.array(opening, dtype=_INT32)
+    with (folder / _TOKENS).open("wb") as token_file, (folder / _OWNER).open("wb") as owner_file:
+        for tokens, document in parts:
+            starts = np.arange(-num_tokens % size, len(tokens), size)  # of the blocks that begin in this part
+            num_tokens += len(tokens)
+            tokens = np.insert(tokens, starts.repeat(len(opening)), np.tile(first, len(starts)))
+            tokens.astype(_INT32, copy=False).tofile(token_file)
+            np.full(len(tokens), document, dtype=_INT32).tofile(owner_file)
+        for file in (token_file, owner_file):
+            _sync(file)
+    return num_tokens
 
 
 def _largest(file: Path, number: int) -> int:

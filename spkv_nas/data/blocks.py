@@ -17,10 +17,10 @@ from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_npz
-from spkv_nas.data.config import AUTO_BOS, Bos
+from spkv_nas.data.config import AUTO, Bos
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import Document, in_pieces
-from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, encode, opening_tokens
+from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PLAIN, Boundaries, boundaries, encode
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Digest
@@ -77,14 +77,19 @@ class TokenBlocks:
             document that it ends, and an opening token to the document of the first token after it.
         documents: the documents, in the order of their tokens.
         largest: the largest token, if it is known without reading the tokens.
-        opening: tokens that every block begins with, before its text (``tokenizer.opening_tokens``).
+        boundaries: tokens that every block begins with, before its text, and those between documents.
     """
 
     tokens: NDArray[np.int32]
     document: NDArray[np.int32]
     documents: Collection[DocumentInfo]
     largest: int | None = None
-    opening: tuple[int, ...] = ()
+    boundaries: Boundaries = PLAIN
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """Return the tokens that every block begins with, before its text; they begin a text, and are not scored."""
+        return self.boundaries.opening
 
     @property
     def num_blocks(self) -> int:
@@ -111,8 +116,7 @@ class TokenBlocks:
         key.update(str(self.tokens.shape).encode())
         for document in self.documents:  # one by one, as there may be millions
             key.update(f" {document.id}".encode())
-        if self.opening:
-            key.update(f" opening {self.opening}".encode())
+        key.update(f" {self.boundaries}".encode())
 
     def take(self, num_blocks: int) -> TokenBlocks:
         """Return the first ``num_blocks`` blocks."""
@@ -165,7 +169,7 @@ class TokenBlocks:
             np.concatenate([self.tokens, other.tokens]),
             np.concatenate([self.document, other.document + len(self.documents)]),
             (*self.documents, *other.documents),
-            opening=self.opening,
+            boundaries=self.boundaries,
         )
 
     def cut(self, block_size: int) -> TokenBlocks:
@@ -191,18 +195,15 @@ class TokenBlocks:
         """
         infos = tuple(self.documents)
         tokens, document = (array[:, len(self.opening) :].reshape(-1) for array in (self.tokens, self.document))
+        # Gather the tokens of each document
+        order = np.argsort(document, kind="stable")
+        present, starts = np.unique(document[order], return_index=True)
+        texts = dict(zip(present.tolist(), np.split(tokens[order], starts[1:]), strict=True))
         # Draw the order of the documents, which is their new index
-        present = [index for index in np.unique(document).tolist() if infos[index].text_id not in left_out]
-        present.sort(key=lambda index: infos[index].id)
-        order = [present[index] for index in np.random.default_rng(seed).permutation(len(present))]
-        rank = np.full(len(infos), -1, dtype=np.int32)
-        rank[order] = np.arange(len(order), dtype=np.int32)
-        # Move the tokens
-        owner = rank[document]
-        moved = np.argsort(owner, kind="stable")[int((owner < 0).sum()) :]
-        check_enough(len(order), len(moved) + len(self.opening), self.block_size, "text")
-        tokens, document = _in_blocks(tokens[moved], owner[moved], self.block_size, self.opening)
-        return TokenBlocks(tokens, document, tuple(infos[index] for index in order), opening=self.opening)
+        kept = sorted((index for index in texts if infos[index].text_id not in left_out), key=lambda i: infos[i].id)
+        shuffled = [kept[index] for index in np.random.default_rng(seed).permutation(len(kept))]
+        pieces = [(texts[index], number) for number, index in enumerate(shuffled)]
+        return packed(pieces, [infos[index] for index in shuffled], self.block_size, "text", self.boundaries)
 
     def save(self, path: Path) -> None:
         """Write the blocks and their documents as ``.npz``, atomically."""
@@ -211,8 +212,8 @@ class TokenBlocks:
         write_npz(path, arrays, compressed=False)
 
     @classmethod
-    def read(cls, path: Path, opening: tuple[int, ...] = ()) -> TokenBlocks:
-        """Read a file written by ``save``, which does not record the opening tokens.
+    def read(cls, path: Path, boundaries: Boundaries = PLAIN) -> TokenBlocks:
+        """Read a file written by ``save``, which does not record the boundaries.
 
         Raises:
             UserError: if the file is missing or damaged.
@@ -225,7 +226,7 @@ class TokenBlocks:
             arrays["tokens"].astype(np.int32, copy=False),
             arrays["document"].astype(np.int32, copy=False),
             infos,
-            opening=opening,
+            boundaries=boundaries,
         )
 
 
@@ -243,11 +244,13 @@ def build_blocks(
     tokenizer: PreTrainedTokenizerBase,
     block_size: int = BLOCK_SIZE,
     max_tokens: int | None = None,
-    bos: Bos = AUTO_BOS,
+    bos: Bos = AUTO,
+    separator: str = AUTO,
 ) -> TokenBlocks:
-    """Tokenise texts and pack them into blocks, with the tokenizer's EOS token, if any, after each text.
+    """Tokenise texts and pack them into blocks, with a separator after each text.
 
-    The last block is left out if it is not full.
+    A text of at least a block fills blocks of its own; what is left of it shares blocks with shorter texts. The last
+    block is left out if it is not full.
 
     Args:
         texts: strings or documents. Long ones are cut into pieces that serve as documents, and all are if they are few
@@ -255,22 +258,24 @@ def build_blocks(
         tokenizer: tokenizer of the model.
         block_size: tokens per block.
         max_tokens: stop after the document that reaches this many tokens.
-        bos: whether every block begins with a BOS token, see ``tokenizer.opening_tokens``.
+        bos: whether every block begins with a BOS token, see ``tokenizer.boundaries``.
+        separator: "none", "eos", "bos", "eos+bos" or another token of the vocabulary. "auto" is a convention
+            (``tokenizer.default_separator``): ``measure_separator`` finds the one that a model was trained with.
 
     Raises:
         UserError: if there is no document, or fewer tokens than one block.
     """
-    opening = opening_tokens(tokenizer, bos, block_size)
+    limits = boundaries(tokenizer, separator, bos, block_size)
     pieces: list[tuple[NDArray[np.int32], int]] = []
     infos: list[DocumentInfo] = []
     num_tokens = 0
-    for document, ids in tokenised(in_pieces(_documents(texts), piece_size(block_size)), tokenizer):
+    for document, ids in tokenised(as_documents(texts, block_size), tokenizer, limits.separator):
         if max_tokens is not None and num_tokens >= max_tokens:
             break
         pieces.append((ids, len(infos)))
         infos.append(DocumentInfo.of(document))
         num_tokens += len(ids)
-    return packed(pieces, infos, block_size, "text", opening)
+    return packed(pieces, infos, block_size, "text", limits)
 
 
 def packed(
@@ -278,25 +283,55 @@ def packed(
     infos: Sequence[DocumentInfo],
     block_size: int,
     what: str,
-    opening: tuple[int, ...] = (),
+    boundaries: Boundaries = PLAIN,
+    stretch: int | None = None,
 ) -> TokenBlocks:
-    """Pack tokens back to back into blocks, leaving out an incomplete last block.
+    """Pack tokens into blocks, leaving out an incomplete last block.
 
     Args:
         pieces: tokens int32 [tokens], with the index in ``infos`` of their document.
         infos: the documents.
         block_size: tokens per block.
         what: name of the text in errors.
-        opening: tokens that every block begins with.
+        boundaries: tokens that every block begins with, and those after each document.
+        stretch: tokens of text of one piece that stay together, a multiple of a block's; default: a block's.
 
     Raises:
         UserError: if they do not fill a block.
     """
-    sizes = [len(piece) for piece, _ in pieces]
+    opening = boundaries.opening
+    parts = list(aligned(pieces, stretch or block_size - len(opening), boundaries.separator))
+    sizes = [len(part) for part, _ in parts]
     check_enough(len(infos), len(opening) + sum(sizes), block_size, what)
-    tokens = np.concatenate([piece for piece, _ in pieces])
-    owner = np.repeat(np.array([document for _, document in pieces], dtype=np.int32), sizes)
-    return TokenBlocks(*_in_blocks(tokens, owner, block_size, opening), tuple(infos), opening=opening)
+    tokens = np.concatenate([part for part, _ in parts])
+    owner = np.repeat(np.array([document for _, document in parts], dtype=np.int32), sizes)
+    return TokenBlocks(*_in_blocks(tokens, owner, block_size, opening), tuple(infos), boundaries=boundaries)
+
+
+def aligned(
+    pieces: Iterable[tuple[NDArray[np.int32], int]], size: int, separator: tuple[int, ...] = ()
+) -> Iterator[tuple[NDArray[np.int32], int]]:
+    """Yield pieces of documents in an order in which few blocks hold more than one document.
+
+    Whole multiples of ``size`` tokens of a piece start at a multiple of ``size``; what is left of it waits until other
+    short pieces fill a stretch with it. A separator is left out where it would begin a stretch.
+    """
+    waiting: list[tuple[NDArray[np.int32], int]] = []
+    num_waiting = 0
+    for tokens, owner in pieces:
+        if whole := len(tokens) // size * size:
+            yield tokens[:whole], owner
+        rest = tokens[whole:]
+        while len(rest):
+            if not num_waiting and tuple(rest) == separator[len(separator) - len(rest) :]:
+                break
+            part, rest = rest[: size - num_waiting], rest[size - num_waiting :]
+            waiting.append((part, owner))
+            num_waiting += len(part)
+            if num_waiting == size:
+                yield from waiting
+                waiting, num_waiting = [], 0
+    yield from waiting
 
 
 def _in_blocks(
@@ -310,15 +345,6 @@ def _in_blocks(
         return tokens, owner
     first = np.tile(np.array(opening, dtype=np.int32), (num_blocks, 1))
     return np.hstack([first, tokens]), np.hstack([owner[:, :1].repeat(len(opening), 1), owner])
-
-
-def with_openings(
-    ids: NDArray[np.int32], position: int, block_size: int, opening: tuple[int, ...]
-) -> NDArray[np.int32]:
-    """Insert the opening tokens wherever a block begins, into text that comes after ``position`` tokens of blocks."""
-    first = -position % block_size  # tokens of the text that complete the current block
-    starts = np.arange(first, len(ids), block_size - len(opening))
-    return np.insert(ids, starts.repeat(len(opening)), np.tile(np.array(opening, dtype=np.int32), len(starts)))
 
 
 def spread_order(number: int, offset: float = 0.0) -> NDArray[np.intp]:
@@ -345,19 +371,20 @@ def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str
 
 
 def tokenised(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, separator: tuple[int, ...]
 ) -> Iterator[tuple[Document, NDArray[np.int32]]]:
-    """Yield each document with its tokens, followed by a separator if the tokenizer has one."""
-    end = np.array([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype=np.int32)
+    """Yield each document with its tokens, followed by the separator."""
+    end = np.array(separator, dtype=np.int32)
     for batch in _batches(documents):
         for document, ids in zip(batch, encode([document.text for document in batch], tokenizer), strict=True):
             yield document, np.concatenate([ids, end])
 
 
-def _documents(texts: Iterable[str | Document]) -> Iterator[Document]:
-    """Yield strings as documents; a single string is one document."""
-    for number, text in enumerate([texts] if isinstance(texts, str) else texts, 1):
-        yield Document(text, "text", f"text {number}") if isinstance(text, str) else text
+def as_documents(texts: Iterable[str | Document], block_size: int) -> Iterator[Document]:
+    """Yield strings as documents, in pieces if they are long or few; a single string is one document."""
+    numbered = enumerate([texts] if isinstance(texts, str) else texts, 1)
+    each = (Document(text, "text", f"text {number}") if isinstance(text, str) else text for number, text in numbered)
+    return in_pieces(each, piece_size(block_size))
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

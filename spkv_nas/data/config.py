@@ -11,14 +11,10 @@ from spkv_nas.base.limits import MAX_BLOCK_SIZE, MAX_WHOLE
 from spkv_nas.base.schema import Section
 
 ALL_TASKS: Literal["all-but-qa"] = "all-but-qa"
-AUTO_BOS: Literal["auto"] = "auto"
+AUTO: Literal["auto"] = "auto"
+NO_SEPARATOR, EOS, BOS, EOS_BOS = SEPARATORS = ("none", "eos", "bos", "eos+bos")  # what stands after a document
 
 Bos = Literal["auto"] | bool
-
-
-def parse_bos(text: str | None) -> Bos:
-    """Return the value of ``--bos``: "auto" (also for None), "true" or "false"."""
-    return AUTO_BOS if text in (None, AUTO_BOS) else text == "true"
 
 
 class SourceConfig(Section):
@@ -84,9 +80,16 @@ class DataConfig(Section):
         description="maximum number of held-out tokens, taken from all held-out documents",
     )
     bos: Bos = Field(
-        AUTO_BOS,
+        AUTO,
         description="begin every block with a BOS token; auto: with whatever the tokenizer puts before a text",
-        exclude_if=lambda bos: bos == AUTO_BOS,  # hashes and records of recipes stay as before the key existed
+        exclude_if=lambda bos: bos == AUTO,  # hashes and records of recipes stay as before the key existed
+    )
+    separator: str = Field(
+        AUTO,
+        min_length=1,
+        description="what stands after a document: none, eos, bos, eos+bos or another token; auto: what the dense "
+        "model knows best, measured; eos for a new model",
+        exclude_if=lambda separator: separator == AUTO,
     )
     mix: MixConfig | None = Field(None, description="synthetic samples to mix into the training text")
 

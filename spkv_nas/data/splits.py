@@ -18,13 +18,13 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.block_cache import BlockCache, ContentKey
 from spkv_nas.data.block_files import BlockWriter, check_blocks, is_written, map_blocks, read_notes
 from spkv_nas.data.blocks import TokenBlocks, tokenised
-from spkv_nas.data.config import AUTO_BOS, Bos, DataConfig, SourceConfig
+from spkv_nas.data.config import AUTO, Bos, DataConfig, SourceConfig
 from spkv_nas.data.heldout import RULE, heldout_share
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.readers import BrokenOffError
 from spkv_nas.data.sources import Document, LeftOut, documents, heldout
 from spkv_nas.data.spread import SpreadSample
-from spkv_nas.data.tokenizer import TRAINING_PIECE, opening_tokens, pieces, train_bpe
+from spkv_nas.data.tokenizer import TRAINING_PIECE, boundaries, pieces, train_bpe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,7 +84,7 @@ def cache_split(
         return is_written(folder / _TRAIN) and _heldout_file(folder, config, stretch).is_file()
 
     def write() -> Path:
-        with BlockWriter(block_cache.partial, config.block_size, "training text", block_cache.opening) as writer:
+        with BlockWriter(block_cache.partial, config.block_size, "training text", block_cache.boundaries) as writer:
             return _write_split(config, tokenizer, block_cache, base, reporter, writer, stretch)
 
     folder = _find_or_write(block_cache, cache, has_all, write, reporter)
@@ -97,7 +97,7 @@ def cache_split(
 def read_split(folder: Path, config: DataConfig, *, stretch: int | None = None) -> tuple[TokenBlocks, TokenBlocks]:
     """Return (training, held-out) blocks of a folder returned by ``cache_split``."""
     train = map_blocks(folder / _TRAIN)
-    return train, TokenBlocks.read(_heldout_file(folder, config, stretch), train.opening)
+    return train, TokenBlocks.read(_heldout_file(folder, config, stretch), train.boundaries)
 
 
 def load_heldout(
@@ -121,7 +121,7 @@ def load_heldout(
             folder = block_cache.find(has_heldout) or _write_split(
                 config, tokenizer, block_cache, base, reporter, stretch=stretch
             )
-    return TokenBlocks.read(_heldout_file(folder, config, stretch), block_cache.opening)
+    return TokenBlocks.read(_heldout_file(folder, config, stretch), block_cache.boundaries)
 
 
 def load_text(
@@ -132,7 +132,8 @@ def load_text(
     *,
     block_size: int,
     max_tokens: int | None = None,
-    bos: Bos = AUTO_BOS,
+    bos: Bos = AUTO,
+    separator: str = AUTO,
     reporter: Reporter = SILENT,
 ) -> TokenBlocks:
     """Return the blocks of a text that is not split, cached under ``cache``.
@@ -146,16 +147,17 @@ def load_text(
         max_tokens: take at least this many tokens (all of a shorter text), spread over the documents: one block of each
             before a second of any. Documents are chosen by hash from the beginning of the text, which has ``_REACH``
             times as many characters (at least ``_MIN_REACH``).
-        bos: whether every block begins with a BOS token, see ``tokenizer.opening_tokens``.
+        bos: whether every block begins with a BOS token, see ``tokenizer.boundaries``.
+        separator: what stands after a document, see ``tokenizer.boundaries``.
         reporter: receives progress and notes on the text.
 
     Raises:
         UserError: if the text is missing or too short, or its blocks are damaged.
     """
     if max_tokens is not None:
-        return _load_sample(sources, tokenizer, cache, base, block_size, max_tokens, bos, reporter)
-    opening = opening_tokens(tokenizer, bos, block_size)
-    block_cache = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} whole", opening)
+        return _load_sample(sources, tokenizer, cache, base, block_size, max_tokens, bos, separator, reporter)
+    limits = boundaries(tokenizer, separator, bos, block_size)
+    block_cache = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} whole", limits)
 
     def has_blocks(folder: Path) -> bool:
         return is_written(folder / _TEXT)
@@ -179,12 +181,12 @@ def _load_sample(
     block_size: int,
     max_tokens: int,
     bos: Bos,
+    separator: str,
     reporter: Reporter,
 ) -> TokenBlocks:
     """Implement ``load_text`` with a limit on the tokens."""
-    opening = opening_tokens(tokenizer, bos, block_size)
-    settings = f"{block_size} {max_tokens} sample-{RULE}"
-    block_cache = BlockCache(cache, sources, base, tokenizer, settings, opening)
+    limits = boundaries(tokenizer, separator, bos, block_size)
+    block_cache = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} sample-{RULE}", limits)
 
     def has_sample(folder: Path) -> bool:
         return (folder / _SAMPLE).is_file() and (folder / _NOTES).is_file()
@@ -196,7 +198,7 @@ def _load_sample(
     folder = _find_or_write(block_cache, cache, has_sample, write, reporter)
     for note in read_json(folder / _NOTES, "notes on a text").get("notes", []):
         reporter.announce(str(note))
-    return TokenBlocks.read(folder / _SAMPLE, block_cache.opening)
+    return TokenBlocks.read(folder / _SAMPLE, block_cache.boundaries)
 
 
 def _find_or_write(
@@ -234,9 +236,9 @@ def _write_text(
 ) -> Path:
     """Write the blocks of a whole text, and return their folder."""
     seen = _Seen(left_out)
-    with BlockWriter(block_cache.partial, block_size, "text", block_cache.opening) as writer, _resumable(writer):
+    with BlockWriter(block_cache.partial, block_size, "text", block_cache.boundaries) as writer, _resumable(writer):
         new = (document for document in seen.pass_on(text_documents) if not writer.has(document))
-        for document, ids in tokenised(new, tokenizer):
+        for document, ids in tokenised(new, tokenizer, block_cache.boundaries.separator):
             writer.add(document, ids)
         folder = block_cache.folder(seen.content)
         writer.finish(folder / _TEXT, seen.notes())
@@ -256,10 +258,10 @@ def _write_sample(
     seen, sample = _Seen(left_out), _sample(max_tokens, block_size, block_size, block_cache)
     reach = max(_MIN_REACH, _REACH * max_tokens)
     candidates = (document for document in _first(seen.pass_on(text_documents), reach) if sample.wants(document))
-    for document, ids in tokenised(candidates, tokenizer):
+    for document, ids in tokenised(candidates, tokenizer, block_cache.boundaries.separator):
         sample.add(document, ids)
     folder = block_cache.folder(seen.content)
-    sample.blocks(block_size, "text", block_cache.opening).save(folder / _SAMPLE)
+    sample.blocks(block_size, "text", block_cache.boundaries).save(folder / _SAMPLE)
     write_json(folder / _NOTES, {"notes": seen.notes()})
     block_cache.remember(folder)
     return folder
@@ -313,14 +315,14 @@ def _write_split(
         text_documents = documents(
             config.sources, base, piece=piece_size(config.block_size), progress=progress, left_out=left_out
         )
-        for document, ids in tokenised(select(text_documents), tokenizer):
+        for document, ids in tokenised(select(text_documents), tokenizer, block_cache.boundaries.separator):
             if heldout(document, share):
                 sample.add(document, ids)
             elif writer is not None:
                 writer.add(document, ids)
     folder = block_cache.folder(seen.content)
     # Write the held-out blocks, and complete the training blocks
-    blocks = sample.blocks(config.block_size, "held-out text", block_cache.opening, balanced=True)
+    blocks = sample.blocks(config.block_size, "held-out text", block_cache.boundaries, balanced=True)
     blocks.save(_heldout_file(folder, config, stretch))
     if writer is not None:
         writer.finish(folder / _TRAIN, seen.notes())
@@ -386,11 +388,13 @@ def _heldout_file(folder: Path, config: DataConfig, stretch: int | None) -> Path
 
 def _cache_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> BlockCache:
     """Return the cache folders of a recipe's text."""
-    opening = opening_tokens(tokenizer, config.bos, config.block_size)
-    return BlockCache(cache, config.sources, base, tokenizer, f"{config.block_size} {config.heldout}", opening)
+    limits = boundaries(tokenizer, config.separator, config.bos, config.block_size)
+    return BlockCache(cache, config.sources, base, tokenizer, f"{config.block_size} {config.heldout}", limits)
 
 
 def _sample(max_tokens: int, stretch: int, block_size: int, block_cache: BlockCache) -> SpreadSample:
     """Return an empty sample, whose limits count tokens of text, from limits that count opening tokens too."""
-    most, size = (number - number // block_size * len(block_cache.opening) for number in (max_tokens, stretch))
+    most, size = (
+        number - number // block_size * len(block_cache.boundaries.opening) for number in (max_tokens, stretch)
+    )
     return SpreadSample(most, size)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, packed, spread_order
 from spkv_nas.data.sources import Document
+from spkv_nas.data.tokenizer import PLAIN, Boundaries
 
 _LARGEST_SHARE = 0.1  # maximum share of tokens from one document, if there are enough documents
 _TWICE_EVEN = 2.0  # maximum multiple of a document's even share, if there are few
@@ -82,14 +83,14 @@ class SpreadSample:
             self._total -= len(self._kept.pop().tokens)
 
     def blocks(
-        self, block_size: int, what: str, opening: tuple[int, ...] = (), *, balanced: bool = False
+        self, block_size: int, what: str, boundaries: Boundaries = PLAIN, *, balanced: bool = False
     ) -> TokenBlocks:
         """Pack the sample into blocks, document by document in the order of their hashes.
 
         Args:
             block_size: tokens per block.
             what: name of the text in errors.
-            opening: tokens that every block begins with.
+            boundaries: tokens that every block begins with, and those after each document.
             balanced: leave out stretches of documents that would hold more than a tenth of the tokens (or twice an even
                 share, if there are fewer than 20 documents).
 
@@ -101,7 +102,7 @@ class SpreadSample:
         infos = {stretch.key.document: stretch.info for stretch in stretches}
         owner = {document: number for number, document in enumerate(infos)}
         pieces = [(stretch.tokens, owner[stretch.key.document]) for stretch in stretches]
-        return packed(_aligned(pieces, self._stretch), list(infos.values()), block_size, what, opening)
+        return packed(pieces, list(infos.values()), block_size, what, boundaries, self._stretch)
 
     def _takes(self, key: _Key) -> bool:
         """Return True if a stretch with this key would be kept."""
@@ -119,23 +120,3 @@ def _balanced(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
         if max(tokens.values()) <= max(_LARGEST_SHARE, _TWICE_EVEN / len(tokens)) * sum(tokens.values()):
             return [stretch for stretch in stretches if stretch.key.round <= last]
     return [stretch for stretch in stretches if stretch.key.round == 0]
-
-
-def _aligned(pieces: Sequence[tuple[Tokens, int]], size: int) -> list[tuple[Tokens, int]]:
-    """Order pieces so that those of ``size`` tokens start at multiples of it, with shorter ones packed between them."""
-    ordered: list[tuple[Tokens, int]] = []
-    waiting: list[tuple[Tokens, int]] = []
-    num_waiting = 0
-    for tokens, owner in pieces:
-        if len(tokens) == size:
-            ordered.append((tokens, owner))
-            continue
-        # Let short pieces wait until they fill a stretch; the last of them is cut there
-        room = size - num_waiting
-        waiting.append((tokens[:room], owner))
-        num_waiting += len(tokens[:room])
-        if num_waiting == size:
-            ordered += waiting
-            remainder = tokens[room:]
-            waiting, num_waiting = ([(remainder, owner)] if len(remainder) else []), len(remainder)
-    return ordered + waiting

@@ -7,6 +7,7 @@ A tokenizer needs 180 bytes of memory per character while it encodes a text, so 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.special_tokens import tokens_before
-from spkv_nas.data.config import Bos
+from spkv_nas.data.config import AUTO, BOS, EOS, EOS_BOS, NO_SEPARATOR, Bos
 from spkv_nas.data.pieces import end_of_piece
 
 if TYPE_CHECKING:
@@ -51,34 +52,83 @@ def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[n
     return [np.array(ids, dtype=np.int32) for ids in encoded]
 
 
-def opening_tokens(tokenizer: PreTrainedTokenizerBase, bos: Bos, block_size: int) -> tuple[int, ...]:
-    """Return the tokens that every block of text begins with.
+@dataclass(frozen=True)
+class Boundaries:
+    """Special tokens of packed text.
+
+    Attributes:
+        opening: tokens that every block begins with.
+        separator: tokens after every document.
+    """
+
+    opening: tuple[int, ...] = ()
+    separator: tuple[int, ...] = ()
+
+    def begins_text(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Return which tokens [..., T] after the first of a block begin a text: they are read, but not predicted."""
+        begins = np.isin(tokens, self.opening) if self.opening else np.zeros(tokens.shape, dtype=np.bool_)
+        begins[..., 0] = False
+        return begins
+
+
+PLAIN = Boundaries()  # text without special tokens
+
+
+def default_separator(tokenizer: PreTrainedTokenizerBase, bos: Bos = AUTO) -> str:
+    """Return the separator to assume where no model measures it: what begins a text, else EOS, else none."""
+    if bos is not False and tokens_before(tokenizer):
+        return BOS
+    return NO_SEPARATOR if tokenizer.eos_token_id is None else EOS
+
+
+def boundaries(tokenizer: PreTrainedTokenizerBase, separator: str, bos: Bos, block_size: int) -> Boundaries:
+    """Return the tokens that every block of text begins with, and those after every document.
 
     Models that were trained with a BOS token put much of their attention on it, so that blocks without one show
-    another model than users run.
+    another model than users run; and a token that a model never saw between documents disturbs it where it stands.
 
     Args:
         tokenizer: tokenizer of the model.
+        separator: "none", "eos", "bos" (what begins a text), "eos+bos", another token of the vocabulary, or "auto"
+            (``default_separator``). With BOS after documents, every block begins with it as well.
         bos: "auto" for the special tokens that the tokenizer puts before a text by itself, none for many; True for
             these or else its BOS token; False for none.
         block_size: tokens per block.
 
     Raises:
-        UserError: the tokenizer has no BOS token, or a block has no room for text.
+        UserError: the tokenizer has no such token, or a block has no room for text.
     """
+    separator = default_separator(tokenizer, bos) if separator == AUTO else separator
+    begins = separator in (BOS, EOS_BOS)
+    if begins and bos is False:
+        raise UserError(f"data.separator is {separator}, but data.bos is false: leave one of them out")
+    # What begins a block
     opening = tokens_before(tokenizer) if bos is not False else ()
-    if bos is True and not opening:
-        if tokenizer.bos_token_id is None:
-            raise UserError(
-                "data.bos is true, but the tokenizer has no BOS token\nleave data.bos out, or set it to false"
-            )
-        opening = (int(tokenizer.bos_token_id),)
+    if (bos is True or begins) and not opening:
+        opening = (_special(tokenizer.bos_token_id, "BOS", "data.bos is true" if bos is True else separator),)
     if len(opening) >= block_size:
         raise UserError(
             f"blocks of {block_size} tokens have no room for text after the {len(opening)} that begin every text\n"
             "use larger blocks (--block-size; data.block_size in a recipe), or data.bos: false"
         )
-    return opening
+    # What ends a document
+    if separator in (NO_SEPARATOR, BOS):
+        end: tuple[int, ...] = ()
+    elif separator in (EOS, EOS_BOS):
+        end = (_special(tokenizer.eos_token_id, "EOS", separator),)
+    else:
+        end = (_special(tokenizer.get_vocab().get(separator), repr(separator), separator),)
+    return Boundaries(opening, (*end, *opening) if begins else end)
+
+
+def _special(token: int | None, name: str, asked_for: str) -> int:
+    """Return a token. Raises ``UserError`` if the tokenizer lacks it."""
+    if token is None:
+        raise UserError(
+            f"the tokenizer has no {name} token, but the separator of documents, or what begins a block, is set to "
+            f"{asked_for}\nexpected none, eos, bos, eos+bos or a token of its vocabulary (--separator; data.separator)"
+        )
+    return int(token)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, bos: bool = False) -> PreTrainedTokenizerBase:

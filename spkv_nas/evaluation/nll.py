@@ -24,7 +24,10 @@ from spkv_nas.model.modes import evaluation_mode
 
 
 class DocumentSums:
-    """Accumulator of the NLL of predicted tokens by document; a token counts for the document it belongs to."""
+    """Accumulator of the NLL of predicted tokens by document; a token counts for the document it belongs to.
+
+    Tokens that begin a text do not count: a model reads them before every prompt, and never has to predict them.
+    """
 
     def __init__(self, blocks: TokenBlocks) -> None:
         """Start with zero for every document of ``blocks``."""
@@ -39,8 +42,10 @@ class DocumentSums:
             start: index of the first of these blocks.
             losses: [B, T - 1], in nats, without the first token of each block.
         """
-        owner = self._blocks.document[start : start + len(losses), 1:].ravel()
-        np.add.at(self._total, owner, losses.flatten().cpu().numpy().astype(np.float64))
+        blocks, rows = self._blocks, slice(start, start + len(losses))
+        scored = ~blocks.boundaries.begins_text(blocks.tokens[rows])[:, 1:]
+        owner = blocks.document[rows, 1:][scored]
+        np.add.at(self._total, owner, losses.cpu().numpy().astype(np.float64)[scored])
         np.add.at(self._count, owner, 1)
 
     def result(self) -> DocumentNLL:

@@ -25,6 +25,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
+from spkv_nas.evaluation.separators import measure_separator
 from spkv_nas.model.attention import LayerState, layer_states
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.hooks import watch_logits
@@ -99,7 +100,8 @@ def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrai
     if tokenizer is None:
         raise UserError("texts need the model's tokenizer: probe(model, texts, tokenizer=tokenizer)")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return build_blocks(texts, tokenizer, min(BLOCK_SIZE, positions or BLOCK_SIZE))
+    size, texts = min(BLOCK_SIZE, positions or BLOCK_SIZE), list(texts)
+    return build_blocks(texts, tokenizer, size, separator=measure_separator(model, tokenizer, texts, size).best)
 
 
 def _table(

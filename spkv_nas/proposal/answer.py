@@ -148,8 +148,9 @@ def coverage_table(
         coverage), coverage_low and coverage_high (95 % interval; NaN without ``resampled``), note (why the layout
         does not have ``heads`` global heads, which constraints it breaks, or that it may not be optimal).
     """
-    rows = []
+    rows, first_names = [], dict[str, str]()
     for name, layout in layouts.items():
+        same_heads = first_names.setdefault(layout.content, name)
         low, high = (math.nan, math.nan) if resampled is None else resampled.coverage(layout.global_mask)
         rows.append(
             {
@@ -160,7 +161,9 @@ def coverage_table(
                 "worst_domain": round(min(domain_coverage(table, layout).values()), 4),
                 "coverage_low": round(low, 4),
                 "coverage_high": round(high, 4),
-                "note": _note(layout, heads, constraints or Constraints()),
+                "note": _note(layout, heads, constraints or Constraints())
+                if same_heads == name
+                else f"the same heads as {same_heads}",
             }
         )
     # Sort by coverage, layouts above the budget last
@@ -177,7 +180,7 @@ def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
         return None
     uneven = ", ".join(f"{name} ({number})" for name, number in deviating.items())
     return (
-        f"these layouts do not have {heads} global heads: {uneven}; coverage grows with the number of global heads, so "
+        f"these layouts do not have {heads} global heads: {uneven}; more global heads cover more and lose less, so "
         "compare only layouts with equal numbers"
     )
 

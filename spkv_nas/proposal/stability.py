@@ -163,9 +163,13 @@ def beyond_doubt(probability: Float) -> tuple[int, int, int]:
 def caution(table: HeadScores) -> str | None:
     """Explain what the confidence intervals miss, or why there are none; None if neither applies."""
     documents = table.documents
+    if documents is None and not table.is_density:  # no other score is measured by document
+        return None
     if documents is None:
-        remedy = " (run the probe again to record them)" if table.is_density else ""
-        return f"no confidence interval available: '{table.name}' has no per-document counts{remedy}"
+        return (
+            f"no confidence interval available: '{table.name}' has no per-document counts (run the probe again to "
+            "record them)"
+        )
     counts = np.bincount(documents.domain, minlength=len(documents.domains))
     if not (counts > 1).any():
         return f"no confidence interval available: '{table.name}' has only one document per domain"

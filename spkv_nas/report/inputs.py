@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.comparison import BASELINES, complete
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import ALARM
 from spkv_nas.base.statistics import critical_errors
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
@@ -56,6 +57,7 @@ class ReportInputs:
         pair_error: returns the standard error of the difference of two rows of the comparison, which share documents.
         engine_memory: KV cache in a serving engine, by name of each probe; None for a probe whose local heads see
             other keys than the engine keeps. Empty: no engine.
+        alarms: sentences of results whose numbers make no sense.
         commands: the command that proposes layouts, by the probe's name; by default for the current folder.
         covered: each layout's coverage, in [0, 1]; computed.
 
@@ -78,6 +80,7 @@ class ReportInputs:
     in_progress: Section | None = None
     pair_error: PairError = no_pair_error
     engine_memory: Mapping[str, EngineMemory | None] = field(default_factory=dict)
+    alarms: Sequence[str] = ()
     commands: Mapping[str, str] = field(default_factory=dict)
     covered: Mapping[str, float] = field(init=False)
 
@@ -92,6 +95,11 @@ class ReportInputs:
     def served(self) -> EngineMemory | None:
         """Return the KV cache of the page's model in a serving engine; None without an engine."""
         return self.engine_memory.get(self.table.name)
+
+    @property
+    def alarm(self) -> str | None:
+        """Return why the page concludes nothing: measurements of the probe or of results make no sense; else None."""
+        return next((str(each) for each in (self.table.metadata.get(ALARM), *self.alarms) if each is not None), None)
 
     @property
     def critical(self) -> float:

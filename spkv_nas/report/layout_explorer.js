@@ -73,8 +73,7 @@ function startExplorer(explorer) {
     };
     const entries = origin.map(([key, entry]) => entry || key + ": " + varying[key]).join(", ");
     const content = window + "\n" + rows.join("/") + (sinks ? "\nsinks " + sinks : "");
-    const hash = shortHash(content), check = shortHash("{" + strategy + ", provenance: {" + entries + "}}");
-    const provenance = "{" + entries + ", hash: " + yamlText(hash) + ", check: " + yamlText(check) + "}\n";
+    const provenance = "{" + entries + ", hash: " + yamlText(shortHash(content)) + "}\n";
     return { name: "densest-" + state.budget, text: before + text + between + provenance, hash };
   }
   function rowsOf(mask) {

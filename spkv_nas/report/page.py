@@ -71,9 +71,10 @@ def write_report(
         UserError: the folder cannot be written.
     """
     verdict = conclude(inputs)
+    steps = advise(verdict) if advise and inputs.alarm is None else []
     groups = _charts(inputs, verdict)
     figures = _figures(folder, groups, inputs, progress if pictures else None)
-    write_atomic(folder / _PAGE, _render(inputs, verdict, advise(verdict) if advise else [], groups, figures, written))
+    write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures, written))
     return folder / _PAGE
 
 

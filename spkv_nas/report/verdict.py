@@ -176,6 +176,8 @@ def conclude(inputs: ReportInputs) -> Verdict:
 
     The evidence with the most retraining steps and several layouts of one budget decides; before retraining, coverage.
     """
+    if inputs.alarm is not None:
+        return Verdict(inputs.table.num_heads, inputs.table.measure, summary=f"Warning: {inputs.alarm}")
     retrained = [evidence for evidence in all_evidence(inputs) if evidence.steps != 0]
     deciding = next(
         (evidence for evidence in retrained if len(evidence.of_one_budget) > 1), next(iter(retrained), None)

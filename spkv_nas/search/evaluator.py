@@ -67,6 +67,9 @@ class Evaluator(Protocol):
                 only.
         """
 
+    def alarm(self, changes: Sequence[PairedDifference]) -> str | None:
+        """Return a sentence if changes of NLL without training make no sense (``evaluation.alarms``), else None."""
+
     def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
         """Return a name that changes with everything that determines a retraining; None is full attention."""
 

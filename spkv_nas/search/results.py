@@ -14,13 +14,15 @@ import pandas as pd
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
-from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining
+from spkv_nas.artifacts.result_tables import ALARM
+from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining, whole_scores
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.statistics import effective_number
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.guidance import correlations, guidance
+from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.coverage import coverage, provenance
 from spkv_nas.search.trials import Trial, first_front
 
@@ -60,24 +62,28 @@ def front(trials: Sequence[Trial]) -> list[Trial]:
     return [distinct[index] for index in first_front(np.array([trial.values for trial in distinct]))]
 
 
-def write_results(search: Search, trials: Sequence[Trial], folder: Path, layouts: Path) -> pd.DataFrame:
+def write_results(
+    search: Search, trials: Sequence[Trial], folder: Path, layouts: Path
+) -> tuple[pd.DataFrame, str | None]:
     """Write ``search.csv`` and ``search.yaml`` to ``folder``, and the layouts worth keeping to ``layouts``.
 
     Returns:
-        The table in ``search.csv``.
+        (the table in ``search.csv``; a sentence if its numbers make no sense, else None).
     """
     rows = result_table(trials, search.space.table)
     _write_layouts(search, trials, layouts)
+    origin = _origin(search, rows)
     with replacing(folder) as new:
         write_csv(new / "search.csv", rows)
-        write_record(new / "search.yaml", _origin(search, rows))
-    return rows
+        write_record(new / "search.yaml", origin)
+    return rows, origin[ALARM]
 
 
 def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
     """Return the content of ``search.yaml``: settings, effort, baselines, and the benefit of guidance."""
     space, effort, evaluator = search.space, search.effort, search.evaluator
     return {
+        ALARM: evaluator.alarm(_whole_scores(rows)),
         "probe": space.table.name,
         "tau": rounded_tau(space.table.tau),
         "budget": list(space.budgets),
@@ -100,6 +106,12 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "recipe": dict(evaluator.settings),
         "environment": environment(),
     }
+
+
+def _whole_scores(rows: pd.DataFrame) -> list[PairedDifference]:
+    """Return the changes of NLL without training that were measured on the whole text."""
+    columns = ["zero_shot_delta_percent", "zero_shot_standard_error"]
+    return [PairedDifference(*row) for row in whole_scores(rows)[columns].dropna().itertuples(index=False)]
 
 
 def _retrained(rows: pd.DataFrame) -> list[Retraining]:

@@ -26,8 +26,9 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.data.config import DataConfig
+from spkv_nas.data.config import AUTO, DataConfig
 from spkv_nas.data.splits import load_heldout, load_text
+from spkv_nas.evaluation.separators import SeparatorReport
 from spkv_nas.model.checkpoint import read_gates
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.stages.options import REFERENCE
@@ -179,7 +180,7 @@ def _probe_text(
             learns = signal.needs_gates and read_gates(subject.source) is None
         else:
             subject, learns = Subject.of_recipe(probe, probe.recipe, Path()), False
-        train, whole = subject.read(tokenizer, reporter, learns=learns)
+        train, whole = subject.read(tokenizer, _separator(record), reporter, learns=learns)
         if signal.computes_logits and probe.max_tokens is None:
             whole = whole.spread(max(1, SCORING_TOKENS // whole.block_size))
         return [whole] if train is None else [train, whole]
@@ -227,8 +228,15 @@ def _blocks(
 ) -> list[TokenBlocks]:
     """Read the held-out text of a recorded section ``data``, or the text of recorded files."""
     if isinstance(data, Mapping):
-        config = DataConfig.model_validate(data)
+        config = DataConfig.model_validate({**data, "separator": _separator(record)})
         return [load_heldout(config, tokenizer, cache, Path(), reporter)]
     if not isinstance(data, list):
         raise UserError("its record names no text")
-    return [load_text(data, tokenizer, cache, Path(), block_size=int(record["block_size"]), reporter=reporter)]
+    size, separator = int(record["block_size"]), _separator(record)
+    return [load_text(data, tokenizer, cache, Path(), block_size=size, separator=separator, reporter=reporter)]
+
+
+def _separator(record: Mapping[str, Any]) -> str:
+    """Return the separator of a recorded text."""
+    report = SeparatorReport.parse(record.get("separator"))
+    return AUTO if report is None else report.best

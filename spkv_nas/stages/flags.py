@@ -45,10 +45,6 @@ _BUDGETS = Flag(
 )
 _MAX_TOKENS = Flag("Use at most N tokens, taking one block from each document in turn.", low=1, high=MAX_WHOLE)
 _BLOCK_SIZE = Flag("Tokens per block (sequence) of --data.", low=2, high=MAX_BLOCK_SIZE)
-_BOS = Flag(
-    "Begin every block of the text with a BOS token: true, false, or auto, as the tokenizer begins a text.",
-    values=("auto", "true", "false"),
-)
 _WINDOW = Flag("Window of a local head: recent keys it sees, including the query's.", low=1, high=MAX_WINDOW)
 _CONTEXT = Flag("Sequence length in tokens; 1k is 1,024.", metavar="N|Nk", panel=MEMORY)
 _TAUS = Flag(
@@ -73,7 +69,10 @@ Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 Data = Annotated[list[str] | None, Flag("Text to measure on: one or more files or folders, stdlib, or installed.")]
 BlockSize = Annotated[int | None, _BLOCK_SIZE]
-ChosenBos = Annotated[str | None, _BOS]
+Separator = Annotated[
+    str | None,
+    Flag("What stands between documents: none, eos, bos, eos+bos, another token, or auto.", metavar="TOKEN"),
+]
 MaxTokens = Annotated[int, _MAX_TOKENS]
 OptionalMaxTokens = Annotated[int | None, _MAX_TOKENS]
 RecipeFile = Annotated[Path, _RECIPE_FILE]

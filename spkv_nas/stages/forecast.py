@@ -11,7 +11,6 @@ from pathlib import Path
 
 from spkv_nas.artifacts.defaults import (
     ABLATION_TOKENS,
-    BLOCK_SIZE,
     LEARNING_TOKENS,
     PRICED_STEPS,
     SCORING_TOKENS,
@@ -38,7 +37,7 @@ from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages.options import REFERENCE
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.probe.stage import chosen_options, chosen_signal
-from spkv_nas.stages.subject import Subject
+from spkv_nas.stages.subject import Subject, default_block_size
 from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed
 from spkv_nas.training.text_size import count_text
 
@@ -77,7 +76,8 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     device = choose_device(options.device)
     data, base = subject.recipe.data, subject.base
     if options.data:
-        data, base = DataConfig(sources=[*options.data], block_size=options.block_size or BLOCK_SIZE), Path()
+        length = options.block_size or default_block_size(subject.source)
+        data, base = DataConfig(sources=[*options.data], block_size=length), Path()
     # Describe the model and this machine
     size, gates, memory = read_size(subject.source), read_gates(subject.source), available_bytes(device)
     num_bytes = item_bytes(subject.source, Site(device, memory), options.dtype)

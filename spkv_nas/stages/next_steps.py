@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, PRICED_STEPS, RECOMMENDED
+from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.kinds import DENSITY
 from spkv_nas.base.assets import EMBEDDED_PREFIX
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.init.options import InitOptions
@@ -37,7 +35,6 @@ RECOMMENDATION = (
     f"{RECOMMENDED.replace('-', ' ')} are recommended for choosing the heads: with 2 of 7 heads global, they beat "
     "densities on three of the four models of the project's study and tied on the fourth (reports/study)"
 )
-_OF_DENSITIES = "densities show which keys a cache can drop, by domain and position"
 
 
 def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None) -> Suggestion | None:
@@ -103,24 +100,16 @@ def after_train(options: TrainOptions) -> list[Suggestion]:
 
 
 def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
-    """Suggest to propose layouts and, after head gates, to measure densities if there are none."""
+    """Suggest to propose layouts, by the recommended signal if the workspace has it."""
     workspace, identity = options.folders, model_identity(table.metadata)
     chosen = table.name
     if table.is_density and identity is not None:
         chosen = _probe_by_signal(workspace, identity, RECOMMENDED, table) or chosen
-    suggestions = [Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=workspace.root))]
-    recorded = read_options(table.metadata, workspace.root)
-    is_alone = identity is not None and _probe_by_signal(workspace, identity, DENSITY) is None
-    if table.signal == RECOMMENDED and is_alone and recorded is not None:
-        learns = _learns(recorded)
-        cost = f"; measuring them trains gates for {PRICED_STEPS} steps of {LEARNING_TOKENS:,} tokens" if learns else ""
-        densities = for_signal(recorded, DENSITY, options.budget, learns=learns)
-        suggestions.append(Suggestion.of(densities, f"{_OF_DENSITIES}{cost}"))
-    return suggestions
+    return [Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=workspace.root))]
 
 
 def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion]:
-    """Suggest head gates in place of densities; else to score the layouts, and to retrain them."""
+    """Suggest head gates in place of densities; else to retrain the layouts by their recipe, or to score them."""
     workspace = options.folders
     if (recommended := recommend(workspace, table, options.budget)) is not None:
         return [recommended]
@@ -134,7 +123,7 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
         data=recorded.data,
         block_size=recorded.block_size,
         max_tokens=recorded.max_tokens,
-        bos=recorded.bos,
+        separator=recorded.separator,
         probe=table.name,
         dtype=recorded.dtype,
         workspace=workspace.root,
@@ -143,8 +132,7 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
         Suggestion.of(
             scored,
             "compare the NLL of the layouts before any training; other text is fairer, as this one chose the heads",
-        ),
-        Suggestion.of(first_recipe(recorded), "write a recipe to retrain the layouts"),
+        )
     ]
 
 
@@ -166,7 +154,9 @@ def first_recipe(recorded: ProbeOptions) -> InitOptions:
         number += 1
         out = Path(f"recipe-{number}.yaml")
     sources = recorded.data or []
-    return InitOptions(model=str(recorded.model), data=sources, out=out, bos=recorded.bos, workspace=recorded.workspace)
+    return InitOptions(
+        model=str(recorded.model), data=sources, out=out, separator=recorded.separator, workspace=recorded.workspace
+    )
 
 
 def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Suggestion]:
@@ -187,15 +177,3 @@ def _probe_by_signal(workspace: Workspace, identity: str, signal: str, like: Hea
 def _has_layouts(workspace: Workspace, name: str) -> bool:
     """Return whether a probe has layouts."""
     return any(workspace.layout_dir(name).glob("*.yaml"))
-
-
-def _learns(options: ProbeOptions) -> bool:
-    """Return whether a probed model has to learn gates before its densities can be measured."""
-    if options.recipe is not None or options.model is None:
-        return False
-    from spkv_nas.model.checkpoint import read_gates
-
-    try:
-        return read_gates(options.model) is None
-    except UserError:  # the model was removed after the measurement
-        return False

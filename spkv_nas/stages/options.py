@@ -79,8 +79,8 @@ class SubjectOptions(Measures):
     data: flags.Data = None
     max_tokens: flags.OptionalMaxTokens = default(None, "all")
     name: flags.Name = None
-    block_size: flags.BlockSize = default(None, str(defaults.BLOCK_SIZE))
-    bos: flags.ChosenBos = default(None, "auto")
+    block_size: flags.BlockSize = default(None, f"the model's context, up to {defaults.CONTEXT:,}")
+    separator: flags.Separator = default(None, "measured on the model")
 
 
 @dataclass(frozen=True, kw_only=True)

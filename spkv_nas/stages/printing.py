@@ -20,6 +20,12 @@ def change(percent: float, error: float | None = None) -> str:
     return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
 
 
+def show_alarm(sentence: object) -> None:
+    """Print that measurements make no sense (``evaluation.alarms``); nothing for None."""
+    if sentence is not None:
+        caution(f"warning: {sentence}")
+
+
 def about_errors(num_documents: int, effective: float) -> None:
     """Print what ± means and, for few documents, a warning with the width of a 95 % confidence interval."""
     from spkv_nas.base.statistics import FEW_DOCUMENTS, critical_errors

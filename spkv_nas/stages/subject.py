@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.artifacts.defaults import BLOCK_SIZE
+from spkv_nas.artifacts.defaults import CONTEXT
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import after_main, connect, on_main
@@ -15,7 +15,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
-from spkv_nas.data.config import parse_bos
+from spkv_nas.data import config
 from spkv_nas.data.readers import open_source
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
 from spkv_nas.model.source import check_checkpoint
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from spkv_nas.data.blocks import TokenBlocks
     from spkv_nas.evaluation.paired import DocumentNLL
+    from spkv_nas.evaluation.separators import SeparatorReport
     from spkv_nas.training.recipe import Recipe
 
 
@@ -44,6 +45,7 @@ class Measured:
         whole: all blocks that were read, including those not measured on.
         text: record of where the blocks come from.
         saved_dtype: dtype of the checkpoint.
+        separator: what stands after a document, and how it was chosen.
         train: blocks of other documents for gates to learn on; None unless gates are to be learned.
         batch_size: micro-batch size in blocks.
     """
@@ -54,6 +56,7 @@ class Measured:
     whole: TokenBlocks
     text: Any
     saved_dtype: str
+    separator: SeparatorReport
     train: TokenBlocks | None = None
     batch_size: int = BATCH_SIZE
 
@@ -75,6 +78,7 @@ class NLLTable:
         effective_documents: number of equally long documents that would give the same standard error.
         chosen_by: what chose a layout on some of these documents, such as "probe mine".
         num_chosen: number of these documents.
+        alarm: sentence if the scores make no sense (``evaluation.alarms``).
     """
 
     name: str
@@ -84,6 +88,7 @@ class NLLTable:
     effective_documents: float
     chosen_by: tuple[str, ...] = ()
     num_chosen: int = 0
+    alarm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -149,16 +154,22 @@ class Subject:
         Raises:
             UserError: model or text is missing, or ``max_tokens`` is less than a block.
         """
-        if in_blocks:
-            self._length()
         check_checkpoint(self.source)
         for source in self.options.data or ():
             open_source(source, Path())
+        if in_blocks and self.options.max_tokens is not None:
+            self._length()
 
     def _length(self) -> int:
-        """Return the block length in tokens. Raises ``UserError`` if ``max_tokens`` is less."""
+        """Return the block length in tokens, by default the model's context up to ``CONTEXT``.
+
+        Raises:
+            UserError: ``max_tokens`` is less.
+        """
         options = self.options
-        length = (options.block_size or BLOCK_SIZE) if options.data else self.recipe.data.block_size
+        length = (
+            (options.block_size or default_block_size(self.source)) if options.data else self.recipe.data.block_size
+        )
         if options.max_tokens is not None and options.max_tokens < length:
             raise UserError(f"--max-tokens {options.max_tokens} is less than one block of {length} tokens")
         return length
@@ -196,7 +207,13 @@ class Subject:
         if with_logits:
             require_logits(model, 1, length)  # before the text is tokenised, which may take long
         # Read the text
-        train, whole = self.read(tokenizer, reporter, learns=learns and gate_config(model) is None)
+        if options.data and options.block_size is None:
+            reporter.announce(
+                f"text in blocks of {length:,} tokens: the model's context, up to {CONTEXT:,} (--block-size)"
+            )
+        separator = self.separator(model, tokenizer, reporter)
+        learns = learns and gate_config(model) is None
+        train, whole = self.read(tokenizer, separator.best, reporter, learns=learns)
         text: Any = options.data or recipe.data.model_dump(mode="json")
         # Choose the blocks to measure on
         blocks = whole if limit is None else whole.spread(limit // length)
@@ -211,15 +228,46 @@ class Subject:
             require_logits(model, batch_size, length)
         count = f"{blocks.num_blocks} blocks of {length} tokens"
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {count}")
-        return Measured(model, tokenizer, blocks, whole, text, saved_name, train, batch_size)
+        return Measured(model, tokenizer, blocks, whole, text, saved_name, separator, train, batch_size)
+
+    def separator(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
+    ) -> SeparatorReport:
+        """Return what stands after a document: the option, the recipe's, or what the model knows best.
+
+        What was measured is kept for all commands on this model in this workspace. Must be called on all ranks.
+        """
+        from spkv_nas.data.sources import documents
+        from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
+        from spkv_nas.model.checkpoint import checkpoint_hash
+        from spkv_nas.training.corpus import recipe_separator
+
+        options = self.options
+        if options.separator not in (None, config.AUTO):
+            return SeparatorReport(str(options.separator))
+        if not options.data:
+            runs = options.folders.run_dir(self.recipe.name)
+            return on_main(lambda: recipe_separator(self.recipe, tokenizer, self.base, runs, reporter))
+
+        def measure() -> SeparatorReport:
+            return measure_separator(model, tokenizer, documents(options.data or (), Path()), self._length())
+
+        file = options.folders.run_dir(self.family) / SEPARATORS
+        return on_main(lambda: shared_separator(file, checkpoint_hash(self.source), measure, reporter))
 
     def read(
-        self, tokenizer: PreTrainedTokenizerBase, reporter: Reporter = SILENT, *, learns: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        separator: str,
+        reporter: Reporter = SILENT,
+        *,
+        learns: bool = False,
     ) -> tuple[TokenBlocks | None, TokenBlocks]:
         """Read the text without loading the model; must be called on all ranks.
 
         Args:
             tokenizer: tokenizer of the model.
+            separator: what stands after a document (``data.tokenizer.boundaries``).
             reporter: receives messages and progress.
             learns: whether gates are learned on a part of the text, so that it is split by document.
 
@@ -233,16 +281,17 @@ class Subject:
 
         options, length = self.options, self._length()
         if learns:
-            return self._split(tokenizer, length, reporter)
+            return self._split(tokenizer, length, separator, reporter)
         if not options.data:
-            return None, self._held_out(tokenizer, options.max_tokens and options.max_tokens // length, reporter)
+            max_blocks = options.max_tokens and options.max_tokens // length
+            return None, self._held_out(tokenizer, max_blocks, separator, reporter)
         cache = options.folders.run_dir(self.name) / "blocks"
-        read = partial(
-            load_text, options.data, tokenizer, cache, Path(), block_size=length, max_tokens=options.max_tokens
-        )
-        return None, after_main(partial(read, bos=parse_bos(options.bos), reporter=reporter))
+        read = partial(load_text, options.data, tokenizer, cache, Path(), block_size=length)
+        return None, after_main(partial(read, max_tokens=options.max_tokens, separator=separator, reporter=reporter))
 
-    def _held_out(self, tokenizer: PreTrainedTokenizerBase, max_blocks: int | None, reporter: Reporter) -> TokenBlocks:
+    def _held_out(
+        self, tokenizer: PreTrainedTokenizerBase, max_blocks: int | None, separator: str, reporter: Reporter
+    ) -> TokenBlocks:
         """Load the recipe's held-out text, mixed with RULER samples as its training text is.
 
         A mixture has at most ``max_blocks`` blocks; text without samples is returned whole.
@@ -253,28 +302,36 @@ class Subject:
 
         recipe = self.recipe
         cache = self.options.folders.run_dir(recipe.name) / "blocks"
-        stretch = recipe.heldout_stretch
-        text = after_main(partial(load_heldout, recipe.data, tokenizer, cache, self.base, reporter, stretch=stretch))
+        data, stretch = recipe.data.model_copy(update={"separator": separator}), recipe.heldout_stretch
+        text = after_main(partial(load_heldout, data, tokenizer, cache, self.base, reporter, stretch=stretch))
         if recipe.data.mix is None:
             return text
         total = min(text.num_blocks, max_blocks or text.num_blocks)
         return mixed_heldout(recipe, tokenizer, read_essays(recipe, self.base), text, total)
 
     def _split(
-        self, tokenizer: PreTrainedTokenizerBase, length: int, reporter: Reporter
+        self, tokenizer: PreTrainedTokenizerBase, length: int, separator: str, reporter: Reporter
     ) -> tuple[TokenBlocks, TokenBlocks]:
         """Split the user's text, else the recipe's, by document into (training, held-out) blocks."""
         from spkv_nas.data.config import DataConfig
         from spkv_nas.data.splits import cache_split, read_split
 
         data, base, name, stretch = self.recipe.data, self.base, self.recipe.name, self.recipe.heldout_stretch
+        data = data.model_copy(update={"separator": separator})
         if self.options.data:
-            data = DataConfig(sources=[*self.options.data], block_size=length, bos=parse_bos(self.options.bos))
+            data = DataConfig(sources=[*self.options.data], block_size=length, separator=separator)
             base, name = Path(), self.name
             stretch = length
         cache = self.options.folders.run_dir(name) / "blocks"
         folder = on_main(partial(cache_split, data, tokenizer, cache, base, reporter, stretch=stretch))
         return read_split(folder, data, stretch=stretch)
+
+
+def default_block_size(source: str) -> int:
+    """Return the tokens per block of text for a model: its context, up to ``CONTEXT``. Raises ``UserError``."""
+    from spkv_nas.model.checkpoint import read_size
+
+    return min(CONTEXT, read_size(source).positions or CONTEXT)
 
 
 def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: Any) -> dict[str, Any]:
@@ -285,6 +342,7 @@ def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: 
         **model_origin(subject.source),
         "data": measured.text,
         **measured.dtypes,
+        "separator": measured.separator.as_mapping(),
         "block_size": measured.blocks.block_size,
         "num_tokens": int(nll.num_tokens.sum()),
         "num_documents": nll.num_documents,

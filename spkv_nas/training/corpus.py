@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +18,12 @@ from spkv_nas.base.manifest import check_manifest, is_complete, write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.config import AUTO, EOS, NO_SEPARATOR, DataConfig
 from spkv_nas.data.ruler.haystacks import Essays
+from spkv_nas.data.sources import documents
 from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
-from spkv_nas.model.checkpoint import load_tokenizer, save_tokenizer
+from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
+from spkv_nas.model.checkpoint import checkpoint_hash, load_on, load_tokenizer, save_tokenizer
 from spkv_nas.training.optimizer import check_optimizer
 from spkv_nas.training.recipe import OFFLOAD, Recipe
 from spkv_nas.training.trackers import check_trackers
@@ -37,12 +40,14 @@ class Corpus:
         tokenizer: tokenizer of the blocks.
         train: training text.
         heldout: held-out text.
+        separator: what stands after a document.
         essays: haystacks for RULER samples in the mixture; None without them.
     """
 
     tokenizer: PreTrainedTokenizerBase
     train: TokenBlocks
     heldout: TokenBlocks
+    separator: SeparatorReport = field(default_factory=lambda: SeparatorReport(EOS))
     essays: Essays | None = None
 
     @cached_property
@@ -97,15 +102,46 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
     """
     stretch = recipe.heldout_stretch
 
-    def prepare() -> tuple[str, Path]:
+    def prepare() -> tuple[str, DataConfig, SeparatorReport, Path]:
         with locked(folder, "reads and tokenises the text", reporter.announce):
             source = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model.path
             source = source or str(_own_tokenizer(recipe, base, folder, reporter))
             tokenizer = load_tokenizer(source)
-            return source, cache_split(recipe.data, tokenizer, folder / "blocks", base, reporter, stretch=stretch)
+            separator = recipe_separator(recipe, tokenizer, base, folder, reporter)
+            data = recipe.data.model_copy(update={"separator": separator.best})
+            split = cache_split(data, tokenizer, folder / "blocks", base, reporter, stretch=stretch)
+            return source, data, separator, split
 
-    source, blocks = on_main(prepare)
-    return Corpus(load_tokenizer(source), *read_split(blocks, recipe.data, stretch=stretch), read_essays(recipe, base))
+    source, data, separator, blocks = on_main(prepare)
+    parts = read_split(blocks, data, stretch=stretch)
+    return Corpus(load_tokenizer(source), *parts, separator, read_essays(recipe, base))
+
+
+def recipe_separator(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Path, reporter: Reporter = SILENT
+) -> SeparatorReport:
+    """Return what stands after a document of a recipe's text: the recipe's, or what its dense model knows best.
+
+    A model that the recipe trains learns EOS. Must be called on one rank.
+
+    Args:
+        recipe: the recipe.
+        tokenizer: its tokenizer.
+        base: folder that the recipe's relative paths start from.
+        folder: folder of the caches.
+        reporter: receives what was measured.
+    """
+    data, source = recipe.data, recipe.model.path
+    if data.separator != AUTO:
+        return SeparatorReport(data.separator)
+    if source is None:
+        return SeparatorReport(NO_SEPARATOR if tokenizer.eos_token_id is None else EOS)
+
+    def measure() -> SeparatorReport:
+        model, _ = load_on(str(source), choose_device(None))
+        return measure_separator(model, tokenizer, documents(data.sources, base), data.block_size, data.bos)
+
+    return shared_separator(folder / SEPARATORS, checkpoint_hash(str(source)), measure, reporter)
 
 
 def read_essays(recipe: Recipe, base: Path) -> Essays | None:

@@ -18,7 +18,6 @@ from spkv_nas.data.ruler.haystacks import Essays
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
-from spkv_nas.data.tokenizer import opening_tokens
 from spkv_nas.model.loss import NO_TARGET
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.corpus import Corpus
@@ -35,16 +34,17 @@ class BlockDataset(Dataset[Item]):
 
     def __init__(self, blocks: TokenBlocks) -> None:
         """Wrap ``blocks``."""
-        self._tokens = blocks.tokens
+        self._tokens, self._boundaries = blocks.tokens, blocks.boundaries
 
     def __len__(self) -> int:
         """Return the number of blocks."""
         return int(self._tokens.shape[0])
 
     def __getitem__(self, index: int) -> Item:
-        """Return block ``index``, with all tokens as labels."""
-        tokens = torch.from_numpy(self._tokens[index].astype(np.int64))
-        return {"input_ids": tokens, "labels": tokens}
+        """Return block ``index``, with all tokens as labels but those that begin a text."""
+        tokens = self._tokens[index].astype(np.int64)
+        labels = np.where(self._boundaries.begins_text(tokens), NO_TARGET, tokens)
+        return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
 
 class OrderedDataset(Dataset[Item]):
@@ -142,7 +142,7 @@ def training_data(
     # Blocks up to the extension, or all
     start = batch * (phase.steps if extension is None else extension.step)
     short = OrderedDataset(
-        text, order, mixture, ruler_blocks(recipe, corpus.tokenizer, corpus.essays, text.block_size, seed), start
+        text, order, mixture, ruler_blocks(recipe, corpus.tokenizer, corpus.essays, text, seed), start
     )
     if extension is None:
         return short
@@ -155,15 +155,15 @@ def training_data(
             f"of {batch // ratio}\ngive more text, or a smaller branch.extend.block_size"
         )
     order, num_indices = order.longer(ratio, start - mixture.synthetic(start)), batch * phase.steps - start
-    samples = ruler_blocks(recipe, corpus.tokenizer, corpus.essays, size, seed)
+    samples = ruler_blocks(recipe, corpus.tokenizer, corpus.essays, longer, seed)
     long = OrderedDataset(longer, order, mixture.longer(ratio, start), samples, num_indices // ratio)
     return ExtendedDataset(short, long, ratio)
 
 
 def ruler_blocks(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, essays: Essays | None, size: int, seed: int
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, essays: Essays | None, text: TokenBlocks, seed: int
 ) -> RulerBlocks | None:
-    """Return the samples that a recipe mixes into its text, in blocks of ``size`` tokens; None without a mixture.
+    """Return the samples that a recipe mixes into its text, in blocks like those of ``text``; None without a mixture.
 
     Raises:
         UserError: a task does not fit in a block.
@@ -171,10 +171,10 @@ def ruler_blocks(
     if recipe.data.mix is None:
         return None
     mix = recipe.data.mix.ruler
-    opening = opening_tokens(tokenizer, recipe.data.bos, size)
-    tasks, longest = tuple(mix.tasks_of(available(NO_MATERIAL))), size - len(opening)
+    size, longest = text.block_size, text.block_size - len(text.opening)
+    tasks = tuple(mix.tasks_of(available(NO_MATERIAL)))
     lengths = tuple(min(length, longest) for length in mix.lengths or [size])
-    samples = RulerBlocks(tokenizer, size, tasks, lengths, mix.loss == "all", seed, Material(essays), opening)
+    samples = RulerBlocks(tokenizer, size, tasks, lengths, mix.loss == "all", seed, Material(essays), text.boundaries)
     samples.check()
     return samples
 
@@ -194,7 +194,7 @@ def mixed_heldout(
     Raises:
         UserError: a task does not fit in a block.
     """
-    samples = ruler_blocks(recipe, tokenizer, essays, text.block_size, recipe.seed)
+    samples = ruler_blocks(recipe, tokenizer, essays, text, recipe.seed)
     assert samples is not None
     assert recipe.data.mix is not None
     number = max(min(_MIN_SAMPLES, num_blocks), round(recipe.data.mix.ruler.share * num_blocks))

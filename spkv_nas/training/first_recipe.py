@@ -28,7 +28,7 @@ from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import parse_yaml, yaml_line
 from spkv_nas.cost.ladder import peak_learning_rate, predictor_learning_rate
-from spkv_nas.data.config import AUTO_BOS, Bos
+from spkv_nas.data.config import AUTO
 from spkv_nas.proposal.budget import DEFAULT_SHARE
 from spkv_nas.training.harm import WARMUP_SHARE
 from spkv_nas.training.recipe import Recipe
@@ -51,7 +51,7 @@ data:
   block_size: {block_size}
   heldout: {heldout}                # share of the documents that is never trained on
   max_heldout_tokens: {most_heldout}
-{bos}branch:                        # every variant is trained like this, from the model as it is
+{separator}branch:                        # every variant is trained like this, from the model as it is
   steps: {steps}
   batch_size: {batch_size}                # blocks: {step_tokens:,} tokens a step
   learning_rate: {learning_rate:g}
@@ -81,7 +81,7 @@ class Draft:
         steps: training steps of a branch.
         micro_batch_size: blocks per forward and backward pass; None for whole batches.
         recomputes: True to recompute activations in the backward pass.
-        bos: whether every block begins with a BOS token (``data.bos``).
+        separator: what stands after a document (``data.separator``).
     """
 
     name: str
@@ -94,7 +94,7 @@ class Draft:
     steps: int = FIRST_STEPS
     micro_batch_size: int | None = None
     recomputes: bool = False
-    bos: Bos = AUTO_BOS
+    separator: str = AUTO
 
     @classmethod
     def of(cls, name: str, model: str, sources: tuple[str, ...], size: ModelSize, text: TextSize, device: str) -> Draft:
@@ -147,9 +147,9 @@ class Draft:
         rate = _digits(min(_MODEL_SHARE * peak, _MAX_MODEL_RATE), 2)
         multiplier = _digits(predictor_learning_rate(self.size.without_embeddings) / rate, 2)
         # Optional keys
-        memory, bos = "", ""
-        if self.bos != AUTO_BOS:
-            bos = f"  bos: {str(self.bos).lower()}                   # whether every block begins with a BOS token\n"
+        memory, separator = "", ""
+        if self.separator != AUTO:
+            separator = f"  separator: {yaml_line(self.separator)}            # what stands after a document\n"
         if self.micro_batch_size is not None:
             memory += f"micro_batch_size: {self.micro_batch_size}   # blocks at once\n"
         if self.recomputes:
@@ -170,7 +170,7 @@ class Draft:
             step_tokens=self.batch_size * self.block_size,
             learning_rate=rate,
             memory=memory,
-            bos=bos,
+            separator=separator,
             warmup=round(WARMUP_SHARE * self.steps),
             window=suitable_window(self.block_size),
             soft=SOFT_FRACTION,

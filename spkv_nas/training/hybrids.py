@@ -31,12 +31,14 @@ from spkv_nas.artifacts.comparison import (
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import distinct
+from spkv_nas.artifacts.result_tables import ALARM
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.evaluation.alarms import Circumstances, alarm, control_alarm
 from spkv_nas.evaluation.comparison_documents import FILE, write_documents
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.ranking import rank_correlation
@@ -59,12 +61,14 @@ class Comparison:
         models: checkpoints of the trained models, for every seed.
         folder: folder of the report.
         documents: held-out NLL by document, by strategy.
+        alarm: sentence if the numbers make no sense (``evaluation.alarms``).
     """
 
     rows: pd.DataFrame
     models: tuple[TrainedModel, ...]
     folder: Path
     documents: Mapping[str, DocumentNLL]
+    alarm: str | None = None
 
     @property
     def heldout(self) -> DocumentNLL:
@@ -120,7 +124,12 @@ def train_hybrids(
     layouts = {name: layouts[name] for name in names}
     variants = hybrid_variants(layouts, reference=reference)
     context = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
-    untrained = zero_shot_scores(context, layouts)
+    untrained, circumstances = zero_shot_scores(context, layouts)
+    dense = untrained[DENSE]
+    scores = {name: untrained[name] for name in layouts}
+    found_alarm = alarm(circumstances, dense, scores, layouts)
+    if found_alarm is not None:
+        reporter.caution(f"warning: {found_alarm}")  # before hours of training
     runs = [(name, seed) for seed in range(recipe.seed, recipe.seed + num_seeds) for name in variants]
     finished_runs = {(name, seed) for name, seed in runs if context.is_trained(variants[name], seed)}
     reporter.reused(len(finished_runs), len(runs), "runs")
@@ -137,9 +146,11 @@ def train_hybrids(
         models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
         # Update the report
         rows = comparison_rows(finished, variants, covered, untrained, context.recipe, names)
-        documents = {DENSE: untrained[DENSE], **_by_document(finished)}
-        compared = Comparison(rows, tuple(models), workspace.report_dir(table.name), documents)
-        on_main(partial(_write, workspace, compared, context.recipe, table, layouts))
+        documents = {DENSE: dense, **_by_document(finished)}
+        if recipe.dense is None and found_alarm is None:  # a model that the recipe trains is not finished
+            found_alarm = control_alarm(circumstances, documents[FULL_ATTENTION], dense)
+        compared = Comparison(rows, tuple(models), workspace.report_dir(table.name), documents, found_alarm)
+        on_main(partial(_write, workspace, compared, context, table, layouts))
     return compared
 
 
@@ -171,10 +182,15 @@ def hybrid_variants(layouts: dict[str, Layout], *, reference: bool = True) -> di
     return baselines | {name: Variant.hybrid(layout) for name, layout in layouts.items()}
 
 
-def zero_shot_scores(context: BranchContext, layouts: dict[str, Layout]) -> dict[str, DocumentNLL]:
+def zero_shot_scores(
+    context: BranchContext, layouts: dict[str, Layout]
+) -> tuple[dict[str, DocumentNLL], Circumstances]:
     """Measure the held-out NLL of the unchanged dense checkpoint and of each layout applied to it without training.
 
     Must be called on all ranks.
+
+    Returns:
+        (NLL by layout, and of ``DENSE``; the circumstances of the measurement).
     """
     model = context.load_dense()
     heldout = context.corpus.heldout
@@ -186,7 +202,8 @@ def zero_shot_scores(context: BranchContext, layouts: dict[str, Layout]) -> dict
         cache=on_main(partial(cache_folder, context.runs / "zero-shot", model, context.dense, heldout)),
         reporter=context.reporter,
     )
-    return dict(zip([DENSE, *layouts], scores, strict=True))
+    circumstances = Circumstances.of(model, heldout, scores[0], context.corpus.separator)
+    return dict(zip([DENSE, *layouts], scores, strict=True)), circumstances
 
 
 def comparison_rows(
@@ -278,13 +295,15 @@ def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str
 
 
 def _write(
-    workspace: Workspace, compared: Comparison, recipe: Recipe, table: HeadScores, layouts: Mapping[str, Layout]
+    workspace: Workspace, compared: Comparison, context: BranchContext, table: HeadScores, layouts: Mapping[str, Layout]
 ) -> None:
     """Write ``comparison.csv``, ``comparison.yaml`` (correlations, windows, recipe, versions), ``checkpoints.csv``."""
-    correlations = compared.correlations
+    correlations, recipe = compared.correlations, context.recipe
     sinks = {name: layout.sinks for name, layout in layouts.items()}
     content = {
         "probe": table.name,
+        **({} if compared.alarm is None else {ALARM: compared.alarm}),
+        "separator": context.corpus.separator.as_mapping(),
         "heldout": {
             "tokens": int(compared.heldout.num_tokens.sum()),
             "documents": compared.heldout.num_documents,

@@ -24,6 +24,7 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.alarms import Circumstances, changes_alarm
 from spkv_nas.evaluation.early_stopping import Race, RungSchedule
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, Score, paired_difference
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
@@ -215,6 +216,12 @@ class RecipeEvaluator:
             self._model, [None, *layouts], self._scored_on, batch_size=batch_size, cache=self._cache
         )
         return [Score.of(paired_difference(score, full), self.num_selection_tokens) for score in scores]
+
+    def alarm(self, changes: Sequence[PairedDifference]) -> str | None:
+        """Return a sentence if changes of NLL without training make no sense (``evaluation.alarms``), else None."""
+        full = zero_shot(self._model, [None], self._scored_on, batch_size=1, cache=self._cache)[0]
+        separator = self._context.corpus.separator
+        return changes_alarm(Circumstances.of(self._model, self._scored_on, full, separator), changes)
 
     def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
         """Return the name of the branch's folder, which encodes everything that determines its result.

@@ -186,7 +186,7 @@ class TestRestart:
         tokenised += last.texts
         assert [text for text in tokenised if text in training] == training  # each once; held-out text may be again
 
-    @pytest.mark.parametrize("name", ["tokens.bin", "document.bin", "documents.jsonl"])
+    @pytest.mark.parametrize("name", ["stream.bin", "documents.jsonl"])
     @pytest.mark.parametrize("damage", [lambda data: data + b"torn", lambda data: data[:-5], lambda data: b""])
     def test_files_of_a_killed_writer_are_truncated_to_complete_documents(
         self, name: str, damage: Any, tmp_path: Path

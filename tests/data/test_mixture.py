@@ -23,6 +23,7 @@ from spkv_nas.data.mixture import Mixture
 from spkv_nas.data.order import BlockOrder, mixed_order
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available, generate
+from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.loss import NO_TARGET
@@ -82,6 +83,7 @@ def ruler_blocks(tokenizer: PreTrainedTokenizerBase, **options: Any) -> RulerBlo
         "learns_all": True,
         "seed": 0,
         "material": NO_MATERIAL,
+        "boundaries": Boundaries((), (tokenizer.eos_token_id,)),
     }
     return RulerBlocks(tokenizer, **{**result, **options})
 

@@ -19,7 +19,7 @@ from spkv_nas.data.config import Bos, DataConfig
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.splits import cache_split, load_heldout, load_text, read_split
-from spkv_nas.data.tokenizer import opening_tokens
+from spkv_nas.data.tokenizer import boundaries
 from spkv_nas.training.recipe import Recipe
 
 BOS, SEPARATOR = "<|bos|>", "<|sep|>"
@@ -36,6 +36,10 @@ def tokenizer_with(template: str, bos: bool = True) -> PreTrainedTokenizerBase:
         single=template or "$A", special_tokens=specials
     )
     return tokenizer
+
+
+def opening_tokens(tokenizer: PreTrainedTokenizerBase, bos: Bos, block_size: int) -> tuple[int, ...]:
+    return boundaries(tokenizer, "eos", bos, block_size).opening
 
 
 def ids(tokenizer: PreTrainedTokenizerBase, *tokens: str) -> tuple[int, ...]:
@@ -95,45 +99,58 @@ def text_of(blocks: TokenBlocks) -> tuple[Any, Any]:
     return blocks.tokens[:, count:].ravel(), blocks.document[:, count:].ravel()
 
 
+def by_document(blocks: TokenBlocks, separator: int) -> dict[int, list[int]]:
+    """Return the tokens of each document, without opening tokens and separators."""
+    tokens, owner = text_of(blocks)
+    return {int(index): [t for t in tokens[owner == index].tolist() if t != separator] for index in np.unique(owner)}
+
+
 @pytest.mark.parametrize("template", [f"{BOS} $A", f"{SEPARATOR} {BOS} $A {SEPARATOR}"])
 class TestBlocks:
     def test_hold_the_same_text_as_without(self, template: str) -> None:
         tokenizer, texts = tokenizer_with(template), [prose(4, i) for i in range(30)]
+        blocks, plain = (build_blocks(texts, tokenizer, 32, bos=bos, separator="eos") for bos in ("auto", False))
         opening = opening_tokens(tokenizer, "auto", 32)
-        blocks, plain = build_blocks(texts, tokenizer, 32), build_blocks(texts, tokenizer, 32, bos=False)
         check(blocks, opening)
         assert not plain.opening
-        for one, other in zip(text_of(blocks), text_of(plain), strict=True):
-            size = min(len(one), len(other))
-            assert np.array_equal(one[:size], other[:size])
+        one, other = (by_document(part, tokenizer.eos_token_id) for part in (blocks, plain))
+        assert len(one) > 25
+        assert all(tokens[: len(other[index])] == other[index][: len(tokens)] for index, tokens in one.items())
         for part in (blocks.take(3), blocks.spread(4), blocks.every(2, 1), *blocks.nested([2, 5])):
             check(part, opening)
 
     @pytest.mark.parametrize("size", [16, 48, 64])
     def test_keep_their_text_at_another_length(self, template: str, size: int) -> None:
-        tokenizer, texts = tokenizer_with(template), [prose(4, i) for i in range(30)]
-        cut, direct = build_blocks(texts, tokenizer, 32).cut(size), build_blocks(texts, tokenizer, size)
-        check(cut, direct.opening)
-        size = min(cut.num_blocks, direct.num_blocks)
-        assert np.array_equal(cut.tokens[:size], direct.tokens[:size])
-        assert np.array_equal(cut.document[:size], direct.document[:size])
+        texts = [prose(4, i) for i in range(30)]
+        blocks = build_blocks(texts, tokenizer_with(template), 32, separator="eos")
+        cut = blocks.cut(size)
+        check(cut, blocks.opening)
+        assert cut.block_size == size
+        for one, other in zip(text_of(cut), text_of(blocks), strict=True):
+            assert np.array_equal(one, other[: len(one)])
 
     def test_are_the_same_from_files(self, template: str, tmp_path: Path) -> None:
         write_files(tmp_path / "text", 40)
         tokenizer = tokenizer_with(template)
         opening = opening_tokens(tokenizer, "auto", 32)
-        whole = load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32)
+        whole = load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, separator="eos")
         check(whole, opening)
         texts = [file.read_text() for file in sorted((tmp_path / "text").iterdir())]
-        assert np.array_equal(whole.tokens, build_blocks(texts, tokenizer, 32).tokens)
-        check(load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, max_tokens=640), opening)
+        assert np.array_equal(whole.tokens, build_blocks(texts, tokenizer, 32, separator="eos").tokens)
+        check(
+            load_text(
+                ["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, separator="eos", max_tokens=640
+            ),
+            opening,
+        )
         # The setting is part of the cache's key
-        plain = load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, bos=False)
+        plain = load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, separator="eos", bos=False)
         assert not np.isin(plain.tokens, opening).any()
-        check(load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32), opening)
+        check(load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, separator="eos"), opening)
 
     def test_are_those_of_training_and_held_out_text(self, template: str, tmp_path: Path) -> None:
-        config, tokenizer = sixty_documents(tmp_path), tokenizer_with(template)
+        config = sixty_documents(tmp_path).model_copy(update={"separator": "eos"})
+        tokenizer = tokenizer_with(template)
         opening = opening_tokens(tokenizer, "auto", config.block_size)
         folder = cache_split(config, tokenizer, tmp_path / "cache", tmp_path)
         train, heldout = read_split(folder, config)
@@ -147,7 +164,8 @@ class TestBlocks:
         tokenizer = tokenizer_with(template)
         opening = opening_tokens(tokenizer, "auto", 512)
         lengths = (200, 512 - len(opening))
-        samples = RulerBlocks(tokenizer, 512, ("niah_single_1",), lengths, True, 0, Material(), opening)
+        limits = boundaries(tokenizer, "eos", "auto", 512)
+        samples = RulerBlocks(tokenizer, 512, ("niah_single_1",), lengths, True, 0, Material(), limits)
         check(samples.held_out(4), opening)
         learned = np.stack([samples.block(number)[1] for number in range(4)])
         assert learned[:, len(opening)].all()

@@ -155,7 +155,7 @@ class TestCommand:
             output = " ".join(capsys.readouterr().out.split())
             assert f"NLL {expected.nll.mean:.4f}, density {100 * expected.density:.1f} % at tau {tau}; 93" in output
         assert [path.name for path in (tmp_path / "w").iterdir()] == ["runs"]
-        assert [path.name for path in (tmp_path / "w" / "runs" / "mine").iterdir()] == ["blocks"]
+        assert {path.name for path in (tmp_path / "w" / "runs" / "mine").iterdir()} == {"blocks", "separators.json"}
         help_text = " ".join((NLL.run.__doc__ or "").split())
         assert "The tokens of --data are kept in runs/NAME/blocks/" in help_text  # it once promised to write nothing
 

@@ -184,11 +184,10 @@ class TestRandomOrder:
             }
 
         before, after = tokens(long_text), tokens(mixed)
-        *complete, last = [info.id for info in mixed.documents]
-        assert complete != sorted(complete)
-        assert all(after[key] == before[key] for key in complete)
-        assert after[last] == before[last][: len(after[last])]
-        assert (np.diff(mixed.document.ravel()) >= 0).all()
+        assert list(after) != sorted(after)
+        incomplete = [key for key in after if after[key] != before[key]]
+        assert len(incomplete) < 3  # those of the last block, which may not be full
+        assert all(after[key] == before[key][: len(after[key])] for key in incomplete)
 
     def test_the_seed_decides(self, long_text: TokenBlocks) -> None:
         order = [[info.id for info in long_text.in_random_order(seed).documents] for seed in (0, 0, 1)]
@@ -211,9 +210,11 @@ class TestRounds:
         whole = document_nll(model, blocks, batch_size=5)
         expected = whole.total[whole.num_tokens > 0]
         assert len(expected) == rounds.num_samples
-        assert rounds.scores(measured) == pytest.approx(expected, rel=1e-5)
+        assert sorted(rounds.scores(measured)) == pytest.approx(sorted(expected), rel=1e-5)
         first = rounds.scores(measured[:2])
         assert 0 < len(first) < len(expected)
+        complete = set(range(len(whole.total))) - set(blocks.document[32:].ravel().tolist())
+        assert sorted(first) == pytest.approx(sorted(whole.total[sorted(complete)]), rel=1e-5)
         assert np.array_equal(first, rounds.scores(measured)[: len(first)])
 
     def test_questions_do_not_depend_on_the_batch(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -128,9 +129,8 @@ def test_the_map_shows_the_table_at_every_threshold(open_page: Any, workspace: P
 def test_hashes_and_their_quotes_are_those_of_python(open_page: Any) -> None:
     texts = ["", "a" * 55, "a" * 56, "b" * 64, "ü" * 100, *map(str, range(200))]
     page = open_page()
-    hashes = [Layout(("G",), 1, provenance={"x": text}).check for text in texts]
-    written = ["{strategy: custom, provenance: {x: " + text + "}}" for text in map(_plain, texts)]
-    assert page.evaluate("texts => texts.map(shortHash)", written) == hashes
+    hashes = [hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts]
+    assert page.evaluate("texts => texts.map(shortHash)", texts) == hashes
     digits = [
         "12345678",
         "01234567",

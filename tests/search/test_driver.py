@@ -200,6 +200,9 @@ class TableJudge:
     num_selection_documents = 1
     evaluation_tokens = np.array([100])
 
+    def alarm(self, changes: Sequence[PairedDifference]) -> str | None:
+        return None
+
     def __init__(self, table: HeadScores, racing: bool = False) -> None:
         self._table, self.settings, self.done, self._racing = table, {"name": "no model"}, list[str](), racing
 
@@ -254,7 +257,7 @@ class TestJudge:
         idle.done = evaluator.done[:]
         assert again.run() == trials
         assert idle.done == evaluator.done
-        rows = write_results(search, trials, tmp_path / "report", tmp_path / "layouts")
+        rows, _ = write_results(search, trials, tmp_path / "report", tmp_path / "layouts")
         assert sorted(path.name for path in (tmp_path / "report").glob("[!.]*")) == ["search.csv", "search.yaml"]
         assert read_search(tmp_path / "report" / "search.csv")["name"].tolist() == rows["name"].tolist()
 

@@ -15,6 +15,7 @@ import typer
 from click import Context
 from typer.testing import CliRunner
 
+from spkv_nas.artifacts import defaults
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.base.progress import Reporter
@@ -203,8 +204,8 @@ def test_help_states_the_defaults_of_functions() -> None:
         (InitOptions, "steps"): [str(draft["steps"])],
         (PlanOptions, "steps"): [default_of(learn_gates, "steps"), str(draft["steps"])],
         (PlanOptions, "heldout_tokens"): [f"{int(data['max_heldout_tokens']):,}"],
-        (PlanOptions, "block_size"): [data["block_size"]],
-        (options.SubjectOptions, "block_size"): [data["block_size"]],
+        (PlanOptions, "block_size"): [f"{defaults.CONTEXT:,}"],
+        (options.SubjectOptions, "block_size"): [f"{defaults.CONTEXT:,}"],
         (PalindromeOptions, "steps"): [str(palindrome.steps)],
         (PalindromeOptions, "batch_size"): [str(palindrome.batch_size)],
     }

@@ -15,7 +15,7 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import Sample, first_fitting
 from spkv_nas.data.ruler.tasks import generate
-from spkv_nas.data.tokenizer import encode
+from spkv_nas.data.tokenizer import PLAIN, Boundaries, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ class RulerBlocks:
         learns_all: True if text and question are learned too, not only the answers.
         seed: seed of the samples.
         material: essays and questions of the user.
-        opening: tokens that every block begins with.
+        boundaries: tokens that every block begins with, and those after each sample.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class RulerBlocks:
     learns_all: bool
     seed: int
     material: Material
-    opening: tuple[int, ...] = ()
+    boundaries: Boundaries = PLAIN
 
     def check(self) -> None:
         """Check that every task fits in the longest samples, and that some task fits in every length.
@@ -67,17 +67,17 @@ class RulerBlocks:
         """
         rng = Random(f"{self.seed}/{number}")
         length = rng.choice(self.lengths)
-        end_of_text = self.tokenizer.eos_token_id
-        tokens = np.full(self.block_size, end_of_text or 0, dtype=np.int64)
+        opening, separator = self.boundaries.opening, self.boundaries.separator
+        tokens = np.full(self.block_size, (*separator, 0)[0], dtype=np.int64)
         learned = np.zeros(self.block_size, dtype=np.bool_)
-        tokens[: len(self.opening)] = self.opening
-        num_samples, position = 0, len(self.opening)
+        tokens[: len(opening)] = opening
+        num_samples, position = 0, len(opening)
         # Append samples while another one fits
         while self.block_size - position >= length:
             sample = self._draw(rng, number * self.block_size + num_samples, length)
             prompt, answer_tokens = encode([sample.text, sample.continuation], self.tokenizer)
             answer = position + len(prompt)
-            answer_tokens = np.append(answer_tokens, [] if end_of_text is None else [end_of_text])
+            answer_tokens = np.append(answer_tokens, separator)
             end = answer + len(answer_tokens)
             tokens[position:answer], tokens[answer:end] = prompt, answer_tokens
             learned[position if self.learns_all else answer : end] = True
@@ -90,7 +90,7 @@ class RulerBlocks:
         tokens = np.stack([held_out_blocks.block(number)[0] for number in range(num_blocks)]).astype(np.int32)
         owner = np.repeat(np.arange(num_blocks, dtype=np.int32)[:, None], self.block_size, 1)
         infos = tuple(DocumentInfo(f"{DOMAIN}-{number}", DOMAIN, f"sample {number}") for number in range(num_blocks))
-        return TokenBlocks(tokens, owner, infos, opening=self.opening)
+        return TokenBlocks(tokens, owner, infos, boundaries=self.boundaries)
 
     def _draw(self, rng: Random, index: int, length: int) -> Sample:
         """Generate a sample of the first task, in random order, that fits."""

@@ -27,11 +27,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.defaults import LONGPPL_ALPHA, LONGPPL_BETA, LONGPPL_SHORT
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MAX_BLOCK_SIZE
 from spkv_nas.base.memory import AdaptiveBatchSize
-from spkv_nas.data.config import AUTO_BOS
+from spkv_nas.base.special_tokens import tokens_before
 from spkv_nas.data.sources import Document
-from spkv_nas.data.tokenizer import opening_tokens
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.density_tracker import DensityTracker, layout_density
 from spkv_nas.model.loss import token_nll
@@ -137,7 +135,7 @@ def stretches(
         most: maximum tokens of all texts together, where the last text ends; None reads everything.
     """
     texts: list[LongText] = []
-    num_seen, length = 0, length - len(text_opening(tokenizer))
+    num_seen, length = 0, length - len(tokens_before(tokenizer))
     for number, document in enumerate(documents):
         if most is not None and most - num_seen <= short:
             break
@@ -166,7 +164,7 @@ def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
         UserError: if the tokenizer does not support offsets, or an NLL is not finite.
     """
     ids, offsets = _encoded(tokenizer, text)
-    is_key = key_mask(evaluator, ids, criterion, text_opening(tokenizer))
+    is_key = key_mask(evaluator, ids, criterion, tokens_before(tokenizer))
     return _merged(offsets[index] for index in np.flatnonzero(is_key))
 
 
@@ -237,7 +235,7 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, 
     if watch is not None:
         watch.start()
     try:
-        losses = sequence_nll(model, ids[None], text_opening(tokenizer))[0]
+        losses = sequence_nll(model, ids[None], tokens_before(tokenizer))[0]
         head_densities = None if watch is None else watch.stop(alone=True)
     finally:
         if watch is not None:
@@ -267,11 +265,6 @@ def _merged(offsets: Iterable[tuple[int, int]]) -> Spans:
         else:
             spans.append((start, end))
     return spans
-
-
-def text_opening(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that the tokenizer puts before a text, which every sequence begins with."""
-    return opening_tokens(tokenizer, AUTO_BOS, MAX_BLOCK_SIZE)
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:

@@ -83,7 +83,8 @@ class DocumentRounds(Unprepared):
     """NLL sums of documents, in rounds of blocks.
 
     Attributes:
-        blocks: text whose documents are in random order (``TokenBlocks.in_random_order``).
+        blocks: text whose documents are in random order (``TokenBlocks.in_random_order``). A document is a sample once
+            its last block is measured.
         identity: identity of the text.
         batch_size: blocks per forward pass.
     """
@@ -98,32 +99,38 @@ class DocumentRounds(Unprepared):
         return -(-self.blocks.num_blocks // _ROUND_BLOCKS)
 
     @cached_property
-    def _present(self) -> NDArray[np.intp]:
-        """Return the documents with predicted tokens, in order."""
-        return np.unique(self.blocks.document[:, 1:]).astype(np.intp)
+    def _last_blocks(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Return the documents with predicted tokens and the last block of each, in the order of these blocks."""
+        document = self.blocks.document[:, 1:]
+        present, first = np.unique(document[::-1], return_index=True)
+        last = self.blocks.num_blocks - 1 - first // document.shape[1]
+        order = np.argsort(last, kind="stable")
+        return present[order].astype(np.intp), last[order]
 
     @property
     def num_samples(self) -> int:
         """Return the number of documents with predicted tokens."""
-        return len(self._present)
+        return len(self._last_blocks[0])
+
+    def _documents(self, index: int) -> NDArray[np.intp]:
+        """Return the documents of a round."""
+        return np.unique(self.blocks.document[index * _ROUND_BLOCKS : (index + 1) * _ROUND_BLOCKS]).astype(np.intp)
 
     def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
-        """Return the NLL sums of the documents of a round's blocks, from the first to the last."""
+        """Return the NLL sums of the documents of a round's blocks."""
         part = slice(index * _ROUND_BLOCKS, (index + 1) * _ROUND_BLOCKS)
         tokens, document = self.blocks.tokens[part], self.blocks.document[part]
         blocks = replace(self.blocks, tokens=tokens, document=document, largest=None)
         nll = document_nll(model, blocks, batch_size=self.batch_size)
-        return nll.total[document[0, 0] : document[-1, -1] + 1]
+        return nll.total[self._documents(index)]
 
     def scores(self, measured: Sequence[Float]) -> Float:
         """Return the NLL of every document whose last block has been measured."""
-        totals = np.zeros(int(self._present[-1]) + 1)
+        totals = np.zeros(len(self.blocks.documents))
         for index, sums in enumerate(measured):
-            first = self.blocks.document[index * _ROUND_BLOCKS, 0]
-            totals[first : first + len(sums)] += sums
-        done = len(measured) * _ROUND_BLOCKS
-        complete = len(totals) if done >= self.blocks.num_blocks else int(self.blocks.document[done, 0])
-        return totals[self._present[self._present < complete]]
+            totals[self._documents(index)] += sums
+        present, last = self._last_blocks
+        return totals[present[last < len(measured) * _ROUND_BLOCKS]]
 
 
 class QuestionRounds(Unprepared):

@@ -33,7 +33,7 @@ class InitOptions(InWorkspace, OnDevice):
     out: NewRecipe = Path("recipe.yaml")
     steps: flags.Steps = default(None, str(defaults.FIRST_STEPS), note="Applies to each model.")
     minutes: Minutes = None
-    bos: flags.ChosenBos = default(None, "auto")
+    separator: flags.Separator = default(None, "measured on the model")
     force: Force = False
 
 

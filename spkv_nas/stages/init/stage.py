@@ -26,7 +26,7 @@ from spkv_nas.base.files import write_atomic
 from spkv_nas.base.names import MAX_CHARACTERS
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_seconds
-from spkv_nas.data.config import parse_bos
+from spkv_nas.data.config import AUTO
 from spkv_nas.data.readers import AT_HAND
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.transformers_logging import quiet_transformers
@@ -75,7 +75,7 @@ def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:
         options.name or _recipe_name(options.model), model, sources, size, text, choose_device(options.device)
     )
     # Fit it to memory and time
-    draft = replace(draft, steps=options.steps or FIRST_STEPS, bos=parse_bos(options.bos))
+    draft = replace(draft, steps=options.steps or FIRST_STEPS, separator=options.separator or AUTO)
     planner, draft = _fit_memory(draft, options, reporter)
     if options.minutes is not None:
         draft = replace(draft, steps=_steps_in_time(planner, 60 * options.minutes))

@@ -33,7 +33,7 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
         None, f"all of --data or the recipe's text, else {defaults.HELDOUT_TOKENS:,}"
     )
     block_size: flags.BlockSize = default(
-        None, f"the recipe's, or {defaults.BLOCK_SIZE}", note="Also used without --data."
+        None, f"the recipe's, or the model's context, up to {defaults.CONTEXT:,}", note="Also used without --data."
     )
     steps: flags.Steps = default(
         None, f"the recipe's, else {defaults.PRICED_STEPS} for gates and {defaults.FIRST_STEPS} per model"

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.device import choose_device, training_precision
@@ -27,6 +26,7 @@ from spkv_nas.stages.forecast import Forecast, about_memory, gate_training, item
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.plan.options import PlanOptions
 from spkv_nas.stages.plan.served import ServedBudgets, plan_served
+from spkv_nas.stages.subject import default_block_size
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.recipe import DenseConfig, Recipe
@@ -112,7 +112,7 @@ class _Inputs:
 def _of_model(options: PlanOptions, reporter: Reporter) -> _Inputs:
     """Collect the inputs for a model without a recipe, trained by the recipe that ``init`` would draft."""
     source = str(options.model)
-    size, gates, length = read_size(source), read_gates(source), options.block_size or BLOCK_SIZE
+    size, gates, length = read_size(source), read_gates(source), options.block_size or default_block_size(source)
     check_dense(size, source)
     site = _site(options)
     config = gates or GateConfig(window=suitable_window(length))

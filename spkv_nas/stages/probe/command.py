@@ -18,6 +18,7 @@ def probe(options: ProbeOptions, reporter: Reporter) -> Result:
     densities also show which keys a cache can drop. With a recipe, trains the reference and then probes it.
     Measures how much attention is on the first tokens of a text, and gives layouts as many sink tokens as that needs.
     """
+    from spkv_nas.artifacts.result_tables import ALARM
     from spkv_nas.stages.next_steps import after_probe
     from spkv_nas.stages.probe import output, stage
 
@@ -26,5 +27,5 @@ def probe(options: ProbeOptions, reporter: Reporter) -> Result:
         table,
         output.show,
         partial(output.document, folder=options.folders.probe_dir(table.name)),
-        next=after_probe(options, table),
+        next=() if ALARM in table.metadata else after_probe(options, table),
     )

@@ -11,11 +11,12 @@ from spkv_nas.artifacts.defaults import STRONG_SINK
 from spkv_nas.artifacts.domains import about_small_domains
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.console import caution, out, say
-from spkv_nas.stages.printing import identification
+from spkv_nas.stages.printing import identification, show_alarm
 
 
 def show(table: HeadScores) -> None:
-    """Print a probe's mean score, its highest head, its cost, and its warnings."""
+    """Print a probe's mean score, its highest head, and its warnings."""
+    show_alarm(table.metadata.get("alarm"))
     densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
     measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
     digits = ".3f" if table.is_density else ".3g"
@@ -24,11 +25,6 @@ def show(table: HeadScores) -> None:
         f"{measure} mean {table.mean:{digits}}, std {table.std:{digits}}; "
         f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else digits}})"
     )
-    if "passes" in table.metadata:
-        reused = f"; scores reused: {number}" if (number := table.metadata.get("reused_scores")) else ""
-        passes = table.metadata["passes"]
-        noun = "pass" if passes == 1 else "passes"
-        say(f"cost: {passes:,g} forward {noun} over {table.metadata['tokens']:,} tokens{reused}")
     if (sinks := _about_sinks(table)) is not None:
         say(sinks)
     if (domain_warning := about_small_domains(table)) is not None:
@@ -69,6 +65,7 @@ def document(table: HeadScores, folder: Path) -> dict[str, Any]:
         "sinks": table.sinks,
         "sink_mass": table.metadata.get("sink_mass"),
         "massive_activation": table.metadata.get("massive_activation"),
+        "alarm": table.metadata.get("alarm"),
         "diagnosis": table.diagnosis(),
         "heads": table.rows,
         "folder": folder,

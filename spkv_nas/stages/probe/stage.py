@@ -12,11 +12,13 @@ from typing import Any
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, RECOMMENDED, SCORING_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.result_tables import ALARM
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
+from spkv_nas.evaluation.alarms import check_text
 from spkv_nas.evaluation.micro_batch import fitting_batch, require_logits
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin, read_gates
@@ -64,6 +66,11 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
         tokens=SCORING_TOKENS if signal.computes_logits else None,
         learns=signal.needs_gates,
     )
+    # Check that the model knows the text
+    window = options.window or default_window(measured.model, measured.whole.block_size)
+    with reporter.bar("checking the text"):
+        _, found_alarm = check_text(measured.model, measured.whole, window, measured.separator)
+    alarm_record = {} if found_alarm is None else {ALARM: found_alarm}
     if signal.caches_scores:
         root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
         measured_values["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
@@ -91,6 +98,8 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
                 **model_record,
                 "data": measured.text,
                 **measured.dtypes,
+                "separator": measured.separator.as_mapping(),
+                **alarm_record,
                 **learned,
                 OPTIONS: recorded(options),
                 "environment": environment(),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts.comparison import read_comparison
+from spkv_nas.artifacts.result_tables import ALARM
 from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.files import is_file
 from spkv_nas.base.records import read_record
@@ -35,4 +36,6 @@ def read_results(folder: Path) -> dict[str, Any]:
     results |= {name: read_record(file, kind) for name, (file, kind) in records.items() if is_file(file)}
     if (folder / FILE).is_file():
         results["pair_error"] = pair_error(read_documents(folder / FILE))
-    return {**results, "benchmarks": read_benchmarks(folder)}
+    files = (folder / f"{name}.yaml" for name in ("comparison", "search", "zero-shot", "verdict"))
+    alarms = [read_record(file, "results").get(ALARM) for file in files if file.is_file()]
+    return {**results, "benchmarks": read_benchmarks(folder), "alarms": [each for each in alarms if each is not None]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spkv_nas.artifacts import defaults
 from spkv_nas.base.flag import default
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import DENSE, SubjectOptions
@@ -16,6 +17,7 @@ class ScoreOptions(SubjectOptions):
     layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
     model: flags.OptionalModel = DENSE
     probe: flags.OptionalProbe = default(note="Used to compute coverage.")
+    max_tokens: flags.OptionalMaxTokens = default(None, f"{defaults.SCORE_TOKENS:,}")
     name: flags.Name = default(None, "the probe's or the model's")
 
 

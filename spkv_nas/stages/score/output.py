@@ -5,25 +5,30 @@ from __future__ import annotations
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, print_path
-from spkv_nas.stages.printing import about_errors, change
+from spkv_nas.base.console import out, print_path, say
+from spkv_nas.proposal.answer import uneven_budgets
+from spkv_nas.stages.printing import about_errors, change, show_alarm
 from spkv_nas.stages.subject import NLLTable
 
 
 def show(result: NLLTable) -> None:
     """Print the NLL of every layout."""
+    show_alarm(result.alarm)
     title = f"{escape(result.name)}: without training"
     grid = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=title)
-    for row in result.rows.itertuples():
+    rows, same = result.rows[result.rows["hash"] != ""], result.rows.groupby("hash", sort=False)["strategy"]
+    for row in result.rows.drop_duplicates("hash").itertuples():
         coverage = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
         grid.add_row(
-            escape(row.strategy),
+            escape(" = ".join(same.get_group(row.hash))),
             str(row.num_global),
             coverage,
             f"{row.nll:.4f}",
             change(row.delta_nll_percent, row.delta_nll_standard_error),
         )
     out.print(grid)
+    if (uneven := uneven_budgets(rows, int(rows["num_global"].mode().max()))) is not None:
+        say(uneven)
     about_errors(result.num_documents, result.effective_documents)
     if result.num_chosen:
         chosen_by = ", ".join(result.chosen_by)

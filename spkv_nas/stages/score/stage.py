@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
+from spkv_nas.artifacts.defaults import SCORE_TOKENS
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.units import format_seconds
+from spkv_nas.evaluation.alarms import Circumstances, alarm
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.separators import SeparatorReport
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.coverage import coverage
@@ -12,16 +20,19 @@ from spkv_nas.stages.choice import find_choice
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.score.options import ScoreOptions
-from spkv_nas.stages.subject import NLLTable, Subject, measured_on
+from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 
 def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     """Measure the zero-shot NLL of layouts on a checkpoint and write ``reports/<name>/zero-shot.csv``."""
     quiet_transformers(reporter)
     # Read table and layouts
-    subject = Subject.of(options, DENSE, "score on")
     workspace = options.folders
     table = None if options.probe is None else find_table(workspace, options.probe)
+    if table is not None and options.separator is None:
+        report = SeparatorReport.parse(table.metadata.get("separator"))
+        options = options if report is None else replace(options, separator=report.best)
+    subject = Subject.of(options, DENSE, "score on")
     family = subject.family if table is None else table.name
     name = options.name or (subject.name if table is None else table.name)
     proposal = find_proposal(workspace, options.name or family, options.layouts)
@@ -32,7 +43,8 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
         covered = {key: coverage(table_at_tau, layout) for key, layout in proposal.layouts.items()}
     # Score full attention and every layout
     workspace.check_writable()
-    measured = subject.load(reporter)
+    measured = subject.load(reporter, tokens=SCORE_TOKENS)
+    _announce_size(measured, len(proposal.layouts), reporter)
     root = workspace.run_dir(name) / "zero-shot"
     cache = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
     full_attention, *scores = zero_shot(
@@ -51,7 +63,10 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
         reporter.caution(f"warning: {first_line(error)}: its documents may be among those measured")
         chosen_by, num_chosen = (), 0
     # Write the table
-    rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full_attention, covered)
+    by_name = dict(zip(proposal.layouts, scores, strict=True))
+    circumstances = Circumstances.of(measured.model, measured.blocks, full_attention, measured.separator)
+    found_alarm = alarm(circumstances, full_attention, by_name, proposal.layouts)
+    rows = score_table(proposal.layouts, by_name, full_attention, covered)
     probe = None if table is None else table.name
     sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
     origin = measured_on(
@@ -63,8 +78,21 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
         **sinks,
         chosen_by=list(chosen_by),
         num_chosen=num_chosen,
+        alarm=found_alarm,
     )
     folder = workspace.report_dir(name)
     on_main(lambda: write_scores(folder, rows, origin))
     counts = (full_attention.num_documents, full_attention.effective_documents)
-    return NLLTable(name, rows, folder, *counts, chosen_by, num_chosen)
+    return NLLTable(name, rows, folder, *counts, chosen_by, num_chosen, found_alarm)
+
+
+def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> None:
+    """Announce how much of the text is measured and, after timing a block, how long that takes at most."""
+    blocks, whole = measured.blocks, measured.whole
+    start = time.perf_counter()
+    document_nll(measured.model, blocks.take(1), batch_size=1)
+    seconds = (1 + num_layouts) * blocks.num_blocks * (time.perf_counter() - start)
+    part = f"{blocks.tokens.size:,} tokens"
+    if blocks.num_blocks < whole.num_blocks:
+        part += f" of {whole.tokens.size:,} (--max-tokens measures more)"
+    reporter.announce(f"scoring full attention and {num_layouts} layouts on {part}: at most {format_seconds(seconds)}")

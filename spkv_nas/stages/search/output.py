@@ -12,7 +12,7 @@ from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.statistics import effective_number
 from spkv_nas.evaluation.guidance import SamplerSummary, best_layouts, correlations, guidance
 from spkv_nas.evaluation.ranking import format_rank_correlation
-from spkv_nas.stages.printing import about_errors, change
+from spkv_nas.stages.printing import about_errors, change, show_alarm
 from spkv_nas.stages.search.stage import SearchResult
 
 
@@ -20,6 +20,7 @@ def show(result: SearchResult) -> None:
     """Print the best layouts, what each sampler reached, and the rank correlations of cheap measures."""
     from spkv_nas.base.statistics import effective_number
 
+    show_alarm(result.alarm)
     rows, cost = result.rows, result.cost_name
     # Table of the best layouts
     columns = ["layout", "global heads", "coverage %", *([cost] if cost else [])]
@@ -73,6 +74,7 @@ def document(result: SearchResult) -> dict[str, Any]:
     """Return all layouts of a search, what each sampler reached, and the rank correlations of cheap measures."""
     return {
         "layouts": result.rows,
+        "alarm": result.alarm,
         "num_documents": int((result.evaluation_tokens > 0).sum()),
         "effective_documents": effective_number(result.evaluation_tokens),
         "cost": result.cost_name,

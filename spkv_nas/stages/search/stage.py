@@ -35,12 +35,14 @@ class SearchResult:
         cost_name: name of the second objective; None without one.
         folder: folder of the table.
         evaluation_tokens: int64 [documents], tokens per document of the text on which full retrainings are compared.
+        alarm: sentence if the numbers make no sense (``evaluation.alarms``).
     """
 
     rows: pd.DataFrame
     cost_name: str | None
     folder: Path
     evaluation_tokens: NDArray[np.int64]
+    alarm: str | None = None
 
 
 def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
@@ -82,9 +84,9 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
         reporter=reporter,
     )
     cost_name = None if cost is None else cost.name
-    rows = write_results(work, work.run(), folder, workspace.layout_dir(name) / SEARCH)
+    rows, alarm = write_results(work, work.run(), folder, workspace.layout_dir(name) / SEARCH)
     write_study_figures(folder, rows, cost_name)
-    return SearchResult(rows, cost_name, folder, evaluator.evaluation_tokens)
+    return SearchResult(rows, cost_name, folder, evaluator.evaluation_tokens, alarm)
 
 
 def cache_bytes(requirements: Requirements, space: Space) -> LayoutCost:

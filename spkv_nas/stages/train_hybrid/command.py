@@ -32,5 +32,5 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter) -> Result:
         comparison,
         output.show,
         output.document,
-        next=after_training_hybrids(options, comparison.folder.name),
+        next=() if comparison.alarm else after_training_hybrids(options, comparison.folder.name),
     )

@@ -11,12 +11,13 @@ from rich.table import Table
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.base.console import out, say
 from spkv_nas.evaluation.ranking import format_rank_correlation
-from spkv_nas.stages.printing import about_errors, change
+from spkv_nas.stages.printing import about_errors, change, show_alarm
 from spkv_nas.training.hybrids import Comparison
 
 
 def show(result: Comparison) -> None:
     """Print retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
+    show_alarm(result.alarm)
     baselines = {DENSE: "dense, as it is", FULL_ATTENTION: "control: full attention"}
     extended = "extended_nll" in result.rows
     # Table of layouts
@@ -65,6 +66,7 @@ def document(result: Comparison) -> dict[str, Any]:
     """Return the retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
     return {
         "layouts": result.rows,
+        "alarm": result.alarm,
         "num_documents": result.heldout.num_documents,
         "effective_documents": result.heldout.effective_documents,
         "rank_correlation": result.correlations,

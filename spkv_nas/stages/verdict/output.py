@@ -12,11 +12,13 @@ from rich.text import Text
 
 from spkv_nas.base.console import caution, out, print_path
 from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by, unrecorded_warning
+from spkv_nas.stages.printing import show_alarm
 from spkv_nas.stages.verdict.stage import VerdictResult
 
 
 def show(result: VerdictResult) -> None:
     """Print the table, the verdict on each candidate, and what it rests on."""
+    show_alarm(result.alarm)
     grid = Table(
         "candidate",
         "criterion",
@@ -52,6 +54,7 @@ def document(result: VerdictResult) -> dict[str, Any]:
     return {
         "name": result.name,
         "against": result.against,
+        "alarm": result.alarm,
         "answer": result.answer,
         "answers": result.answers,
         "criteria": result.rows.astype(object).where(result.rows.notna(), None),

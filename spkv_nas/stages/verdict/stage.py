@@ -12,18 +12,23 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.result_tables import VERDICT
+from spkv_nas.artifacts.result_tables import ALARM, VERDICT
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.base.version import environment
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.alarms import Circumstances, changes_alarm, check_text
 from spkv_nas.evaluation.micro_batch import check_positions, require_logits
+from spkv_nas.evaluation.paired import PairedDifference
+from spkv_nas.evaluation.separators import SeparatorReport
 from spkv_nas.evaluation.verdict.decision import Answer, Levels, decide
 from spkv_nas.evaluation.verdict.paired_test import Evidence, loss_interval, more_samples
 from spkv_nas.evaluation.verdict.rounds import Rounds
 from spkv_nas.model.checkpoint import model_origin
 from spkv_nas.model.model_shape import check_tokens
 from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.model.windows import default_window
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.choice import Choice, documents_of, find_choice
 from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, load
@@ -56,6 +61,7 @@ class VerdictResult:
         records: what chose the layouts.
         unrecorded: layouts of which the workspace has no record of what chose them.
         folder: folder of the table.
+        alarm: sentence if the numbers make no sense (``evaluation.alarms``).
     """
 
     name: str
@@ -68,6 +74,7 @@ class VerdictResult:
     records: Sequence[str]
     unrecorded: Sequence[str]
     folder: Path
+    alarm: str | None = None
 
     @property
     def answer(self) -> Answer:
@@ -88,6 +95,7 @@ class Trial:
         store: scores that were measured.
         choice: documents that chose the candidates, which ``samples`` do not have.
         num_left_out: number of these documents in the text; None: no criterion reads text.
+        circumstances: of measurements on the text; None without one.
     """
 
     name: str
@@ -97,6 +105,7 @@ class Trial:
     store: ScoreStore
     choice: Choice
     num_left_out: int | None
+    circumstances: Circumstances | None = None
 
 
 def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResult:
@@ -145,11 +154,12 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
         answers.append(answer)
     # Decide over all candidates
     rows, decided = judge()
-    VERDICT.write(folder, rows, origin(options, trial, decided))
+    alarm = _alarm(trial, candidates, pairs)
+    VERDICT.write(folder, rows, {**origin(options, trial, decided), **({} if alarm is None else {ALARM: alarm})})
     running.remove()
     nouns = {criterion.name: criterion.noun for criterion, _ in margins}
     left_out = (trial.num_left_out, trial.choice.records, trial.choice.unrecorded)
-    return VerdictResult(trial.name, options.model, risk, decided, rows, nouns, *left_out, folder)
+    return VerdictResult(trial.name, options.model, risk, decided, rows, nouns, *left_out, folder, alarm)
 
 
 def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Contender], reporter: Reporter) -> Trial:
@@ -164,22 +174,25 @@ def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Cont
     reads_text = any(criterion.reads_text for criterion, _ in margins)
     subject = Subject.of(options, DENSE, "judge on", reads_text=reads_text)
     loaded = load(options, options.model, reporter)
-    blocks, choice, num_left_out = None, Choice(frozenset(), (), ()), None
+    blocks, choice, num_left_out, circumstances = None, Choice(frozenset(), (), ()), None, None
     if reads_text:
-        blocks, choice, num_left_out = _text(subject, options, candidates, loaded, reporter)
+        blocks, choice, num_left_out, separator = _text(subject, options, candidates, loaded, reporter)
+        window = default_window(loaded[0], blocks.block_size)
+        circumstances, _ = check_text(loaded[0], blocks, window, separator)
     # Prepare the samples of every criterion
     setting = Setting(options, *loaded, blocks, reporter)
     samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
     store = ScoreStore(options, options.folders.run_dir(subject.name) / "verdict", loaded, reporter)
-    return Trial(subject.name, dense, margins, samples, store, choice, num_left_out)
+    return Trial(subject.name, dense, margins, samples, store, choice, num_left_out, circumstances)
 
 
 def _text(
     subject: Subject, options: VerdictOptions, candidates: Sequence[Contender], loaded: Loaded, reporter: Reporter
-) -> tuple[TokenBlocks, Choice, int]:
-    """Return the documents to judge on in random order, what chose the layouts, and how many documents it left out."""
+) -> tuple[TokenBlocks, Choice, int, SeparatorReport]:
+    """Return the documents to judge on in random order, what chose the layouts, how many it left out, the separator."""
     model, tokenizer = loaded
-    _, whole = subject.read(tokenizer, reporter)
+    separator = subject.separator(model, tokenizer, reporter)
+    _, whole = subject.read(tokenizer, separator.best, reporter)
     check_positions(model, whole.block_size, "--block-size")
     require_logits(model, 1, whole.block_size)
     check_tokens(model, whole.largest_token)
@@ -195,7 +208,7 @@ def _text(
     blocks = whole.in_random_order(options.seed, choice.texts)
     # Spread over the documents, as further blocks of a document tell less than those of another
     max_tokens = options.max_tokens or min(max(MIN_BLOCKS, len(blocks.documents)) * blocks.block_size, MAX_TOKENS)
-    return blocks.spread(max(1, max_tokens // blocks.block_size)), choice, num_left_out
+    return blocks.spread(max(1, max_tokens // blocks.block_size)), choice, num_left_out, separator
 
 
 def measure(
@@ -229,6 +242,16 @@ def measure(
         if answer == "fails":
             return pairs, answer
     return pairs, "open" if "open" in answers else "passes"
+
+
+def _alarm(trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str, Pairs]) -> str | None:
+    """Return a sentence if the NLL of layouts that were not retrained makes no sense, else None."""
+    if trial.circumstances is None:
+        return None
+    untrained = [pairs[each.name].get("nll", np.empty((0, 2))) for each in candidates if each.layout is not None]
+    ratios = [jackknife_ratio(scores[:, 0], scores[:, 1]) for scores in untrained if len(scores) > 1]
+    changes = [PairedDifference(100.0 * (float(ratio) - 1.0), 100.0 * float(error)) for ratio, error in ratios]
+    return changes_alarm(trial.circumstances, changes)
 
 
 def _rows(

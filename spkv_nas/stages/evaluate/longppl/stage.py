@@ -17,6 +17,7 @@ from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.distributed import gathered, on_main, own_share
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Progress, Reporter
+from spkv_nas.base.special_tokens import tokens_before
 from spkv_nas.base.version import environment
 from spkv_nas.data.heldout import heldout_share
 from spkv_nas.data.pieces import piece_size
@@ -29,7 +30,6 @@ from spkv_nas.evaluation.longppl.reading import (
     key_spans,
     read,
     stretches,
-    text_opening,
 )
 from spkv_nas.evaluation.longppl.table import longppl_table
 from spkv_nas.evaluation.micro_batch import check_positions
@@ -215,7 +215,7 @@ def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
 
 def _opening(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the part of an identity that says how sequences begin; empty where they begin with the text."""
-    opening = text_opening(tokenizer)
+    opening = tokens_before(tokenizer)
     return f" opening {opening}" if opening else ""
 
 

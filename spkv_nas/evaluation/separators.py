@@ -1,0 +1,230 @@
+"""Measure which separator between documents a model knows, and what packing documents into blocks costs it.
+
+A model that was trained with BOS before every document may never have seen EOS. A text packed with EOS between its
+documents then disturbs full attention more than local heads, which forget the token, and the wrong heads look good.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.defaults import BLOCK_SIZE
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_json, write_json
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.statistics import jackknife_ratio
+from spkv_nas.data import config
+from spkv_nas.data.blocks import as_documents
+from spkv_nas.data.config import AUTO, Bos
+from spkv_nas.data.sources import Document
+from spkv_nas.data.tokenizer import Boundaries, boundaries, default_separator, encode
+from spkv_nas.model.loss import token_nll
+from spkv_nas.model.modes import evaluation_mode
+
+SEPARATORS = "separators.json"  # in the folder of a model's runs
+SEPARATOR_TOKENS = 3072  # of text; each is read five times
+MAX_PACKING_COST = 1.0  # percent of NLL
+_DOCUMENT = 256  # maximum tokens of a document; a separator matters most right after it
+_CHARACTERS = 16  # read of a document per token that is used
+_SIGNIFICANT, _MIN_GAIN = 2.0, 0.002  # standard errors, share of NLL; less is no reason to leave the convention
+_CHUNK_TOKENS = 4096  # per forward pass
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class SeparatorReport:
+    """NLL of a model on short documents packed with each separator, over the tokens that all packings share.
+
+    Attributes:
+        best: separator of the lowest NLL, or the tokenizer's convention if that is not significantly worse.
+        nll: nats per token by separator; empty if the user chose ``best``.
+        alone: nats per token of each document alone, after what begins a text.
+    """
+
+    best: str
+    nll: Mapping[str, float] = field(default_factory=dict)
+    alone: float = math.nan
+
+    @property
+    def packing_cost(self) -> float:
+        """Return how much higher the NLL is with the best separator than of each document alone, in percent, or NaN."""
+        return 100.0 * (self.nll.get(self.best, math.nan) / self.alone - 1.0)
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Return the entries for a record."""
+        if not self.nll:
+            return {"best": self.best}
+        rounded = {name: round(value, 4) for name, value in self.nll.items()}
+        return {"best": self.best, "nll": rounded, "alone": round(self.alone, 4)}
+
+    @classmethod
+    def parse(cls, content: Any) -> SeparatorReport | None:
+        """Return the report of a record; None for anything else."""
+        try:
+            return TypeAdapter(cls).validate_python(content)
+        except ValidationError:
+            return None
+
+
+def measure_separator(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str | Document],
+    block_size: int = BLOCK_SIZE,
+    bos: Bos = AUTO,
+) -> SeparatorReport:
+    """Measure the NLL of a model on the same documents, packed with no separator, EOS, BOS, and both.
+
+    The beginnings of the first documents are read, 3,072 tokens in all, at most 256 of each and a quarter of a block,
+    so that every block has several. The first token of a document is not counted.
+
+    Args:
+        model: the dense model.
+        tokenizer: its tokenizer.
+        texts: strings or documents.
+        block_size: tokens per block.
+        bos: whether every block begins with a BOS token, see ``data.tokenizer.boundaries``.
+
+    Raises:
+        UserError: there is no text.
+
+    Example::
+
+        separator = spkv_nas.measure_separator(model, tokenizer, texts).best
+        blocks = spkv_nas.build_blocks(texts, tokenizer, separator=separator)
+    """
+    documents = _beginnings(as_documents(texts, block_size), tokenizer, min(_DOCUMENT, max(2, block_size // 4)))
+    variants = _variants(tokenizer, bos, block_size)
+    groups = _groups(documents, block_size - max(len(each.opening) for each in variants.values()))
+
+    def measure() -> SeparatorReport:
+        with evaluation_mode(model):
+            sums = {name: _sums(model, groups, limits) for name, limits in variants.items()}
+            openings = {limits.opening for limits in variants.values()}
+            alone = [_sums(model, [[each] for each in documents], Boundaries(opening)) for opening in openings]
+        count = sum(len(each) - 1 for each in documents)
+        convention = default_separator(tokenizer, bos)
+        return SeparatorReport(
+            _best(sums, convention),
+            {name: float(values.sum()) / count for name, values in sums.items()},
+            min(float(values.sum()) for values in alone) / count,
+        )
+
+    return on_main(measure)
+
+
+def shared_separator(
+    file: Path, checkpoint: str, measure: Callable[[], SeparatorReport], reporter: Reporter = SILENT
+) -> SeparatorReport:
+    """Return what ``file`` says of a checkpoint; else measure it, and add it to the file, which all commands share.
+
+    Args:
+        file: JSON file of reports by checkpoint.
+        checkpoint: hash of the checkpoint.
+        measure: measures the checkpoint's separators.
+        reporter: receives the report that was measured.
+    """
+    records: dict[str, Any] = {}
+    with suppress(UserError):
+        records = read_json(file, "separators")
+    if (known := SeparatorReport.parse(records.get(checkpoint))) is not None:
+        return known
+    report = measure()
+    compared = ", ".join(f"{name} {value:.3f}" for name, value in report.nll.items())
+    reporter.announce(
+        f"documents are separated by '{report.best}' (NLL: {compared}; each document alone {report.alone:.3f})"
+    )
+    write_json(file, {**records, checkpoint: report.as_mapping()})
+    return report
+
+
+def _best(sums: dict[str, NDArray[np.float64]], convention: str) -> str:
+    """Return the separator of the lowest NLL, or the convention where it is not significantly worse.
+
+    Args:
+        sums: NLL by document, by separator.
+        convention: separator to prefer.
+    """
+    best = min(sums, key=lambda name: float(sums[name].sum()))
+    if convention in sums:
+        ratio, error = jackknife_ratio(sums[convention] - sums[best], sums[best])
+        if not float(ratio) > max(_MIN_GAIN, _SIGNIFICANT * float(error)):
+            return convention
+    return best
+
+
+def _variants(tokenizer: PreTrainedTokenizerBase, bos: Bos, block_size: int) -> dict[str, Boundaries]:
+    """Return the boundaries of every separator that the tokenizer has, without repetitions."""
+    variants: dict[str, Boundaries] = {}
+    has = {"eos": tokenizer.eos_token_id is not None, "bos": bos is not False and tokenizer.bos_token_id is not None}
+    for name in config.SEPARATORS:
+        if all(has[part] for part in name.split("+") if part in has):
+            limits = boundaries(tokenizer, name, bos, block_size)
+            if limits not in variants.values() and len(set(limits.separator)) == len(limits.separator):
+                variants[name] = limits
+    return variants
+
+
+def _beginnings(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, most: int) -> list[Tokens]:
+    """Return the beginnings of documents, of two to ``most`` tokens each, up to ``SEPARATOR_TOKENS`` in all."""
+    beginnings: list[Tokens] = []
+    for document in documents:
+        tokens = encode([document.text[: _CHARACTERS * most]], tokenizer)[0][:most]
+        if len(tokens) > 1:
+            beginnings.append(tokens)
+        if sum(map(len, beginnings)) >= SEPARATOR_TOKENS:
+            break
+    if not beginnings:
+        raise UserError("there is no text to measure separators on")
+    return beginnings
+
+
+def _groups(documents: Sequence[Tokens], size: int) -> list[list[Tokens]]:
+    """Return consecutive documents in groups of at most ``size`` tokens with three separators' tokens for each."""
+    groups: list[list[Tokens]] = [[]]
+    room = size
+    for document in documents:
+        room -= len(document) + 3
+        if room < 0 and groups[-1]:
+            groups.append([])
+            room = size - len(document) - 3
+        groups[-1].append(document)
+    return groups
+
+
+def _sums(model: PreTrainedModel, groups: Sequence[Sequence[Tokens]], limits: Boundaries) -> NDArray[np.float64]:
+    """Return the NLL of each document, without its first token, where the documents of a group are in one sequence."""
+    # Lay the documents of each group out, and remember where they start
+    sequences: list[NDArray[np.int64]] = []
+    starts = []
+    for group in groups:
+        parts: list[Any] = [limits.opening]
+        for document in group:
+            starts.append((len(sequences), sum(map(len, parts)), len(document)))
+            parts += [document, limits.separator]
+        sequences.append(np.concatenate(parts).astype(np.int64))
+    # Pad to the right, which earlier tokens do not see
+    length = max(map(len, sequences))
+    padded = torch.from_numpy(np.stack([np.pad(each, (0, length - len(each))) for each in sequences]))
+    chunks = torch.split(padded, max(1, _CHUNK_TOKENS // length))
+    losses = torch.cat([_losses(model, chunk) for chunk in chunks]).double().numpy()
+    return np.array([losses[row, first : first + number - 1].sum() for row, first, number in starts])
+
+
+@torch.inference_mode()
+def _losses(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the NLL of every token but the first of each sequence."""
+    return token_nll(model, tokens.to(model.device)).cpu()
