@@ -20,7 +20,8 @@ from spkv_nas.base.replace import new_folder
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.ruler.haystacks import Essays
 from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
-from spkv_nas.model.checkpoint import load_tokenizer, save_tokenizer
+from spkv_nas.model.checkpoint import load_tokenizer
+from spkv_nas.model.weight_files import save_tokenizer
 from spkv_nas.training.optimizer import check_optimizer
 from spkv_nas.training.recipe import OFFLOAD, Recipe
 from spkv_nas.training.trackers import check_trackers
