@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas import GateConfig, SPKVCache, attach_gates, set_gate_mode
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -26,7 +26,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Announce, Bar, Reporter, silent
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.checkpoint import load
+from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.gates import predictors
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -67,6 +67,12 @@ def tiny_model(family: str = "llama", **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()
+
+
+def save_with_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a checkpoint with a tokenizer that a class of the model's type, such as Qwen2Tokenizer, may change."""
+    tokenizer.save_pretrained(folder)
+    save(model, None, folder)
 
 
 RECIPE = """\

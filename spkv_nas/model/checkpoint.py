@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,8 +35,25 @@ from spkv_nas.model.device_map import dispatch
 from spkv_nas.model.learned_sinks import added_parameters
 from spkv_nas.model.model_shape import check_size, config_size
 from spkv_nas.model.restore import check_attention, restoring_class
-from spkv_nas.model.source import at_revision, commit_of, config_folder, model_folder, pinned, resolve
-from spkv_nas.model.weight_files import FILE, INDEX, carry, check_files, content_hashes, stored_names
+from spkv_nas.model.source import (
+    at_revision,
+    commit_of,
+    config_folder,
+    model_folder,
+    pinned,
+    read_model_config,
+    resolve,
+)
+from spkv_nas.model.weight_files import (
+    FILE,
+    INDEX,
+    carry,
+    check_files,
+    content_hashes,
+    save_tokenizer,
+    saving,
+    stored_names,
+)
 from spkv_nas.model.weights import check_loaded, check_room, quiet_report
 
 _TOKENIZER_FILES = (  # every kind of tokenizer has at least one of them
@@ -52,13 +69,10 @@ def save(
     folder: StrPath,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint to ``folder``: the files of ``save_files`` and their manifest.
+    """Write a checkpoint to ``folder``: the files of ``save_files``, which says what it raises, and their manifest.
 
     Pass a folder of ``base.replace.new_folder``, so that an interrupted command leaves a complete checkpoint or
     nothing.
-
-    Raises:
-        UserError: the disk is full or the folder cannot be written.
     """
     folder = Path(folder)
     save_files(model, tokenizer, folder, weights)
@@ -75,20 +89,25 @@ def save_files(
     """Write weights (safetensors), config with its ``spkv`` section, and tokenizer to ``folder``.
 
     Tensors are written from where they are, memory-mapped files included, without a second copy. ``weights`` are the
-    gathered ones of a sharded model. No file holds more than ``shard_bytes``.
+    gathered ones of a sharded model. No file holds more than ``shard_bytes``. Configs of processors and licences of
+    the folder that the model was loaded from are carried over.
 
     Raises:
-        UserError: the disk is full or the folder cannot be written.
+        UserError: the disk is full, the folder cannot be written, or transformers refuses to save the model.
     """
-    try:
+    with saving(folder, model):
         model.save_pretrained(folder, state_dict=weights, max_shard_size=shard_bytes)
         mode = (folder / "config.json").stat().st_mode
         for file in folder.glob("*.safetensors"):
             file.chmod(mode)  # safetensors ignores the umask: only the owner could read them
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise _unwritten(folder, error) from error
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
+
+
+def check_savable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a checkpoint without weights to a temporary folder, so that no training is lost. Raises ``UserError``."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_files(model, tokenizer, Path(folder), weights={})
 
 
 @dataclass(frozen=True)
@@ -99,53 +118,28 @@ class WrittenWeights:
     hashes: dict[str, str]
 
 
-def save_as_files(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    files: Sequence[Path],
-    folder: Path,
-    *,
-    link: bool = False,
-) -> WrittenWeights:
-    """Write a checkpoint whose weights are unchanged in ``files``, by carrying over these files or linking to them.
+def save_as_files(model: PreTrainedModel, files: Sequence[Path], folder: Path, *, link: bool = False) -> WrittenWeights:
+    """Write a model whose weights are unchanged in ``files``, by carrying over these files or linking to them.
 
     If the files hold tensors that the model lacks, such as removed gates, the weights are written anew by
     ``save_files``, in shards as large as the old ones.
 
     Raises:
-        UserError: the disk is full, the folder cannot be written, or links to it are impossible.
+        UserError: as ``save_files``; links to the files are impossible.
     """
     # Carry the files over if they hold no other tensors
     if getattr(model.config, "transformers_weights", None) is not None:  # non-standard file names are not kept
         model.config.transformers_weights = None
     elif stored_names(files) <= model.state_dict().keys():
         carried = [*files, *([] if files[0].name == FILE else [files[0].with_name(INDEX)])]
-        try:
+        with saving(folder, model):
             method = carry(carried, folder, link=link)
             model.config.architectures, model.config.dtype = [type(model).__name__], model.dtype
             model.config.save_pretrained(folder)
-            if model.can_generate():
-                model.generation_config.save_pretrained(folder)
-        except OSError as error:
-            raise _unwritten(folder, error) from error
-        save_tokenizer(tokenizer, folder)
         return WrittenWeights(f"its weights were {method} as they are, file by file", content_hashes(carried))
     # Write new files otherwise
-    save_files(model, tokenizer, folder, shard_bytes=max(file.stat().st_size for file in files))
+    save_files(model, None, folder, shard_bytes=max(file.stat().st_size for file in files))
     return WrittenWeights("its weights were written anew", {})
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer's files. Raises ``UserError`` if the disk is full or the folder cannot be written."""
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # tokenizers raises a plain Exception if the disk is full
-        raise _unwritten(folder, error) from error
-
-
-def _unwritten(folder: Path, error: Exception) -> UserError:
-    """Make the error for a checkpoint that cannot be written."""
-    return UserError(f"cannot write checkpoint {folder}: {first_line(error)}\nfree space, or choose another folder")
 
 
 def weights_identity(folder: Path) -> str:
@@ -316,8 +310,9 @@ def read_config(source: str, what: str) -> PreTrainedConfig:
         path = config_folder(source)
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
-            check_counts(read_json(file, "config"), what)  # first, because AutoConfig builds lists of these lengths
+            check_counts(read_model_config(file), what)  # first, because AutoConfig builds lists of these lengths
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        vars(config).pop("auto_map", None)  # names code that is neither run nor carried over
     return config
 
 
@@ -342,6 +337,8 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
             name, trust_remote_code=False, **({} if commit is None else {"revision": commit})
         )
         tokenizer("a word")  # wrong types of settings raise only in use
+        if commit is not None:
+            tokenizer.name_or_path = str(config_folder(source))  # where its files are
     return tokenizer
 
 

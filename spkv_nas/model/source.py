@@ -9,16 +9,30 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath, read_json
-from spkv_nas.model.weight_files import FILE, INDEX, index_names, is_index
+from spkv_nas.model.weight_files import (
+    ADAPTER,
+    FILE,
+    INDEX,
+    adapter_message,
+    check_format,
+    index_names,
+    is_index,
+)
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_CONFIG = "config.json"
+_COMPANIONS = (  # files of a hub repository to download besides config, weights and tokenizer
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE", "LICENSE.txt", "NOTICE",
+    "USE_POLICY.md",
+)  # fmt: skip
 
 
 def resolve(path_or_id: StrPath) -> Path:
@@ -44,9 +58,8 @@ def check_checkpoint(path_or_id: str | Path) -> None:
         return
     if not folder.is_dir():
         raise UserError(f"cannot load model {path_or_id}: it is a file; a checkpoint is a folder")
-    if not (folder / _CONFIG).is_file():
-        raise UserError(f"cannot load model {path_or_id}: the folder has no {_CONFIG}")
-    read_json(folder / _CONFIG, "config")
+    check_format(folder)
+    read_model_config(folder / _CONFIG)
 
 
 def check_config(path_or_id: str | Path) -> None:
@@ -55,7 +68,19 @@ def check_config(path_or_id: str | Path) -> None:
     if path is None or path.is_dir():
         check_checkpoint(path_or_id)
     else:
-        read_json(path, "config")
+        read_model_config(path)
+
+
+def read_model_config(file: Path) -> dict[str, Any]:
+    """Read a model's ``config.json``. Raises ``UserError`` if it is damaged, or of a model that only MLX reads."""
+    content = read_json(file, "config")
+    quantization = content.get("quantization")
+    if isinstance(quantization, dict) and "group_size" in quantization:
+        raise UserError(
+            f"config {file} is of a model quantized by mlx-lm, whose weights only MLX reads\n"
+            "give the model from which it was quantized"
+        )
+    return content
 
 
 def _local(path_or_id: str | Path) -> Path | None:
@@ -117,16 +142,40 @@ def _commit(name: str, revision: str | None) -> str | None:
 
 
 def config_folder(source: str) -> Path:
-    """Return where to read a config from: the path, or an id's folder in the hub cache. Raises ``OSError``."""
+    """Return where to read a config from: the path, or an id's folder in the hub cache.
+
+    Raises:
+        UserError: it is an adapter, or a folder without a config.
+        OSError: as ``pinned``; the repository has no config.
+    """
     from transformers.utils import cached_file
 
-    name, commit = pinned(source)
+    # Check a folder
     if Path(source).exists():
+        if Path(source).is_dir():
+            check_format(Path(source))
         return Path(source)
-    file = cached_file(name, _CONFIG, revision=commit)
+    # Look a repository up
+    try:
+        name, commit = pinned(source)
+        file = cached_file(name, _CONFIG, revision=commit)
+    except OSError as error:
+        _check_adapter(source, is_reachable="does not appear to have a file" in str(error))
+        raise
     if file is None:
         raise OSError(f"{source} has no {_CONFIG}")
     return Path(file).parent
+
+
+def _check_adapter(source: str, *, is_reachable: bool) -> None:
+    """Raise ``UserError`` if a repository without a config is an adapter; use the cache alone if it is unreachable."""
+    from transformers.utils import cached_file
+
+    name, revision = split_revision(source)
+    with suppress(OSError):
+        file = cached_file(name, ADAPTER, revision=revision, local_files_only=not is_reachable)
+        if file is not None:
+            raise UserError(adapter_message(source, Path(file)))
 
 
 def model_folder(source: str, explicit: str | None = None) -> Path:
@@ -151,7 +200,8 @@ def model_folder(source: str, explicit: str | None = None) -> Path:
         path: str | None = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False)
         return path
 
-    get(_GENERATION)
+    for companion in _COMPANIONS:
+        get(companion)
     candidates = (FILE, INDEX) if explicit is None else (explicit,)
     weights = next((file for file in candidates if get(file) is not None), None)
     if weights is not None and is_index(weights):

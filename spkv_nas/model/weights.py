@@ -57,7 +57,8 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
             finite.
 
     Warns:
-        UserWarning: other tensors are not in the model, such as heads for another task.
+        UserWarning: other tensors are not in the model, such as heads for another task, or the config wrongly ties
+            embeddings, which is corrected.
     """
     # Missing tensors
     num_tensors = len(model.state_dict())
@@ -78,6 +79,14 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
         )
     if info["error_msgs"]:
         raise UserError(f"cannot load {what}: {str(info['error_msgs'][0]).splitlines()[0]}")
+    # Embeddings that the config ties, and the files do not
+    if model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys():
+        warnings.warn(
+            f"{what}: its config ties input and output embeddings, but its files hold different ones, which are used; "
+            "checkpoints and exports will say so",
+            stacklevel=4,
+        )
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
     # Unexpected tensors, and values
     _check_unexpected(model, sorted(info["unexpected_keys"]), what)
     check_finite(model, what)

@@ -35,7 +35,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.heldout import RULE
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
-from spkv_nas.model.checkpoint import checkpoint_hash, load_on
+from spkv_nas.model.checkpoint import check_savable, checkpoint_hash, load_on
 from spkv_nas.model.source import commit_of
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_setup import BranchSetup, learns_sinks, set_up
@@ -237,6 +237,7 @@ def _train(
 
     def begin(recipe: Recipe) -> SPKVTrainer:
         setup = set_up(recipe, corpus, dense, variant, seed, sink_logits)
+        on_main(lambda: check_savable(setup.model, corpus.tokenizer))
         return _trainer(recipe, corpus, setup, folder, variant, seed, device, reporter)
 
     trainer = train_in_fitting_passes(recipe, begin, recipe.least_blocks(recipe.branch))

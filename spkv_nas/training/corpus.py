@@ -23,7 +23,8 @@ from spkv_nas.data.ruler.haystacks import Essays
 from spkv_nas.data.sources import documents
 from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
 from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
-from spkv_nas.model.checkpoint import checkpoint_hash, load_on, load_tokenizer, save_tokenizer
+from spkv_nas.model.checkpoint import checkpoint_hash, load_on, load_tokenizer
+from spkv_nas.model.weight_files import save_tokenizer
 from spkv_nas.training.optimizer import check_optimizer
 from spkv_nas.training.recipe import OFFLOAD, Recipe
 from spkv_nas.training.trackers import check_trackers

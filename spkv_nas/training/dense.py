@@ -25,6 +25,7 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.manifest import is_complete, write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
+from spkv_nas.model.checkpoint import check_savable
 from spkv_nas.model.config_limits import check_counts
 from spkv_nas.model.model_shape import check_keys, check_size
 from spkv_nas.model.source import resolve
@@ -97,8 +98,10 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
     phase = recipe.dense
 
     def begin(recipe: Recipe) -> SPKVTrainer:
+        model = new_model(recipe, corpus.tokenizer)
+        on_main(lambda: check_savable(model, corpus.tokenizer))
         return SPKVTrainer(
-            model=new_model(recipe, corpus.tokenizer),
+            model=model,
             args=training_arguments(recipe, phase, folder, device=device),
             train_dataset=training_data(recipe, corpus, phase, recipe.seed),
             schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),

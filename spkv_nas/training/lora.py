@@ -6,6 +6,7 @@ work unchanged. After merging, the model has no adapters and can be used by ever
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -26,7 +27,8 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
         seed: seed of the adapters' initial weights.
 
     Raises:
-        UserError: the model has none of the layers that ``options.targets`` names.
+        UserError: the model has none of the layers that ``options.targets`` names, or one shares its weight with
+            another module, which merging would change too.
     """
     import peft
     from peft.tuners.tuners_utils import cast_adapter_dtype
@@ -38,10 +40,28 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            peft.inject_adapter_in_model(config, model)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings", UserWarning)  # refused below
+                peft.inject_adapter_in_model(config, model)
         except ValueError as error:
             raise UserError(f"lora.targets: {first_line(error)}") from error
+    _check_shared(model)
     cast_adapter_dtype(model, "default")
+
+
+def _check_shared(model: PreTrainedModel) -> None:
+    """Raise ``UserError`` if a module with an adapter shares its weight with another, such as tied embeddings."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name.removesuffix(".weight"))
+    for modules in owners.values():
+        adapted = [name for name in modules if name.endswith(".base_layer")]
+        if adapted and len(modules) > 1:
+            names = [name.removesuffix(".base_layer") for name in modules]
+            raise UserError(
+                f"lora.targets: {' and '.join(names)} share one tensor (tied embeddings), so that an adapter of one "
+                f"would be merged into both\nleave {adapted[0].removesuffix('.base_layer').split('.')[-1]} out"
+            )
 
 
 @torch.no_grad()

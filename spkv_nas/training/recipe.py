@@ -253,11 +253,7 @@ class Recipe(Section):
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
-        """Read and validate a recipe file.
-
-        Raises:
-            UserError: the file cannot be read, or a key is wrong.
-        """
+        """Read and validate a recipe file. Raises ``UserError`` if the file cannot be read, or a key is wrong."""
         return cls.parse(read_yaml(path, "recipe"), path.parent, f"recipe {path}")
 
     @classmethod

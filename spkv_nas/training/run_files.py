@@ -269,11 +269,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def save_optimizer_state(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write ``optimizer_tensors`` to a checkpoint's folder.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write ``optimizer_tensors`` to a checkpoint's folder. Raises ``UserError`` if the file cannot be written."""
     with writing(folder):
         save_file(tensors, folder / OPTIMIZER_STATE)
 

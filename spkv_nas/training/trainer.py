@@ -32,6 +32,7 @@ from spkv_nas.model.compiled import compiled
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
+from spkv_nas.model.weight_files import default_generation
 from spkv_nas.model.weights import is_finite
 from spkv_nas.training.callbacks import GatePhaseCallback, InterruptCallback, LogCallback, TokenProgressCallback
 from spkv_nas.training.distillation_callback import DistillationCallback
@@ -251,7 +252,8 @@ class SPKVTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model, or only its trainable parameters if some are frozen: setup restores the others."""
         if all(parameter.requires_grad for parameter in self.model.parameters()):
-            super()._save(output_dir, state_dict)
+            with default_generation(self.model):
+                super()._save(output_dir, state_dict)
         elif self.args.should_save:
             save_learned(self.model, Path(output_dir or self.args.output_dir))
 

@@ -108,7 +108,7 @@ class TestWeights:
     ) -> None:
         write(tmp_path, tiny_tokenizer)
         (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
-        with pytest.raises(UserError, match="is a LoRA adapter"):
+        with pytest.raises(UserError, match="is an adapter of PEFT for /elsewhere: merge it"):
             load(tmp_path)
 
     def test_files_of_the_hub_cache_are_links(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import check_generation, logits, make_table, tiny_model
+from helpers import check_generation, logits, make_table, save_with_tokenizer, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +23,7 @@ from spkv_nas.cost.cache_memory import CacheCost
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attention import GLOBAL_WINDOW, layer_states
-from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.checkpoint import load
 from spkv_nas.model.density_tracker import layout_density
 from spkv_nas.model.export.export import export
 from spkv_nas.model.export.native import native_config
@@ -134,7 +134,7 @@ class TestLayouts:
         self, model: PreTrainedModel, text: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
         layout = Layout(("GL", "LG", "LL", "GG"), WINDOW)
-        save(model, tiny_tokenizer, tmp_path / "dense")
+        save_with_tokenizer(model, tiny_tokenizer, tmp_path / "dense")
         assert export(layout, tmp_path / "dense", tmp_path / "out").target == "spkv"
         restored, _ = load(tmp_path / "out")
         apply_layout(model, layout)

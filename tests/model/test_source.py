@@ -22,11 +22,12 @@ from spkv_nas.model.checkpoint import (
     load_tokenizer,
     model_origin,
     read_shape,
+    save,
     saved_dtype,
     weights_identity,
 )
 from spkv_nas.model.export.export import export
-from spkv_nas.model.source import split_revision
+from spkv_nas.model.source import check_checkpoint, split_revision
 from spkv_nas.model.weight_files import INDEX, content_hashes
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.score.options import ScoreOptions
@@ -118,6 +119,28 @@ def test_an_index_names_only_files_of_the_repository(repository: Repository) -> 
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "../../x.safetensors"}}))
     with pytest.raises(UserError, match=r"not a \.safetensors file in the same folder"):
         load(repository.name)
+
+
+def test_files_of_the_cache_are_carried_over(repository: Repository, tmp_path: Path) -> None:
+    """A tokenizer of the hub was written anew, and licences were left behind."""
+    snapshot = repository.folder / "snapshots" / NEW
+    for name in ("LICENSE", "tokenizer.model"):
+        (repository.folder / "blobs" / name).write_text(name)
+        (snapshot / name).symlink_to(repository.folder / "blobs" / name)
+    save(*load(repository.name), tmp_path / "out")
+    for name in ("LICENSE", "tokenizer.model", "tokenizer.json", "tokenizer_config.json"):
+        assert not (tmp_path / "out" / name).is_symlink()
+        assert (tmp_path / "out" / name).read_bytes() == (snapshot / name).read_bytes()
+
+
+def test_an_adapter_is_named(repository: Repository, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    adapter = Repository(repository.folder.with_name("models--org--adapter"), "org/adapter")
+    adapter.commit("c" * 40, tmp_path / "adapter", "main")
+    for check in (load, check_checkpoint):
+        with pytest.raises(UserError, match="model org/adapter is an adapter of PEFT for org/base: merge it"):
+            check(adapter.name)  # type: ignore[operator]
 
 
 def test_hashes_are_blob_names(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:

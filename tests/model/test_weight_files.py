@@ -1,4 +1,4 @@
-"""Test copying weights between folders: as files, in their original shards, and never twice in memory."""
+"""Test copying models between folders: weights as files, in their original shards, and the files beside them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_cases import change_config
-from helpers import gated, tiny_model
+from helpers import gated, logits, tiny_model
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
@@ -23,9 +24,10 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import read_manifest
 from spkv_nas.model import weight_files
 from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.checkpoint import check_savable, load, load_tokenizer, save
 from spkv_nas.model.export import verify_export
 from spkv_nas.model.export.export import export
+from spkv_nas.model.source import check_checkpoint
 from spkv_nas.model.weight_files import FILE, INDEX
 from spkv_nas.stages.export.options import ExportOptions
 from spkv_nas.stages.export.stage import export as export_stage
@@ -159,6 +161,141 @@ def test_tied_tensors_that_are_stored_twice(tmp_path: Path, tiny_tokenizer: PreT
     assert "as they are" in export(MIXED, source, tmp_path / "out").form
     assert "lm_head.weight" in load_file(tmp_path / "out" / FILE)
     load(tmp_path / "out")
+
+
+def llama_tokenizer(folder: Path, **settings: Any) -> PreTrainedTokenizerBase:
+    """Write a tokenizer whose class, LlamaTokenizer, builds its rules from the settings instead of its file."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(["Tell me a story"] * 9, trainer)
+    backend.decoder = decoders.Replace("\u2581", " ")
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(folder / "tokenizer.json"))
+    names = dict(zip(("unk_token", "bos_token", "eos_token"), special, strict=True))
+    content = {"tokenizer_class": "LlamaTokenizer", **names, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    return load_tokenizer(folder)
+
+
+@pytest.mark.usefixtures("unchecked")
+class TestOtherFiles:
+    """Files besides weights, which were written by transformers instead of carried over."""
+
+    @pytest.mark.parametrize("settings", [{"legacy": True}, {"legacy": False}, {"add_prefix_space": False}], ids=str)
+    @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["custom", "native"])
+    def test_a_tokenizer_stays_the_same(
+        self, layout: Layout, settings: dict[str, Any], dense: Path, tmp_path: Path
+    ) -> None:
+        """An export forgot ``legacy``, and a native one padded on the other side."""
+        before = llama_tokenizer(dense, **settings)
+        export(layout, dense, tmp_path / "out")
+        after = load_tokenizer(tmp_path / "out")
+        for text in ("<s>Tell me</s>a story", "Tell me", "</s>a"):
+            assert before(text)["input_ids"] == after(text)["input_ids"]
+        assert (before.padding_side, after.padding_side) == ("left", "left")
+
+    def test_a_changed_tokenizer_is_saved_as_it_is(self, dense: Path, tmp_path: Path) -> None:
+        llama_tokenizer(dense, legacy=True)
+        (dense / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+        model, tokenizer = load(dense)
+        tokenizer.add_tokens(["<new>"])
+        tokenizer.eos_token, tokenizer.chat_template = "<new>", "{{ messages }}"
+        save(model, tokenizer, tmp_path / "out")
+        loaded = load_tokenizer(tmp_path / "out")
+        assert loaded("</s>a<new>")["input_ids"] == tokenizer("</s>a<new>")["input_ids"]
+        assert (loaded.eos_token, loaded.chat_template, loaded.legacy) == ("<new>", "{{ messages }}", True)
+
+    def test_a_tokenizer_that_would_change_is_refused(self, dense: Path, tmp_path: Path) -> None:
+        tokenizer = llama_tokenizer(dense)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()  # which its class does not load
+        with pytest.raises(UserError, match=r"transformers loads it as LlamaTokenizer, which changes its normalizer\n"):
+            check_savable(load(dense)[0], tokenizer)
+
+    @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["custom", "native"])
+    def test_what_is_carried_over(self, layout: Layout, dense: Path, tmp_path: Path) -> None:
+        (dense / "additional_chat_templates").mkdir()
+        carried = (
+            "LICENSE", "Notice.txt", "USE_POLICY.md", "preprocessor_config.json", "tokenizer.model", "merges.txt",
+            "chat_template.jinja", "additional_chat_templates/tools.jinja",
+        )  # fmt: skip
+        left = ("README.md", "tokenizer.py", "params.json", "run.json", "optimizer.pt", "x.gguf", "trainer_state.json")
+        for name in (*carried, *left):
+            (dense / name).write_text(f"{{{{ '{name}' }}}}")
+        (dense / "COPYING").symlink_to("/etc/hostname")
+        code = {"auto_map": {"AutoModelForCausalLM": "org/name--code.Model", "AutoTokenizer": ["code.Tokenizer", None]}}
+        change_config(dense, lambda config: config.update(code))
+        settings = json.loads((dense / "tokenizer_config.json").read_text())
+        (dense / "tokenizer_config.json").write_text(json.dumps({**settings, **code}))
+        with pytest.warns(UserWarning, match="COPYING is a link out of its folder"):
+            export(layout, dense, tmp_path / "out")
+        for name in carried:
+            assert (tmp_path / "out" / name).read_bytes() == (dense / name).read_bytes(), name
+        assert not any((tmp_path / "out" / name).exists() for name in (*left, "COPYING"))
+        for name in ("config.json", "tokenizer_config.json"):  # code that is not carried over is not named
+            assert "auto_map" not in (tmp_path / "out" / name).read_text()
+        load(tmp_path / "out")
+
+    @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["custom", "native"])
+    def test_generation_settings_stay_as_they_are(self, layout: Layout, dense: Path, tmp_path: Path) -> None:
+        """transformers refuses to save a temperature without sampling, and drops settings that it does not know."""
+        settings = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": [2, 5], "use_cache": False, "chat_format": "raw"}
+        (dense / "generation_config.json").write_text(json.dumps(settings))
+        export(layout, dense, tmp_path / "out")
+        written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+        assert {name: value for name, value in written.items() if name != "transformers_version"} == settings
+        load(tmp_path / "out")
+
+
+def test_embeddings_that_differ_although_the_config_ties_them(
+    tmp_path: Path, tokens: torch.Tensor, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The config said so in exports too, where engines tie them."""
+    source = write(tiny_model(vocab_size=300, tie_word_embeddings=True), tmp_path / "tied", tiny_tokenizer, "1GB")
+    content = load_file(source / FILE)
+    save_file({**content, "lm_head.weight": torch.randn(300, 32)}, source / FILE, {"format": "pt"})
+    with pytest.warns(UserWarning, match="its config ties input and output embeddings, but its files hold different"):
+        model, tokenizer = load(source)
+    save(model, tokenizer, tmp_path / "out")
+    again, _ = load(tmp_path / "out")
+    assert again.config.tie_word_embeddings is False
+    assert torch.equal(logits(again, tokens), logits(model, tokens))
+
+
+FOLDERS: dict[str, tuple[tuple[str, ...], str]] = {
+    "adapter": (("adapter_config.json", "adapter_model.safetensors"), "is an adapter of PEFT for org/base: merge it"),
+    "diffusers": (("model_index.json", "unet/config.json"), "it is a pipeline of diffusers"),
+    "sentence-transformers": (("modules.json", "0_Transformer/config.json"), "it is a sentence-transformers model"),
+    "gguf": (("model-q4.gguf",), "it is a model in GGUF"),
+    "onnx": (("onnx/model.onnx",), "it is a model in ONNX"),
+    "trainer": (("trainer_state.json", "model.safetensors"), "it is a trainer's checkpoint, into which the .*config"),
+    "sharded": (("trainer_state.json", "pytorch_model_fsdp_0/x"), "it is a sharded checkpoint of an unfinished run"),
+    "original": (("params.json", "consolidated.safetensors"), "it is a model in its authors' format"),
+    "weights": (("model.safetensors",), "it is weights alone"),
+    "tokenizer": (("tokenizer.json",), "it is a tokenizer"),
+    "parent": (("final/config.json", "final/model.safetensors"), "it is the parent folder of .*/final"),
+    "no-weights": (("config.json", "model-q4.gguf"), "has no weights .*: it is a model in GGUF"),
+    "mlx": (("config.json", "model.safetensors"), "quantized by mlx-lm"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_other_folders_are_named(name: str, tmp_path: Path) -> None:
+    """They were called unrecognized models without a model_type."""
+    files, message = FOLDERS[name]
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text('{"base_model_name_or_path": "org/base"}')
+    if "config.json" in files:
+        tiny_model().config.save_pretrained(tmp_path)
+    if name == "mlx":
+        change_config(tmp_path, lambda config: config.update(quantization={"group_size": 64, "bits": 4}))
+    with pytest.raises(UserError, match=message):
+        load(tmp_path)
+    if name != "no-weights":  # which the check without torch does not look for
+        with pytest.raises(UserError, match=message):
+            check_checkpoint(tmp_path)
 
 
 PROGRAM = """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import HEADS, LAYERS, WINDOW, lively, swap
-from helpers import tiny_model
+from helpers import save_with_tokenizer, tiny_model
 from transformers import PreTrainedTokenizerBase
 from vllm_server import PYTHON, needs_vllm
 
@@ -327,7 +327,7 @@ class TestVllm:
     def test_a_sink_token_is_exact(
         self, family: str, layout: Layout, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        save(lively(family), tiny_tokenizer, tmp_path / "dense")
+        save_with_tokenizer(lively(family), tiny_tokenizer, tmp_path / "dense")
         export(replace(layout, sinks=1), tmp_path / "dense", tmp_path / "out", to="spkv")
         check = self.run(tmp_path / "out")
         assert check.passed, str(check)
@@ -358,7 +358,7 @@ class TestMlx:
     @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "olmo2", "smollm3"])
     def test_families_are_exact(self, family: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """Of the forms, mlx-lm has a cache of the window for OLMo 3 alone; a SmolLM3 masks the keys that it holds."""
-        save(lively(family, tie_word_embeddings=False), tiny_tokenizer, tmp_path / "dense")
+        save_with_tokenizer(lively(family, tie_word_embeddings=False), tiny_tokenizer, tmp_path / "dense")
         export(LAYERS, tmp_path / "dense", tmp_path / "out", engine="mlx")
         check = self.run(tmp_path / "out")
         assert check.passed, str(check)

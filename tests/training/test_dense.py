@@ -52,6 +52,33 @@ class TestPhases:
         assert schedule.factor(100) == pytest.approx(0.01)
 
 
+class TestSaving:
+    """A run ended in an error when its first checkpoint or its result was written."""
+
+    def change(self, folder: Path, name: str, **settings: object) -> None:
+        (folder / "spkv-manifest.json").unlink(missing_ok=True)
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+    def test_settings_that_transformers_does_not_save(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
+        self.change(dense, "generation_config", temperature=0.9, top_p=0.6)
+        (dense / "LICENSE").write_text("as is")
+        branch = train_branch(recipe, corpus, dense, tmp_path / "run", Variant.full_attention(), device="cpu")
+        written = json.loads((branch.checkpoint / "generation_config.json").read_text())
+        assert (written["temperature"], written["top_p"]) == (0.9, 0.6)
+        assert (branch.checkpoint / "LICENSE").read_text() == "as is"
+
+    def test_a_config_that_cannot_be_saved_is_refused_before_training(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
+        self.change(dense, "config", output_attentions=True)
+        with pytest.raises(UserError, match=r"output_attentions.*\ncorrect the model's config"):
+            train_branch(recipe, corpus, dense, tmp_path / "run", Variant.full_attention(), device="cpu")
+        assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
 class TestVariants:
     def test_keys_name_finished_runs(self) -> None:
         layout = Layout(("GL", "LG"), 8, "densest")

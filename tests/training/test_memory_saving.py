@@ -250,6 +250,21 @@ class TestLora:
         assert torch.allclose(model(input_ids=tokens).logits, adapted, atol=1e-5)
         assert model.state_dict().keys() == tiny_model().state_dict().keys()
 
+    @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+    def test_adapters_of_embeddings(self, target: str, tokens: torch.Tensor) -> None:
+        """Merged adapters of one of two tied embeddings changed the other too."""
+        options = LoraConfig(rank=3, targets=["q_proj", target])
+        with pytest.raises(UserError, match=rf"model.embed_tokens.* and lm_head.* share one.*\nleave {target} out"):
+            add_adapters(tiny_model(tie_word_embeddings=True), options, seed=0)
+        model = tiny_model()
+        add_adapters(model, options, seed=0)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter, std=0.1)
+        adapted = model(input_ids=tokens).logits
+        merge_adapters(model)
+        assert torch.allclose(model(input_ids=tokens).logits, adapted, atol=1e-5)
+
     def test_missing_layers(self) -> None:
         with pytest.raises(UserError, match=r"lora.targets: .*no_such_layer"):
             add_adapters(tiny_model(), LoraConfig(targets=["no_such_layer"]), seed=0)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.model.export.native import layer_kinds, layer_window, output_biases, verified, write_native_config
-from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
+from spkv_nas.model.export.native import NativeTarget, layer_kinds, layer_window, output_biases
+from spkv_nas.model.export.target import Hybrid, TargetError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,43 +32,28 @@ _MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier",
 
 
 @dataclass(frozen=True)
-class GraniteSwaTarget(ExportTarget):
+class GraniteSwaTarget(NativeTarget):
     """Write a layer-wise layout, with learned sinks if the hybrid has them, as GraniteSWA, checked in a subprocess."""
 
     name = "granite_swa"
     help = "the architecture GraniteSWA, for Llama-shaped weights, layouts of whole layers and learned sinks"
 
-    def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
-        """Return why GraniteSWA cannot express the layout, or None."""
-        try:
-            granite_swa_config(config, layout)
-        except TargetError as error:
-            return str(error)
-        return None
+    def form(self, config: PreTrainedConfig, layout: Layout) -> str:
+        """Return the model type, whose layers have no pattern of a family."""
+        return _TYPE
 
-    def write(self, hybrid: Hybrid, folder: Path) -> Written:
-        """Write weights with a sink per query head, and the config; sinks are rounded to the dtype of the weights."""
-        from spkv_nas.model.attach import detached
-        from spkv_nas.model.checkpoint import save_files
+    def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+        """Return the config. Raises ``TargetError`` if GraniteSWA cannot express the layout."""
+        return granite_swa_config(config, layout)
 
-        model = hybrid.model
-        config = granite_swa_config(model.config, hybrid.layout)
-        sinks = _sinks(model)
-        with detached(model):  # removes learned sinks from the model's weights
-            if model.generation_config is not None:
-                model.generation_config.use_cache = True  # False was for the hooks
-            weights = {name: tensor.detach() for name, tensor in model.state_dict().items()} | sinks
-            weights |= output_biases(model)
-            save_files(model, hybrid.tokenizer, folder, weights)
-        config.dtype = model.dtype
-        write_native_config(config, folder)
-        form = "a granite_swa checkpoint, which plain transformers loads without this package"
-        return Written(form, "its weights were written anew, with a sink per query head", {})
+    def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Return a sink per query head, rounded to the dtype of the weights, and the biases that a Qwen2 lacks."""
+        return _sinks(model) | output_biases(model)
 
     def verify(self, hybrid: Hybrid, folder: Path) -> str:
-        """Compare logits and tokens with those of plain ``transformers`` in a subprocess."""
+        """Compare logits with those of plain ``transformers`` in a subprocess."""
         with _rounded_sinks(hybrid.model):
-            return verified(hybrid, folder)
+            return super().verify(hybrid, folder)
 
 
 GRANITE_SWA = GraniteSwaTarget()

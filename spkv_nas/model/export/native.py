@@ -66,27 +66,25 @@ class NativeTarget(ExportTarget):
     def write(self, hybrid: Hybrid, folder: Path) -> Written:
         """Write the checkpoint with the config of the native architecture."""
         from spkv_nas.model.attach import detached
-        from spkv_nas.model.checkpoint import WrittenWeights, save_files
 
-        model = hybrid.model
-        config = self.architecture(model.config, hybrid.layout)
-        added = self.added_weights(model)
-        with detached(model):
-            if model.generation_config is not None:
-                model.generation_config.use_cache = True  # False was for the hooks
-            if added:
-                state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-                save_files(model, hybrid.tokenizer, folder, state | added)
-                weights = WrittenWeights("its weights were written anew, with further tensors", {})
-            else:
-                weights = hybrid.save(folder)
-        write_native_config(config, folder)
-        form = f"a native {config.model_type} checkpoint, which plain transformers loads without this package"
+        config, added = self.architecture(hybrid.model.config, hybrid.layout), self.added_weights(hybrid.model)
+        config.dtype = hybrid.model.dtype
+        with detached(hybrid.model):
+            weights = hybrid.save(folder, added, lambda to: write_native_config(config, to))
+        kind = config.model_type if config.model_type == self.name else f"native {config.model_type}"
+        form = f"a {kind} checkpoint, which plain transformers loads without this package"
         return Written(form, weights.done, weights.hashes)
 
     def verify(self, hybrid: Hybrid, folder: Path) -> str:
-        """Compare logits and tokens with those of plain ``transformers`` in a subprocess."""
-        return verified(hybrid, folder)
+        """Compare logits with those of plain ``transformers`` in a subprocess."""
+        from spkv_nas.model.export import verify_export
+
+        reference = verify_export.expected(hybrid.model, hybrid.layout.window)
+        difference = verify_export.check(folder, reference)
+        return (
+            f"over {len(reference.tokens)} tokens in a process of its own its logits are the hybrid's to "
+            f"{difference:.0e} of the largest"
+        )
 
 
 NATIVE = NativeTarget()
@@ -202,18 +200,6 @@ def output_biases(model: PreTrainedModel) -> dict[str, Tensor]:
         return {}
     names = [f"{name}.bias" for name, _ in model.named_modules() if name.endswith("self_attn.o_proj")]
     return {name: torch.zeros(model.config.hidden_size, dtype=model.dtype) for name in names}
-
-
-def verified(hybrid: Hybrid, folder: Path) -> str:
-    """Compare a folder in plain ``transformers`` with the hybrid, as ``ExportTarget.verify``."""
-    from spkv_nas.model.export import verify_export
-
-    reference = verify_export.expected(hybrid.model, hybrid.tokenizer, hybrid.layout.window)
-    difference = verify_export.check(folder, reference)
-    return (
-        f"over {len(reference.tokens)} tokens in a process of its own its logits are the hybrid's to "
-        f"{difference:.0e} of the largest"
-    )
 
 
 def write_native_config(config: PreTrainedConfig, folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 
 def main(requests: str, answers: str) -> None:
@@ -36,7 +36,7 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
     """
     output = request.pop("logits")
     try:
-        logits, answer = _answer(**request)
+        logits = _loaded_logits(**request)
     except MemoryError:
         raise
     except Exception as error:
@@ -44,26 +44,23 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
         if "allocate memory" in message:  # a RuntimeError of PyTorch
             raise
         return {"error": f"{type(error).__name__}: {message}"}
-    if logits is not None:
-        save_file({"logits": logits}, output)
-    return answer
+    if isinstance(logits, str):
+        return {"error": logits}
+    save_file({"logits": logits}, output)
+    return {"error": None}
 
 
-def _answer(
-    folder: str, tokens: list[int], keep: int, steps: int, text: str
-) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """Load a folder with plain transformers, and return its logits [keep, V] and an answer."""
+def _loaded_logits(folder: str, tokens: list[int], keep: int, steps: int) -> torch.Tensor | str:
+    """Load a folder with plain transformers, and return its logits [keep, V], or why its tensors do not fit."""
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", output_loading_info=True, local_files_only=True, use_safetensors=True
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading[kind]:
             name = sorted(map(str, loading[kind]))[0]
-            return None, {"error": f"{type(model).__name__} has {kind.replace('_', ' ')}, such as {name}"}
+            return f"{type(model).__name__} has {kind.replace('_', ' ')}, such as {name}"
     with float32(model.eval()):
-        logits = _logits(model, torch.tensor([tokens]), keep, steps)
-    ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"] if text else None
-    return logits, {"error": None, "token_ids": ids}
+        return _logits(model, torch.tensor([tokens]), keep, steps)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ a package adds its own by an entry point::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_origin, get_type_hints
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_origin, get_type
 from spkv_nas.base.flag import Flag
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from spkv_nas.artifacts.layout import Layout
@@ -48,11 +49,25 @@ class Hybrid:
     files: list[Path]
     link: bool = False
 
-    def save(self, folder: Path) -> WrittenWeights:
-        """Write the model's config, tokenizer and weights, whose files are carried over where nothing changes."""
-        from spkv_nas.model.checkpoint import save_as_files
+    def save(
+        self, folder: Path, added: Mapping[str, Tensor] | None = None, complete: Callable[[Path], None] = lambda _: None
+    ) -> WrittenWeights:
+        """Write the model's weights, config and tokenizer, whose files are carried over where nothing changes.
 
-        return save_as_files(self.model, self.tokenizer, self.files, folder, link=self.link)
+        ``added`` are further tensors; ``complete`` replaces the folder's config by one of another architecture.
+        """
+        from spkv_nas.model.checkpoint import WrittenWeights, save_as_files, save_files
+        from spkv_nas.model.weight_files import save_tokenizer
+
+        if added:
+            weights = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+            save_files(self.model, None, folder, {**weights, **added})
+            written = WrittenWeights("its weights were written anew, with further tensors", {})
+        else:
+            written = save_as_files(self.model, self.files, folder, link=self.link)
+        complete(folder)
+        save_tokenizer(self.tokenizer, folder)  # last, because the config selects its class
+        return written
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.memory import require
@@ -34,7 +34,6 @@ TOLERANCE = 1e-5  # relative to the largest logit
 _STEPS = 8  # number of these tokens to decode one by one
 _MIN_SECONDS = 300.0
 _SLOWER = 20.0  # time limit, as a multiple of the time taken here
-_TEXT = "The 3 quick brown foxes' déjà-vu:\n\tfor i in range(10): x += 1.5e-3  # 你好, 🦊"
 
 
 class LogitMismatch(TargetError):  # noqa: N818
@@ -48,33 +47,29 @@ class ReferenceLogits:
     Attributes:
         tokens: T input tokens.
         logits: float32 [keep, V], of the last tokens.
-        token_ids: tokens of a sample text; None without a tokenizer.
         seconds: duration of the run.
     """
 
     tokens: list[int]
     logits: Tensor
-    token_ids: list[int] | None
     seconds: float
 
 
 @dataclass(frozen=True)
 class SubprocessResult:
-    """Result of plain transformers for a folder: logits and token ids, or an error.
+    """Result of plain transformers for a folder: logits, or an error.
 
     Attributes:
         error: message if the folder could not be loaded or run, else None.
         logits: float32 [keep, V], of the last tokens.
-        token_ids: tokens of the sample text.
     """
 
     error: str | None
     logits: Tensor | None = None
-    token_ids: list[int] | None = None
 
 
 @torch.no_grad()
-def expected(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, window: int) -> ReferenceLogits:
+def expected(model: PreTrainedModel, window: int) -> ReferenceLogits:
     """Run a hooked model over random tokens that reach beyond the window, or as far as its positions allow.
 
     Raises:
@@ -94,8 +89,7 @@ def expected(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
     with float32(model), evaluation_mode(model):
         inputs = tokens.to(model.device)
         logits = model(input_ids=inputs, use_cache=False, logits_to_keep=min(BEYOND, length)).logits[0].cpu()
-    ids = None if tokenizer is None else tokenizer(_TEXT)["input_ids"]
-    return ReferenceLogits(tokens[0].tolist(), logits, ids, time.monotonic() - began)
+    return ReferenceLogits(tokens[0].tolist(), logits, time.monotonic() - began)
 
 
 def check(folder: Path, hybrid: ReferenceLogits) -> float:
@@ -120,8 +114,6 @@ def compare(answer: SubprocessResult, hybrid: ReferenceLogits) -> float:
         raise LogitMismatch(
             f"its logits in plain transformers differ by {difference:.2g} of the largest ({TOLERANCE:g} is allowed)"
         )
-    if answer.token_ids != hybrid.token_ids:
-        raise LogitMismatch("plain transformers makes other tokens of a text")
     return difference
 
 
@@ -149,7 +141,6 @@ def _ask(hybrids: dict[Path, ReferenceLogits], folder: Path, seconds: float) -> 
             "tokens": hybrid.tokens,
             "keep": len(hybrid.logits),
             "steps": _STEPS,
-            "text": "" if hybrid.token_ids is None else _TEXT,
             "logits": str(output),
         }
         for (model_folder, hybrid), output in zip(hybrids.items(), outputs, strict=True)
@@ -158,7 +149,7 @@ def _ask(hybrids: dict[Path, ReferenceLogits], folder: Path, seconds: float) -> 
     # Run them and read the answers
     _run_program([str(requests), str(answers)], folder, seconds)
     return [
-        SubprocessResult(answer["error"], load_file(output)["logits"], answer["token_ids"])
+        SubprocessResult(answer["error"], load_file(output)["logits"])
         if answer["error"] is None
         else SubprocessResult(answer["error"])
         for answer, output in zip(json.loads(answers.read_text()), outputs, strict=True)

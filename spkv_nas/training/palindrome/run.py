@@ -115,11 +115,7 @@ class PalindromeRun:
 
     @classmethod
     def read(cls, final: Path) -> PalindromeRun:
-        """Read the results of ``train_variant``.
-
-        Raises:
-            UserError: the folder is damaged.
-        """
+        """Read the results of ``train_variant``. Raises ``UserError`` if the folder is damaged."""
         check_manifest(final)
         record = read_json(final / "run.json", "run record")
         fields = {key: record[key] for key in cls.__dataclass_fields__ if key != "curve"}

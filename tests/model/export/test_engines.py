@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import fails, tiny_model
+from helpers import fails, save_with_tokenizer, tiny_model
 from paths import ROOT
 from transformers import PreTrainedTokenizerBase
 
@@ -32,7 +32,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dense(family: str, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
-    save(tiny_model(family, vocab_size=300), tokenizer, folder)
+    save_with_tokenizer(tiny_model(family, vocab_size=300), tokenizer, folder)
     return folder
 
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FAMILIES, tiny_model
+from helpers import FAMILIES, save_with_tokenizer, tiny_model
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export import verify_export
 from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import apply_layout
@@ -116,16 +115,16 @@ def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrained
         for case in CASES:
             dense = folder / case / "dense"
             model = lively(case)
-            save(model, tiny_tokenizer, dense)
+            save_with_tokenizer(model, tiny_tokenizer, dense)
             for split in SPLITS:
                 for types in TYPES:
                     chosen = layout(model, split, types)
                     out = folder / case / f"{split}-{types}"
                     message = str(export(chosen, dense, out))
                     apply_layout(model, Layout(("GG",) * 4, WINDOW))
-                    full = verify_export.expected(model, tiny_tokenizer, WINDOW).logits
+                    full = verify_export.expected(model, WINDOW).logits
                     apply_layout(model, chosen)
-                    hybrid = verify_export.expected(model, tiny_tokenizer, WINDOW)
+                    hybrid = verify_export.expected(model, WINDOW)
                     difference = float((full - hybrid.logits).abs().max() / hybrid.logits.abs().max())
                     result[case, split, types] = Exported(out, message, hybrid, difference)
     return result

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import logits, tiny_model
+from helpers import logits, save_with_tokenizer, tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas import Layout, UserError, apply_layout
-from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export import granite_swa, verify_export
 from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import add_learned_sinks
@@ -50,7 +49,7 @@ def lively(case: str, *, learned: bool) -> PreTrainedModel:
 
 
 def write(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
-    save(model, tokenizer, folder)
+    save_with_tokenizer(model, tokenizer, folder)
     return folder
 
 
@@ -66,7 +65,7 @@ def test_plain_transformers_computes_the_hybrid(tmp_path: Path, tiny_tokenizer: 
                 folder = write(model, tmp_path / f"{case}-{learned}", tiny_tokenizer)
                 out = tmp_path / f"{case}-{learned}-out"
                 assert export(None, folder, out, to="granite_swa").target == "granite_swa"
-                hybrids[out] = verify_export.expected(model, tiny_tokenizer, LAYERWISE.window)
+                hybrids[out] = verify_export.expected(model, LAYERWISE.window)
     answers = verify_export.plain_answers(hybrids)
     for (folder, hybrid), answer in zip(hybrids.items(), answers, strict=True):
         assert verify_export.compare(answer, hybrid) <= verify_export.TOLERANCE, folder

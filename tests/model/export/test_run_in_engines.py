@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import save_with_tokenizer, tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas import Layout
-from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export import verify_export
 from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import add_learned_sinks, apply_layout
@@ -183,7 +182,7 @@ def test_engines_compute_the_hybrid_or_refuse(
         if case.learned_sinks:
             add_learned_sinks(model, [torch.linspace(0.3, 3.0, 4) + layer for layer in range(4)])
         expected[name] = reference(model, prompt)
-        save(model, tiny_tokenizer, tmp_path / name)
+        save_with_tokenizer(model, tiny_tokenizer, tmp_path / name)
         export(None, tmp_path / name, tmp_path / f"{name}-out", to=case.target, engine=case.engine)
     # Compare
     results = answers(python, engine, [tmp_path / f"{name}-out" for name in CASES[engine]], prompt)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import tiny_model
+from helpers import save_with_tokenizer, tiny_model
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 import spkv_nas
@@ -40,7 +40,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def saved(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama", **layout: Any) -> Path:
     model = tiny_model(family, vocab_size=300)
     apply_layout(model, Layout(LAYOUT.heads, **{"window": LAYOUT.window, **layout}))
-    save(model, tokenizer, folder)
+    save_with_tokenizer(model, tokenizer, folder)
     return folder
 
 
