@@ -97,7 +97,7 @@ def ablate(
 def _as_it_is(context: BranchContext, variant: Variant) -> Branch:
     """Measure the dense checkpoint without training, with the variant's layout if it has one; call on all ranks."""
     layouts = {} if variant.layout is None else {variant.name: variant.layout}
-    scores, _ = zero_shot_scores(context, layouts)
+    scores, *_ = zero_shot_scores(context, layouts)
     return Branch(context.dense, scores[variant.name if layouts else DENSE], density=None, steps=0)
 
 

@@ -124,12 +124,7 @@ def train_hybrids(
     layouts = {name: layouts[name] for name in names}
     variants = hybrid_variants(layouts, reference=reference)
     context = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
-    untrained, circumstances = zero_shot_scores(context, layouts)
-    dense = untrained[DENSE]
-    scores = {name: untrained[name] for name in layouts}
-    found_alarm = alarm(circumstances, dense, scores, layouts)
-    if found_alarm is not None:
-        reporter.caution(f"warning: {found_alarm}")  # before hours of training
+    untrained, circumstances, sentence = zero_shot_scores(context, layouts)
     runs = [(name, seed) for seed in range(recipe.seed, recipe.seed + num_seeds) for name in variants]
     finished_runs = {(name, seed) for name, seed in runs if context.is_trained(variants[name], seed)}
     reporter.reused(len(finished_runs), len(runs), "runs")
@@ -142,16 +137,21 @@ def train_hybrids(
         variant, branch = variants[name], context.train(variants[name], seed)
         finished[name].append(branch)
         _report_harm(name, branch, untrained, context)
-        layout_hash = "" if variant.layout is None else variant.layout.hash
-        models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
+        models.append(TrainedModel(name, seed, variant.layout.hash if variant.layout else "", branch.checkpoint))
         # Update the report
         rows = comparison_rows(finished, variants, covered, untrained, context.recipe, names)
-        documents = {DENSE: dense, **_by_document(finished)}
-        if recipe.dense is None and found_alarm is None:  # a model that the recipe trains is not finished
-            found_alarm = control_alarm(circumstances, documents[FULL_ATTENTION], dense)
-        compared = Comparison(rows, tuple(models), workspace.report_dir(table.name), documents, found_alarm)
+        documents = {DENSE: untrained[DENSE], **_by_document(finished)}
+        sentence = sentence or _control_alarm(recipe, circumstances, documents)
+        compared = Comparison(rows, tuple(models), workspace.report_dir(table.name), documents, sentence)
         on_main(partial(_write, workspace, compared, context, table, layouts))
     return compared
+
+
+def _control_alarm(recipe: Recipe, circumstances: Circumstances, documents: Mapping[str, DocumentNLL]) -> str | None:
+    """Return a sentence if the control gained too much for a finished model; a model that the recipe trains is none."""
+    if recipe.dense is not None:
+        return None
+    return control_alarm(circumstances, documents[FULL_ATTENTION], documents[DENSE])
 
 
 def _report_harm(name: str, branch: Branch, untrained: dict[str, DocumentNLL], context: BranchContext) -> None:
@@ -184,13 +184,13 @@ def hybrid_variants(layouts: dict[str, Layout], *, reference: bool = True) -> di
 
 def zero_shot_scores(
     context: BranchContext, layouts: dict[str, Layout]
-) -> tuple[dict[str, DocumentNLL], Circumstances]:
+) -> tuple[dict[str, DocumentNLL], Circumstances, str | None]:
     """Measure the held-out NLL of the unchanged dense checkpoint and of each layout applied to it without training.
 
-    Must be called on all ranks.
+    Must be called on all ranks. Warns if the numbers make no sense, before hours of training.
 
     Returns:
-        (NLL by layout, and of ``DENSE``; the circumstances of the measurement).
+        (NLL by layout, and of ``DENSE``; the circumstances of the measurement; the warning or None).
     """
     model = context.load_dense()
     heldout = context.corpus.heldout
@@ -202,8 +202,12 @@ def zero_shot_scores(
         cache=on_main(partial(cache_folder, context.runs / "zero-shot", model, context.dense, heldout)),
         reporter=context.reporter,
     )
-    circumstances = Circumstances.of(model, heldout, scores[0], context.corpus.separator)
-    return dict(zip([DENSE, *layouts], scores, strict=True)), circumstances
+    dense, by_layout = scores[0], dict(zip(layouts, scores[1:], strict=True))
+    circumstances = Circumstances.of(model, heldout, dense, context.corpus.separator)
+    sentence = alarm(circumstances, dense, by_layout, layouts)
+    if sentence is not None:
+        context.reporter.caution(f"warning: {sentence}")
+    return {DENSE: dense, **by_layout}, circumstances, sentence
 
 
 def comparison_rows(

@@ -66,11 +66,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
         tokens=SCORING_TOKENS if signal.computes_logits else None,
         learns=signal.needs_gates,
     )
-    # Check that the model knows the text
-    window = options.window or default_window(measured.model, measured.whole.block_size)
-    with reporter.bar("checking the text"):
-        _, found_alarm = check_text(measured.model, measured.whole, window, measured.separator)
-    alarm_record = {} if found_alarm is None else {ALARM: found_alarm}
+    origin = _origin(subject, measured, options, reporter)
     if signal.caches_scores:
         root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
         measured_values["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
@@ -85,7 +81,6 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
     elif signal.needs_gates and (unused := [name for name in _LEARNING if getattr(options, name) is not None]):
         raise UserError(f"--{unused[0]} has no effect, because {subject.source} has gates already: remove it")
     # Measure the signal
-    model_record = model_origin(subject.source) if options.recipe is None else {"model": subject.recipe.name}
     with reporter.bar("probing") as progress:
         table = measure_signal(
             signal.name,
@@ -94,16 +89,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
             window=options.window,
             sinks=sinks,
             name=subject.name,
-            metadata={
-                **model_record,
-                "data": measured.text,
-                **measured.dtypes,
-                "separator": measured.separator.as_mapping(),
-                **alarm_record,
-                **learned,
-                OPTIONS: recorded(options),
-                "environment": environment(),
-            },
+            metadata={**origin, **learned, OPTIONS: recorded(options), "environment": environment()},
             progress=progress,
             **measured_values,
         )
@@ -114,6 +100,20 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
         on_main(lambda: table_with_gains.write(folder))
         return table_with_gains
     return table
+
+
+def _origin(subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter) -> dict[str, Any]:
+    """Return the record of the model and the text, with a warning if the model does not know the text."""
+    window = options.window or default_window(measured.model, measured.whole.block_size)
+    with reporter.bar("checking the text"):
+        _, text_alarm = check_text(measured.model, measured.whole, window, measured.separator)
+    return {
+        **(model_origin(subject.source) if options.recipe is None else {"model": subject.recipe.name}),
+        "data": measured.text,
+        **measured.dtypes,
+        "separator": measured.separator.as_mapping(),
+        **({} if text_alarm is None else {ALARM: text_alarm}),
+    }
 
 
 def chosen_options(options: ProbeOptions) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from spkv_nas.artifacts.defaults import SCORE_TOKENS
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
@@ -55,25 +57,18 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
         reporter=reporter,
         batch_size=measured.batch_size,
     )
-    # Count the documents that chose a layout, which may favour it
-    try:
-        choice = find_choice(workspace, proposal.layouts, measured.tokenizer, reporter, with_scores=False)
-        chosen_by, num_chosen = choice.records, choice.count(measured.blocks)
-    except UserError as error:
-        reporter.caution(f"warning: {first_line(error)}: its documents may be among those measured")
-        chosen_by, num_chosen = (), 0
     # Write the table
     by_name = dict(zip(proposal.layouts, scores, strict=True))
     circumstances = Circumstances.of(measured.model, measured.blocks, full_attention, measured.separator)
     found_alarm = alarm(circumstances, full_attention, by_name, proposal.layouts)
     rows = score_table(proposal.layouts, by_name, full_attention, covered)
-    probe = None if table is None else table.name
+    chosen_by, num_chosen = _chosen(options, proposal.layouts, measured, reporter)
     sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
     origin = measured_on(
         subject,
         measured,
         full_attention,
-        probe=probe,
+        probe=None if table is None else table.name,
         windows=proposal.windows,
         **sinks,
         chosen_by=list(chosen_by),
@@ -84,6 +79,18 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     on_main(lambda: write_scores(folder, rows, origin))
     counts = (full_attention.num_documents, full_attention.effective_documents)
     return NLLTable(name, rows, folder, *counts, chosen_by, num_chosen, found_alarm)
+
+
+def _chosen(
+    options: ScoreOptions, layouts: Mapping[str, Layout], measured: Measured, reporter: Reporter
+) -> tuple[tuple[str, ...], int]:
+    """Return what chose layouts on documents that were measured, which may favour them, and the number of these."""
+    try:
+        choice = find_choice(options.folders, layouts, measured.tokenizer, reporter, with_scores=False)
+    except UserError as error:
+        reporter.caution(f"warning: {first_line(error)}: its documents may be among those measured")
+        return (), 0
+    return choice.records, choice.count(measured.blocks)
 
 
 def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> None:
