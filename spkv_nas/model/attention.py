@@ -90,6 +90,10 @@ class LayerState:
     is_always_local: bool = False
     _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        """Remember the window that the layer asks for, even if ``native_window`` is changed to replace it."""
+        self.requested_window = self.native_window
+
     @property
     def checkpoint_window(self) -> int:
         """Return how many recent keys a head of this layer sees in the checkpoint, without gates and layouts."""
@@ -305,9 +309,9 @@ def _call_state(num_kv_heads: int, kwargs: dict[str, Any]) -> LayerState:
     """Return the state of the calling layer. Raises ``UserError`` if the layer's sliding window is another one now."""
     window = requested_window(kwargs)
     state: LayerState = kwargs.get("spkv_state") or LayerState(num_kv_heads, window)
-    if state.native_window != window:
+    if state.requested_window != window:
         raise UserError(
-            f"the sliding window of a layer was changed from {state.native_window} to {window} after the model was "
+            f"the sliding window of a layer was changed from {state.requested_window} to {window} after the model was "
             "hooked: call detach(model), and add gates or layout again"
         )
     return state

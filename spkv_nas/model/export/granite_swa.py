@@ -38,13 +38,9 @@ class GraniteSwaTarget(ExportTarget):
     name = "granite_swa"
     help = "the architecture GraniteSWA, for Llama-shaped weights, layouts of whole layers and learned sinks"
 
-    def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
-        """Return why GraniteSWA cannot express the layout, or None."""
-        try:
-            granite_swa_config(config, layout)
-        except TargetError as error:
-            return str(error)
-        return None
+    def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+        """Return the config. Raises ``TargetError`` if GraniteSWA cannot express the layout or the model."""
+        return granite_swa_config(config, layout)
 
     def write(self, hybrid: Hybrid, folder: Path) -> Written:
         """Write weights with a sink per query head, and the config; sinks are rounded to the dtype of the weights."""
