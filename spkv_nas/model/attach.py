@@ -6,13 +6,17 @@ modules call that function, and puts a forward pre-hook on each (``attention.py`
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMode
 
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
 from spkv_nas.artifacts.grid import check_grid
@@ -23,18 +27,23 @@ from spkv_nas.model.attention import (
     GateSettings,
     LayerState,
     attention_layers,
+    cache_error,
     install,
     layer_predictor,
     layer_state,
     layer_states,
     uninstall,
 )
+from spkv_nas.model.attention_calls import PACKED, AttentionCall, watch_calls
 from spkv_nas.model.config_section import remove_section, restore_section, write_section
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
-from spkv_nas.model.generation_cache import SPKVCache
+from spkv_nas.model.generation_cache import NOT_ASSISTED, SPKVCache
 from spkv_nas.model.learned_sinks import layer_learned_sinks
 from spkv_nas.model.modes import evaluation_mode
-from spkv_nas.model.recording import AttentionCall, watch_calls
+
+# Types of layers whose attention is computed (a chunked mask is refused as such), and those without attention
+_WITH_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
+_WITHOUT_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 
 
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
@@ -89,7 +98,7 @@ def detach(model: PreTrainedModel) -> None:
         attn_implementation, handle, caches = before
         handle.remove()
         model.set_attn_implementation(attn_implementation or "sdpa")
-        del model._supports_default_dynamic_cache
+        del model._prepare_cache_for_generation
         model.config.get_text_config().use_cache = caches[0]
         if getattr(model, "generation_config", None):
             model.generation_config.use_cache = caches[1]
@@ -202,7 +211,7 @@ def prepare(model: PreTrainedModel, attn_implementation: str | None, caches: tup
     text = model.config.get_text_config()  # a vision-language model has its cache in this part
     before = caches or (text.use_cache, generation_config.use_cache if generation_config else None)
     model._spkv_before = (attn_implementation, handle, before)
-    model._supports_default_dynamic_cache = _makes_its_cache
+    model._prepare_cache_for_generation = _prepare_cache
     text.use_cache = False
     if generation_config:
         generation_config.use_cache = False
@@ -214,13 +223,25 @@ def allow_cache(model: PreTrainedModel) -> None:
         model.generation_config.use_cache = model._spkv_before[2][1]
 
 
-def _makes_its_cache() -> bool:
-    """Return False, so that ``generate`` creates no ``DynamicCache``; replaces a class method."""
-    return False
+def _prepare_cache(config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode, *_: Any) -> None:
+    """Create no cache in ``generate``, whose method this replaces, because the first call does (``_check_call``).
+
+    Raises ``UserError`` for decoding that crops the cache.
+    """
+    if mode == GenerationMode.ASSISTED_GENERATION:
+        raise UserError(f"this model has gates or a layout: {NOT_ASSISTED}")
+    if isinstance(cache := model_kwargs.get("past_key_values"), Cache):
+        cache._is_user_defined = True  # generate then keeps it up to date
+    elif config.cache_implementation is not None and config.use_cache is not False:
+        warnings.warn(
+            f"cache_implementation '{config.cache_implementation}' is ignored: this model uses SPKVCache", stacklevel=3
+        )
 
 
 def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Refuse calls that SP-KV attention would compute wrongly; add an ``SPKVCache`` if a cache is requested."""
+    if len(args) > 1:  # name the positional arguments
+        args, kwargs = (), dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
     chosen = model.config._attn_implementation
     if chosen != "spkv":
         raise UserError(f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first")
@@ -231,9 +252,32 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         raise UserError("use_cache=False with a cache would store every token twice: leave use_cache out")
     if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
         raise UserError("SP-KV attention computes no attention weights: leave output_attentions off")
+    if cache is not None and not isinstance(cache, SPKVCache):
+        raise cache_error(cache)
+    num_cached = 0 if cache is None else cache.get_seq_length()
+    _check_positions(kwargs.get("position_ids"), kwargs.get("attention_mask"), num_cached)
     if cache is None and uses_cache and not torch.is_grad_enabled():  # no gradients pass through a cache
         kwargs = {**kwargs, "past_key_values": SPKVCache(model)}
     return args, kwargs
+
+
+def _check_positions(position_ids: Tensor | None, attention_mask: Any, num_cached: int) -> None:
+    """Raise ``UserError`` for position ids that start again, as those of packed documents do.
+
+    Otherwise the i-th token of a row, without padding and with cached tokens, has position i or a later one.
+    """
+    if position_ids is None or position_ids.ndim != 2 or position_ids.is_meta:  # more dimensions have images
+        return
+    length = num_cached + position_ids.shape[1]
+    if isinstance(attention_mask, Tensor) and attention_mask.shape[1:] == (length,):
+        is_token = attention_mask.bool()
+    else:
+        is_token = position_ids.new_ones(1, length, dtype=torch.bool)
+    order = is_token.cumsum(1)[:, num_cached:].to(position_ids.device) - 1
+    if bool(((position_ids < order) & is_token[:, num_cached:].to(position_ids.device)).any()):
+        if num_cached:
+            raise UserError(f"position_ids start again, but the cache holds {num_cached} tokens: continue from there")
+        raise UserError(f"{PACKED} position_ids")
 
 
 @torch.no_grad()
@@ -255,8 +299,12 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
     # Compare with the layers that compute attention
     text, calls = model.config.get_text_config(), recording.calls
     layer_types = getattr(text, "layer_types", None) or []
-    with_attention = sum("linear" not in kind and kind != "conv" for kind in layer_types)
-    expected = with_attention or text.num_hidden_layers
+    if sparse := sorted({kind for kind in layer_types if kind not in _WITH_ATTENTION | _WITHOUT_ATTENTION}):
+        raise UserError(
+            f"{type(model).__name__}: its layers of type {', '.join(sparse)} choose or compress their keys, which "
+            "SP-KV attention does not compute"
+        )
+    expected = sum(kind in _WITH_ATTENTION for kind in layer_types) or text.num_hidden_layers
     reached = len({id(call.module) for call in calls})
     if reached != expected or len(calls) != expected:
         raise UserError(

@@ -6,16 +6,15 @@ to the attention function as a keyword argument, which keeps ``torch.compile`` a
 Learned sinks, a logit per query head (``s_aux`` of gpt-oss and others, or ``learned_sinks.py``), go to the operator as
 ``sink_logits``.
 
-Inputs for which the result would be silently wrong raise ``UserError``: soft-capping, sink logits per token, attention
-dropout, packed position ids, requests for attention weights, a key-value cache other than ``SPKVCache``, and padding
-without such a cache. So do models whose mask alone limits attention, such as chunked attention.
+Inputs for which the result would be silently wrong raise ``UserError`` (``attention_calls.py``), such as soft-capping,
+dropout, packed documents, a key-value cache other than ``SPKVCache``, and padding without such a cache. So do models
+whose mask alone limits attention, such as chunked attention.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,17 +26,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from spkv_nas.artifacts.gate_config import LOCAL
 from spkv_nas.artifacts.local_layers import takes_sinks
 from spkv_nas.base.errors import UserError
+from spkv_nas.model.attention_calls import (
+    padding_mask,
+    record_call,
+    refuse_keywords,
+    refuse_tensors,
+    requested_window,
+)
 from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, priced
 from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
-from spkv_nas.model.recording import RECORDING, AttentionCall
 
 GLOBAL_WINDOW = 1 << 30  # longer than any sequence
-
-_REFUSED_KEYWORDS = {
-    "softcap": "soft-capping of attention scores",
-    "sinks": "sink logits per token",
-    "position_bias": "a position bias",
-}
 
 
 # (q [B, Hq, T, D], k and v [B, Hkv, T, D], scale of the scores) -> [B, Hq, T, D] to replace the layer's attention, or
@@ -90,6 +89,10 @@ class LayerState:
     observer: Observer | None = None
     is_always_local: bool = False
     _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Remember the window that the layer asks for, even if ``native_window`` is changed to replace it."""
+        self.requested_window = self.native_window
 
     @property
     def checkpoint_window(self) -> int:
@@ -202,28 +205,6 @@ def uninstall(layer: nn.Module) -> None:
         delattr(layer, name)
 
 
-@contextmanager
-def outside_graphs(model: nn.Module) -> Iterator[None]:
-    """Exclude the model's hooks and the attention function from ``torch.compile`` inside the ``with`` block."""
-    uncompiled_hook, uncompiled_function = (
-        torch.compiler.disable(x)  # type: ignore[no-untyped-call]
-        for x in (_pre_hook, _attention_function)
-    )
-    hooks = [layer._forward_pre_hooks for layer in attention_layers(model).values()]
-
-    def exchange(old_hook: Any, new_hook: Any) -> None:
-        for layer_hooks in hooks:
-            layer_hooks.update({number: new_hook for number, hook in layer_hooks.items() if hook is old_hook})
-
-    AttentionInterface.register("spkv", uncompiled_function)
-    exchange(_pre_hook, uncompiled_hook)
-    try:
-        yield
-    finally:
-        AttentionInterface.register("spkv", _attention_function)
-        exchange(uncompiled_hook, _pre_hook)
-
-
 def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Add the layer's state, its part of the cache, and its gate to the keyword arguments of an attention layer."""
     state = layer_state(layer)
@@ -253,13 +234,18 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _cache_layer(cache: Any, layer: nn.Module) -> Any:
     """Return the part of an ``SPKVCache`` that belongs to ``layer``. Raises ``UserError`` for any other cache."""
-    index = getattr(layer, "layer_idx", None)
-    if not isinstance(index, int) or index >= len(cache.layers) or not hasattr(cache.layers[index], "attend"):
-        raise UserError(
-            f"SP-KV attention cannot use a {type(cache).__name__}, which would store every key: generate with "
-            "past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False"
-        )
-    return cache.layers[index]
+    index, layers = getattr(layer, "layer_idx", None), getattr(cache, "layers", ())
+    if not isinstance(index, int) or index >= len(layers) or not hasattr(layers[index], "attend"):
+        raise cache_error(cache)
+    return layers[index]
+
+
+def cache_error(cache: Any) -> UserError:
+    """Make the error for a cache that is no ``SPKVCache``."""
+    return UserError(
+        f"SP-KV attention cannot use a {type(cache).__name__}, which would store every key: generate with "
+        "past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False"
+    )
 
 
 def _attention_function(
@@ -274,14 +260,15 @@ def _attention_function(
 ) -> tuple[Tensor, None]:
     """Compute attention under the gates and windows of the calling layer; registered as ``spkv``.
 
-    From q [B, Hq, T, D], k and v [B, Hkv, T, D] and a mask of non-padding tokens, bool [B, T], returns [B, T, Hq, D].
+    From q [B, Hq, T, D], k and v [B, Hkv, T, D] and a mask of all tokens, cached ones included (bool [B, S], False for
+    padding; None: no padding), returns [B, T, Hq, D].
     """
     # Record and check the call
-    if not torch.compiler.is_compiling() and (recording := RECORDING.get()) is not None:
-        recording.calls.append(AttentionCall(module, key.shape[1], _native_window(kwargs)))
+    record_call(module, key, requested_window(kwargs))
     cache = kwargs.get("spkv_cache")
-    _refuse_unsupported(query, key, value, attention_mask, dropout, kwargs)
-    state = kwargs.get("spkv_state") or LayerState(key.shape[1], _native_window(kwargs))
+    refuse_keywords(module, kwargs)
+    refuse_tensors(query, key, value, attention_mask, dropout, cache)
+    state = _call_state(key.shape[1], kwargs)
     gate = kwargs.get("spkv_gate")
     sink_logits = chosen_sink_logits(kwargs.get("s_aux"), kwargs.get("spkv_sink_logits"))
     # Attend over the cache
@@ -318,6 +305,18 @@ def _attention_function(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _call_state(num_kv_heads: int, kwargs: dict[str, Any]) -> LayerState:
+    """Return the state of the calling layer. Raises ``UserError`` if the layer's sliding window is another one now."""
+    window = requested_window(kwargs)
+    state: LayerState = kwargs.get("spkv_state") or LayerState(num_kv_heads, window)
+    if state.requested_window != window:
+        raise UserError(
+            f"the sliding window of a layer was changed from {state.requested_window} to {window} after the model was "
+            "hooked: call detach(model), and add gates or layout again"
+        )
+    return state
+
+
 def _observed(observer: Observer, call: tuple[Tensor, Tensor, Tensor, float], sink_logits: Tensor | None) -> Any:
     """Return what an observer makes of a call. Raises ``UserError`` for learned sinks that it would ignore."""
     if sink_logits is None:
@@ -330,66 +329,5 @@ def _observed(observer: Observer, call: tuple[Tensor, Tensor, Tensor, float], si
     return observer(*call, sink_logits=sink_logits)
 
 
-def _native_window(kwargs: dict[str, Any]) -> int | None:
-    """Return the sliding window among the keyword arguments of an attention call; None: full attention."""
-    window = kwargs.get("sliding_window")
-    return int(window) if window is not None else None
-
-
-def _refuse_unsupported(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    kwargs: dict[str, Any],
-) -> None:
-    """Raise ``UserError`` for an attention call whose result the operator would compute wrongly."""
-    for keyword, feature in _REFUSED_KEYWORDS.items():
-        if kwargs.get(keyword) is not None:
-            raise UserError(f"this model uses {feature} ('{keyword}'), which SP-KV attention does not compute")
-    if attention_mask is not None and (attention_mask.ndim != 2 or kwargs.get("spkv_cache") is None):
-        feature = "padding" if attention_mask.ndim == 2 else "a custom attention mask"
-        raise UserError(f"this batch has {feature}, which SP-KV attention would ignore: give full blocks instead")
-    if dropout:
-        raise UserError(
-            f"attention dropout {dropout} is not supported: set it to 0 in the model's config (attention_dropout, or "
-            "attn_pdrop)"
-        )
-    assert query.shape[2] == key.shape[2], "a cache that is not ours got past _cache_layer"
-    if query.shape[3] != value.shape[3]:
-        raise UserError(
-            f"value heads of size {value.shape[3]} differ from query heads of size {query.shape[3]}, as in multi-head "
-            "latent attention, which SP-KV attention does not compute"
-        )
-
-
-def _mask_function(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    local_size: int | None = None,
-    **_: Any,
-) -> Tensor | None:
-    """Return which of the new tokens are not padding, bool [B, T], for the attention function; None: all.
-
-    No causal mask is made, because the operator is causal itself. Raises ``UserError`` for packed sequences.
-    """
-    is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and local_size is not None and (recording := RECORDING.get()) is not None:
-        recording.mask_windows.add(local_size)
-    if not allow_is_causal_skip and not is_compiling:  # always false while compiling; ``_check_call`` refuses packing
-        raise UserError(
-            "this batch requires a mask that is not causal (packed position ids?), which SP-KV attention would "
-            "ignore: leave position_ids out"
-        )
-    if attention_mask is None or attention_mask.is_meta:  # a meta tensor has no values
-        return None
-    is_token = attention_mask[:, -q_length:].bool()
-    return None if bool(is_token.all()) else is_token
-
-
 AttentionInterface.register("spkv", _attention_function)
-AttentionMaskInterface.register("spkv", _mask_function)
+AttentionMaskInterface.register("spkv", padding_mask)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
+from torch import nn
 from torch._dynamo.exc import TorchDynamoException
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.model.attention import outside_graphs
+from spkv_nas.model import attention
 
 
 @contextmanager
@@ -28,7 +31,7 @@ def compiled(model: PreTrainedModel) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(f"{type(model).__name__} has no decoder layers to compile: leave compile out")
-    with outside_graphs(model):
+    with _outside_graphs(model):
         for layer in layers:
             layer.compile()
         try:
@@ -38,3 +41,25 @@ def compiled(model: PreTrainedModel) -> Iterator[None]:
         finally:
             for layer in layers:
                 layer._compiled_call_impl = None  # PyTorch has no public call to undo compile()
+
+
+@contextmanager
+def _outside_graphs(model: nn.Module) -> Iterator[None]:
+    """Exclude the model's hooks and the attention function from ``torch.compile`` inside the ``with`` block."""
+    uncompiled_hook, uncompiled_function = (
+        torch.compiler.disable(x)  # type: ignore[no-untyped-call]
+        for x in (attention._pre_hook, attention._attention_function)
+    )
+    hooks = [layer._forward_pre_hooks for layer in attention.attention_layers(model).values()]
+
+    def exchange(old_hook: Any, new_hook: Any) -> None:
+        for layer_hooks in hooks:
+            layer_hooks.update({number: new_hook for number, hook in layer_hooks.items() if hook is old_hook})
+
+    AttentionInterface.register("spkv", uncompiled_function)
+    exchange(attention._pre_hook, uncompiled_hook)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("spkv", attention._attention_function)
+        exchange(uncompiled_hook, attention._pre_hook)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import Cache
 
 from spkv_nas.base.special_tokens import prompt_tokens
 from spkv_nas.model.generation import OnlyFinite, decoding_by, fitting_cache, generation_config
@@ -60,10 +60,13 @@ def continue_greedily(
         mask[row, longest - len(prompt_ids) :] = 1
     # Generate
     with evaluation_mode(model):
-        cache = fitting_cache(model)
-        density = _DensityOfPrompts(cache)
+        density = _DensityOfPrompts(len(ids))
         config = generation_config(model, tokenizer, max(max_new_tokens))
-        generated = _generate(model, inputs, mask, config, cache, density)
+        hook = model.register_forward_hook(density)
+        try:
+            generated = _generate(model, inputs, mask, config)
+        finally:
+            hook.remove()
     # Decode
     new_ids = [row[longest : longest + limit] for row, limit in zip(generated, max_new_tokens, strict=True)]
     return Continuations([tokenizer.decode(row, skip_special_tokens=True) for row in new_ids], density.densities)
@@ -94,7 +97,7 @@ def continue_tokens(
     config = generation_config(model, tokenizer, max_new_tokens)
     noise = [_Noise(temperature, seeds)] if temperature else []
     with evaluation_mode(model):
-        generated = _generate(model, prompts, torch.ones_like(prompts), config, fitting_cache(model), *noise)
+        generated = _generate(model, prompts, torch.ones_like(prompts), config, *noise)
     # Cut each row after its first end-of-text token
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     rows = []
@@ -109,7 +112,6 @@ def _generate(
     inputs: Tensor,
     mask: Tensor,
     config: GenerationConfig,
-    cache: Cache,
     *processors: LogitsProcessor,
 ) -> Tensor:
     """Generate greedily from ``inputs`` [B, T], where ``mask`` is 1, after ``processors``; int64 [B, T + new]."""
@@ -117,7 +119,7 @@ def _generate(
         generated: Tensor = model.generate(
             input_ids=inputs.to(model.device),
             attention_mask=mask.to(model.device),
-            past_key_values=cache,
+            past_key_values=fitting_cache(model),
             logits_processor=LogitsProcessorList([OnlyFinite(), *processors]),
         )
     return generated
@@ -137,16 +139,15 @@ class _Noise(LogitsProcessor):
         return scores.float() / self._temperature + torch.from_numpy(noise).to(scores.device)
 
 
-class _DensityOfPrompts(LogitsProcessor):
-    """Record the cache's densities at the first new token, before finished rows append padding."""
+class _DensityOfPrompts:
+    """Forward hook that records the densities of the model's cache at the first pass, which holds the prompts."""
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        self.densities = np.empty(0)
+    def __init__(self, num_prompts: int) -> None:
+        self._is_first = True
+        self.densities = np.full(num_prompts, np.nan)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return ``scores`` unchanged."""
-        if not len(self.densities):
-            has_density = isinstance(self._cache, SPKVCache)
-            self.densities = self._cache.densities.cpu().numpy() if has_density else np.full(len(scores), np.nan)
-        return scores
+    def __call__(self, _model: Any, _args: Any, output: Any) -> None:
+        """Record the densities; NaN for a cache of transformers."""
+        if self._is_first and isinstance(output.past_key_values, SPKVCache):
+            self.densities = output.past_key_values.densities.cpu().numpy()
+        self._is_first = False

@@ -111,12 +111,13 @@ def generate(
     config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p)
     streamer = _TimedStreamer(tokenizer, stream)
     hard_gates = gate_mode(model, "hard", tau) if gates else nullcontext()
-    cache, finite = fitting_cache(model), LogitsProcessorList([OnlyFinite()])
     with torch.random.fork_rng(), evaluation_mode(model), hard_gates, decoding_by(model, config):
         torch.manual_seed(seed)
-        ids = model.generate(input_ids=inputs, past_key_values=cache, streamer=streamer, logits_processor=finite)
-    # Collect text, times and cache sizes
-    new_ids = ids[0, num_prompt_tokens:]
+        options = {"streamer": streamer, "logits_processor": LogitsProcessorList([OnlyFinite()])}
+        options |= {"past_key_values": fitting_cache(model), "return_dict_in_generate": True}
+        result = model.generate(input_ids=inputs, **options)
+    # Collect text, times and cache sizes; some models replace the cache on the way
+    new_ids, cache = result.sequences[0, num_prompt_tokens:], result.past_key_values
     cache_bytes, full_attention_bytes = _bytes(cache)
     return Generation(
         text=tokenizer.decode(new_ids, skip_special_tokens=True),

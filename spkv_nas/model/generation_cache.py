@@ -7,6 +7,7 @@
 
 Prompts of different lengths are padded on the left, as transformers requires; padding is never stored. A prompt may be
 passed in chunks, and a conversation continues by passing all its tokens with the same cache. Beam search copies pages.
+Phi-3 replaces the cache where its RoPE changes; ``return_dict_in_generate`` returns the new one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
 
 _FORMAT, _DIGEST, _HEADS = "spkv-nas/cache/1", "sha256", "heads"  # metadata of the file
+_MASK = "mask"  # tensor of the file: which tokens are not padding
+NOT_ASSISTED = "assisted decoding, also by prompt lookup or early exit, needs a full-attention cache: leave it out"
 _RING = 128  # ring size of a model without local heads
 _SIZES = ("window", "page_size", "tokens", "batch_size", "num_kv_heads", "head_dim", "sinks")
 
@@ -39,9 +42,13 @@ class SPKVCacheLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, state: LayerState, window: int, page_size: int, max_pages: int | None) -> None:
+    def __init__(
+        self, state: LayerState, window: int, page_size: int, max_pages: int | None, masks: list[Tensor | None]
+    ) -> None:
         """Create an empty layer; ``window`` is its ring size if it has no local heads to determine one."""
         super().__init__()
+        self._masks = masks  # shared by all layers, so that a mask is compared once: earlier, current, new tokens'
+        self.mask: Tensor | None = None  # bool [B, tokens], false for padding among the tokens seen; None: no padding
         self.page_size, self._max_pages = page_size, max_pages
         self.window = _local_window(state) or window
         keep = [head_window > self.window for head_window in state.head_windows(gated=False)]
@@ -70,19 +77,11 @@ class SPKVCacheLayer(CacheLayerMixin):
         self.is_initialized = True
         self._keep = self._keep.to(device)
         self._sinks = self._sinks.to(device) if self._sinks is not None else None
-        self.paged = PagedKVCache(
-            batch,
-            heads,
-            size,
-            window=self.window,
-            page_size=self.page_size,
-            max_pages=self._max_pages,
-            dtype=dtype,
-            device=device,
-        )
+        options: dict[str, Any] = {"page_size": self.page_size, "max_pages": self._max_pages, "dtype": dtype}
+        self.paged = PagedKVCache(batch, heads, size, window=self.window, device=device, **options)
         return self.paged
 
-    def _restore(self, values: dict[str, int], state: dict[str, Tensor]) -> None:
+    def _restore(self, values: dict[str, int], state: dict[str, Tensor], mask: Tensor | None) -> None:
         """Restore sizes and tensors from a file. Raises ``ValueError`` or ``KeyError`` where they do not fit."""
         ring_k, shape = state["ring_k"], (values["batch_size"], values["num_kv_heads"], values["head_dim"])
         if tuple(ring_k.shape) != (*shape[:2], self.window, shape[2]) or not ring_k.is_floating_point():
@@ -96,13 +95,14 @@ class SPKVCacheLayer(CacheLayerMixin):
         ):
             raise ValueError("page_size, tokens: expected those of its tensors")
         self._allocate(*shape, ring_k.dtype, ring_k.device).load_state_dict(state)
+        num_padding = self.tokens - state["seq_lens"][:, None]
+        if bool(num_padding.any()):  # on the left, unless a mask was saved
+            self.mask = torch.arange(self.tokens, device=ring_k.device) >= num_padding if mask is None else mask
+            if self.mask.shape != (shape[0], self.tokens) or not torch.equal(self.mask.sum(1), state["seq_lens"]):
+                raise ValueError("mask: expected as many tokens as the sequences have")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged; ``attend`` stores them.
-
-        Raises:
-            UserError: the last ones did not reach ``attend``, so that they are missing from the cache.
-        """
+        """Return the new keys and values unchanged. Raises ``UserError`` if ``attend`` did not store earlier ones."""
         if self._is_pending:
             raise UserError(
                 "this model's attention layers do not pass their cache on as transformers' usually do, so SPKVCache "
@@ -118,7 +118,7 @@ class SPKVCacheLayer(CacheLayerMixin):
         k: Tensor,
         v: Tensor,
         keep: Tensor | None,
-        real: Tensor | None,
+        mask: Tensor | None,
         scale: float | None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
@@ -130,7 +130,7 @@ class SPKVCacheLayer(CacheLayerMixin):
             v: new values [B, Hkv, T, D].
             keep: decisions of the gates, bool [B, Hkv, T]; None: those of the layout, all keys per global
                 head and the sink tokens of local heads.
-            real: bool [B, T], False for padding; None: no padding.
+            mask: bool [B, cached + T], False for padding; None: no padding.
             scale: scale of the scores; None: 1 / sqrt(D).
             sink_logits: learned sinks, [Hq]; None: the model has none.
 
@@ -142,6 +142,7 @@ class SPKVCacheLayer(CacheLayerMixin):
             self.lazy_initialization(k, v)
         assert self.paged is not None
         self._check(self.paged, k)
+        real = self._new_tokens(mask)
         k, v = k.to(self.paged.ring_k.dtype), v.to(self.paged.ring_v.dtype)
         # Decide which keys to keep: [B, Hkv, T]
         keep = self._with_sinks(self._keep.expand(*k.shape[:3]) if keep is None else keep, real)
@@ -178,6 +179,25 @@ class SPKVCacheLayer(CacheLayerMixin):
                 f"cache cannot hold beyond {self._reach} tokens\ngenerate with use_cache=False, or choose whole layers"
             )
 
+    def _new_tokens(self, mask: Tensor | None) -> Tensor | None:
+        """Return which new tokens are not padding, bool [B, T], from the mask of ``attend``; None: all.
+
+        Raises ``UserError`` if the mask differs from earlier ones for tokens that the cache holds, or has dropped.
+        """
+        if mask is None and self.mask is None:
+            return None
+        if mask is None or self._masks[0] is not self.mask or self._masks[1] is not mask:
+            cached, real = (None, None) if mask is None else mask.tensor_split([self.tokens], dim=1)
+            before = torch.ones_like(cached) if self.mask is None and cached is not None else self.mask
+            if cached is None or real is None or before is None or not torch.equal(cached, before):
+                raise UserError(
+                    "attention_mask is missing, or differs from earlier calls for tokens that the cache has seen\nkeep "
+                    "it as it was and append columns for new tokens, or start with a new cache"
+                )
+            self._masks[:] = self.mask, mask, None if bool(real.all()) else real
+        self.mask = mask
+        return self._masks[2]
+
     def _with_sinks(self, keep: Tensor, real: Tensor | None) -> Tensor:
         """Return ``keep`` [B, Hkv, T], and true for the sink tokens among the new tokens; as in ``attend``."""
         if self._sinks is None or self.paged is None:
@@ -202,17 +222,15 @@ class SPKVCacheLayer(CacheLayerMixin):
         """Make row i a copy of row ``beam_idx[i]``."""
         if self.paged is not None:
             self.paged = self.paged.select(beam_idx.to(self.paged.seq_lens.device))
+            self.mask = None if self.mask is None else self.mask[beam_idx.to(self.mask.device)]
 
     def reset(self) -> None:
         """Reset the cache to its empty state."""
-        self.paged, self.tokens, self.is_initialized, self._is_pending = None, 0, False, False
+        self.paged, self.mask, self.tokens, self.is_initialized, self._is_pending = None, None, 0, False, False
 
     def crop(self, *_: Any) -> None:
         """Raise ``UserError``: pruned tokens cannot be restored to the window."""
-        raise UserError(
-            "an SP-KV cache cannot be cropped, because pruned tokens are deleted: assisted and speculative decoding "
-            "need a full-attention cache"
-        )
+        raise UserError(f"an SP-KV cache cannot be cropped, because pruned tokens are deleted: {NOT_ASSISTED}")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence ``repeats`` times."""
@@ -231,12 +249,9 @@ class SPKVCache(Cache):
         """Create an empty cache, and let the model's ``generate`` use a cache again.
 
         Args:
-            model: a model with gates or a layout.
+            model: a model with gates or a layout; any other raises ``UserError``.
             page_size: tokens per page.
             max_pages: maximum number of pages per layer; None: no limit.
-
-        Raises:
-            UserError: the model has neither gates nor a layout, and should use its native cache.
         """
         states = layer_states(model)
         if not states:
@@ -247,8 +262,13 @@ class SPKVCache(Cache):
                 "some layers of this model have no attention, and SPKVCache does not hold their state: generate with "
                 "use_cache=False"
             )
+        if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
+            raise UserError(
+                "SPKVCache does not hold keys that layers share (num_kv_shared_layers): generate with use_cache=False"
+            )
         shared = min((w for state in states if (w := _local_window(state)) is not None), default=_RING)
-        super().__init__([SPKVCacheLayer(state, shared, page_size, max_pages) for state in states])
+        masks: list[Tensor | None] = [None] * 3
+        super().__init__([SPKVCacheLayer(state, shared, page_size, max_pages, masks) for state in states])
         if model.generation_config is not None:
             model.generation_config.use_cache = True
 
@@ -273,20 +293,21 @@ class SPKVCache(Cache):
     @property
     def density(self) -> float:
         """Return the share of tokens beyond the window that are kept, averaged over heads; NaN if there are none."""
-        num_outside = [(paged.seq_lens - paged.window).clamp(min=0).sum() * paged.num_kv_heads for paged in self._paged]
-        kept = [paged.lengths.sum() for paged in self._paged]
-        return float(sum(kept)) / float(sum(num_outside)) if num_outside and float(sum(num_outside)) else float("nan")
+        kept, num_outside = (float(count.sum()) for count in self._counts())
+        return kept / num_outside if num_outside else float("nan")
 
     @property
     def densities(self) -> Tensor:
         """Return the ``density`` of each sequence, float64 [B]; [0] for an empty cache."""
+        kept, num_outside = self._counts()
+        return kept.double() / num_outside
+
+    def _counts(self) -> tuple[Tensor, Tensor]:
+        """Return how many tokens beyond the window are kept, and how many there are, over all heads; each int64 [B]."""
+        if not self._paged:
+            return torch.empty(0), torch.empty(0)
         num_outside = [(paged.seq_lens - paged.window).clamp(min=0) * paged.num_kv_heads for paged in self._paged]
-        kept = [paged.lengths.sum(1) for paged in self._paged]
-        return (
-            torch.stack(kept).sum(0).double() / torch.stack(num_outside).sum(0)
-            if num_outside
-            else torch.empty(0).double()
-        )
+        return torch.stack([paged.lengths.sum(1) for paged in self._paged]).sum(0), torch.stack(num_outside).sum(0)
 
     def save(self, path: Path | str) -> None:
         """Write the cache to a safetensors file. Raises ``UserError`` if it is empty or cannot be written."""
@@ -301,6 +322,8 @@ class SPKVCache(Cache):
             values += (layer.local_sinks,) if layer.local_sinks else ()
             sizes[str(index)] = " ".join(str(value) for value in values)
         sizes[_HEADS] = " ".join(layer.heads for layer in self.layers)
+        if self.layers[0].mask is not None:
+            tensors[_MASK] = self.layers[0].mask.contiguous()
         # Write a temporary file and rename it
         path = Path(path)
         partial = path.with_name(f".{path.name}.partial")
@@ -315,11 +338,7 @@ class SPKVCache(Cache):
 
     @classmethod
     def load(cls, model: PreTrainedModel, path: Path | str) -> SPKVCache:
-        """Load a cache that ``save`` wrote, for the same model.
-
-        Raises:
-            UserError: the file cannot be read, is damaged, or belongs to another model.
-        """
+        """Load a cache that ``save`` wrote. Raises ``UserError`` if it is damaged or belongs to another model."""
         cache = cls(model)
         try:
             # Read and verify the file
@@ -329,21 +348,19 @@ class SPKVCache(Cache):
                 if sizes.pop("format", None) != _FORMAT or len(sizes.keys() - {_HEADS}) != len(cache.layers):
                     raise UserError(f"cache {path} belongs to another model, or is not a cache of spkv-nas")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if digest is not None and digest != _digest(sizes, tensors):
+            if digest != _digest(sizes, tensors):
                 raise UserError(f"cache {path} is damaged: it differs from its recorded SHA-256")
-            # Restore each layer; earlier versions did not record the heads
-            _check_heads(path, sizes.get(_HEADS, "").split(), [layer.heads for layer in cache.layers])
+            # Restore each layer
+            _check_heads(path, sizes[_HEADS].split(), [layer.heads for layer in cache.layers])
             for index, layer in enumerate(cache.layers):
                 prefix = f"{index}."
                 state = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-                numbers = [int(number) for number in sizes[str(index)].split()]
-                numbers += [0] if len(numbers) < len(_SIZES) else []  # without sink tokens
-                values = dict(zip(_SIZES, numbers, strict=True))
+                values = dict(zip(_SIZES, map(int, sizes[str(index)].split()), strict=True))
                 for name, number in (("window", layer.window), ("sinks", layer.local_sinks)):
                     if values[name] != number:
                         subject = "number of sink tokens" if name == "sinks" else name
                         raise UserError(f"cache {path}: layer {index} has a different {subject} than the model")
-                layer._restore(values, state)
+                layer._restore(values, state, tensors.get(_MASK))
             if len({(layer.tokens, str(layer.paged and layer.paged.seq_lens)) for layer in cache.layers}) > 1:
                 raise UserError(f"cache {path} is damaged: its layers hold different numbers of tokens")
         except UserError:
@@ -354,7 +371,7 @@ class SPKVCache(Cache):
 
 
 def _check_heads(path: Path | str, saved: list[str], heads: list[str]) -> None:
-    """Raise ``UserError`` if the letters of a file's heads differ from the model's; older files do not have them."""
+    """Raise ``UserError`` if the letters of a file's heads differ from the model's."""
     for layer, (file_row, row) in enumerate(zip(saved, heads, strict=False)):
         if len(file_row) == len(row) and file_row != row:  # other numbers of heads have their own message
             raise UserError(

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FAMILIES, logits, recompute_activations, scatter_gates, tiny_model
+from helpers import FAMILIES, logits, recompute_activations, save_with_tokenizer, scatter_gates, tiny_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
@@ -20,6 +20,7 @@ from spkv_nas.base.manifest import MANIFEST
 from spkv_nas.model.attach import attach_gates, check_heads, detach
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.gates import gate_from_logits, predictors
+from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.modes import set_gate_mode
 from spkv_nas.model.windows import apply_layout
@@ -60,7 +61,7 @@ class TestFamilies:
         model = tiny_model(family)
         attach_gates(model, CONFIG)
         scatter_gates(model)
-        save(model, tiny_tokenizer, tmp_path)  # type: ignore[arg-type]
+        save_with_tokenizer(model, tiny_tokenizer, tmp_path)  # type: ignore[arg-type]
         restored, _ = load(tmp_path)
         for mode in ("soft", "hard"):
             set_gate_mode(model, mode)
@@ -192,9 +193,87 @@ class TestRefusals:
             model(input_ids=tokens, attention_mask=mask)
 
     def test_packed_positions(self, tokens: Tensor) -> None:
+        """With a mask of ones, or as positional arguments, documents attended to each other without an error."""
         positions = torch.arange(12).repeat(2)[None].expand(2, -1)
-        with pytest.raises(UserError, match="packed"):
-            self.gated()(input_ids=tokens, position_ids=positions, use_cache=False)
+        model = self.gated()
+        for mask in (None, torch.ones_like(tokens)):
+            with pytest.raises(UserError, match=r"packed into one row .* without position_ids"):
+                model(tokens, mask, positions, use_cache=False)
+            model(tokens, mask, torch.arange(24)[None], use_cache=False)
+        with pytest.raises(UserError, match="without position_ids"):  # a part of the model, which no hook checks
+            model.model(input_ids=tokens, position_ids=positions, use_cache=False)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            *(({name: 1}, f"without {name}") for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "seq_idx")),
+            *(({name: torch.ones(4)}, f"'{name}'") for name in ("head_mask", "position_bias", "indices", "anything")),
+            ({"is_causal": False}, "needs bidirectional or other non-causal attention"),
+            ({"attention_mask": torch.ones(2, 30)}, "has 30 columns for 0 cached and 24 new tokens"),
+            ({"attention_mask": torch.ones(2, 1, 24, 24)}, "a custom attention mask"),
+        ],
+    )
+    def test_inputs_that_would_be_ignored(self, options: dict[str, Any], message: str, tokens: Tensor) -> None:
+        """Any keyword argument of the attention call was ignored, lengths of packed documents among them."""
+        with pytest.raises(UserError, match=message):
+            self.gated()(input_ids=tokens, **options)
+
+    def test_inputs_without_effect_on_attention(self, tokens: Tensor) -> None:
+        model = self.gated()
+        options = {"token_type_ids": torch.zeros_like(tokens), "is_causal": True, "output_attentions": False}
+        assert torch.equal(model(input_ids=tokens, **options).logits, logits(model, tokens))
+
+    @pytest.mark.parametrize(
+        ("family", "options"),
+        [
+            ("gemma3_text", {"use_bidirectional_attention": True}),
+            ("llama", {"is_causal": False}),
+            ("roberta", {"pad_token_id": 0}),
+        ],
+    )
+    def test_attention_that_is_not_causal(self, family: str, options: dict[str, Any]) -> None:
+        """It was refused with advice on position ids."""
+        with pytest.raises(UserError, match="needs bidirectional or other non-causal attention") as error:
+            attach_gates(tiny_model(family, **options), CONFIG)
+        assert "position" not in str(error.value)
+
+    def test_layers_that_were_made_bidirectional(self, tokens: Tensor) -> None:
+        model = self.gated()
+        model.model.layers[2].self_attn.is_causal = False
+        with pytest.raises(UserError, match="needs bidirectional or other non-causal attention"):
+            model(input_ids=tokens)
+
+    def test_a_window_that_was_changed(self, tokens: Tensor) -> None:
+        model = tiny_model("mistral", sliding_window=12)
+        apply_layout(model, Layout(("LL",) * 4, 6))
+        model.config.sliding_window = 7
+        with pytest.raises(UserError, match="sliding window of a layer was changed from 12 to 7"):
+            model(input_ids=tokens)
+
+    def test_keys_that_are_compressed(self) -> None:
+        """The model was hooked, and longer texts ended in an AssertionError."""
+        options = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 12}
+        model = tiny_model("deepseek_v4", **options)
+        with pytest.raises(UserError, match="layers of type compressed_sparse_attention, heavily_compressed_attention"):
+            attach_gates(model, CONFIG)
+
+    def test_a_cache_of_keys_that_layers_share(self) -> None:
+        """``generate`` ended in an AssertionError."""
+        model = tiny_model(
+            "gemma4_text", head_dim=8, global_head_dim=8, sliding_window=8, num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=97,
+        )  # fmt: skip
+        apply_layout(model, Layout(("LL",) * 4, 6))
+        with pytest.raises(UserError, match="keys that layers share"):
+            SPKVCache(model)
+
+    def test_more_keys_than_queries(self) -> None:
+        """An assertion of ours failed where a class brings keys of its own."""
+        attend = AttentionInterface()["spkv"]
+        q, k = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8)
+        with pytest.raises(UserError, match="from 3 tokens to 5 keys"):
+            attend(torch.nn.Module(), q, k, k, None)
 
     def test_attention_weights(self, tokens: Tensor) -> None:
         with pytest.raises(UserError, match="output_attentions"):
@@ -221,7 +300,7 @@ class TestRefusals:
         attach_gates(model, CONFIG)
 
     def test_soft_capping(self) -> None:
-        with pytest.raises(UserError, match="soft-capping"):
+        with pytest.raises(UserError, match=r"soft-capping of attention scores \('softcap'\)"):
             attach_gates(tiny_model("gemma2", head_dim=8), CONFIG)
 
     def test_a_class_without_the_attention_interface(self) -> None:

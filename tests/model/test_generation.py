@@ -257,6 +257,20 @@ def test_greedy_decoding_ignores_the_checkpoints_preferences(tiny_tokenizer: Pre
     assert texts[0] == texts[1]
 
 
+def test_sizes_of_a_cache_that_the_model_replaces(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Sizes were those of the first cache: Phi-3 fills a new one where its RoPE changes."""
+    model = tiny_model("phi3", vocab_size=300, original_max_position_embeddings=12)
+    model.generation_config.eos_token_id = 299
+    apply_layout(model, Layout(("GL", "LL", "LG", "LL"), 5))
+    made = generate_text(model, tiny_tokenizer, "the fox", max_new_tokens=20)
+    seen = made.num_prompt_tokens + made.num_new_tokens - 1
+    assert made.num_prompt_tokens < 12 < seen
+    assert made.full_attention_bytes == seen * 2 * 4 * 2 * 8 * 4  # keys and values, layers, KV heads, size, float32
+    long = "the quick brown fox jumps over the lazy dog and the fox"  # the first pass replaces the cache
+    continued = continue_greedily(model, tiny_tokenizer, [long], [3])
+    assert continued.densities == pytest.approx([2 / 8])
+
+
 class TestRefused:
     def test_layers_without_attention(self) -> None:
         kinds = ["conv", "full_attention", "conv", "full_attention"]
@@ -291,6 +305,31 @@ class TestRefused:
         ids, mask = prompts()
         with pytest.raises(UserError, match=r"past_key_values=spkv_nas\.SPKVCache\(model\)"):
             generate(model, ids, mask, past_key_values=DynamicCache(), use_cache=True)
+
+    def test_a_cache_of_older_versions(self) -> None:
+        """It ended in an AttributeError."""
+        with pytest.raises(UserError, match="cannot use a tuple"):
+            model_with("layers")(input_ids=torch.full((1, 3), 5), past_key_values=())
+
+    @pytest.mark.parametrize("with_cache", [False, True])
+    @pytest.mark.parametrize("how", ["assistant_model", "prompt_lookup_num_tokens"])
+    def test_assisted_decoding(self, how: str, with_cache: bool) -> None:
+        """Without a cache it was refused with "assisted decoding requires a cache"."""
+        model = model_with("layers")
+        options: dict[str, object] = {how: tiny_model() if how == "assistant_model" else 2}
+        if with_cache:
+            options["past_key_values"] = SPKVCache(model)
+        ids = prompts()[0][1:2]
+        with pytest.raises(UserError, match="assisted decoding, also by prompt lookup or early exit, needs a full-"):
+            generate(model, ids, torch.ones_like(ids), **options)
+
+    def test_caches_that_generate_would_create(self) -> None:
+        """The choice was ignored with a message that the model supports no caches."""
+        model = model_with("layers")
+        ids = prompts()[0][1:2]
+        with pytest.warns(UserWarning, match="cache_implementation 'static' is ignored: this model uses SPKVCache"):
+            text = generate(model, ids, torch.ones_like(ids), cache_implementation="static")
+        assert torch.equal(text, generate(model, ids, torch.ones_like(ids)))
 
     def test_soft_gates(self) -> None:
         model = model_with("gates")

@@ -1,4 +1,4 @@
-"""Test cache files: read as written, or refused, since kernels follow their tables without a check."""
+"""Test cache files, read as written or refused, since kernels follow their tables without a check; and masks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import gated, tiny_model
+from helpers import gated, logits, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -122,3 +122,70 @@ def test_of_another_model(model: PreTrainedModel, file: Path) -> None:
     attach_gates(other, GateConfig(window=6))
     with pytest.raises(UserError, match="it has 2 KV heads, and the model 4"):
         SPKVCache.load(other, file)
+
+
+def hybrid(family: str = "llama") -> PreTrainedModel:
+    model = tiny_model(family)
+    apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6))
+    return model
+
+
+class TestMask:
+    """The cache compares each mask with the tokens that it has seen; it ignored all but the new columns."""
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # one mask for all layers, and two
+    def test_padding_that_stays(self, family: str, tmp_path: Path) -> None:
+        """Rows equal those without padding, also after padding between two turns, and from a file."""
+        model = hybrid(family)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, 97, (2, 14), generator=generator)
+        mask = torch.ones(2, 14, dtype=torch.bool)
+        mask[0, :3] = mask[1, 6:8] = False
+        cache = SPKVCache(model)
+        with torch.no_grad():
+            model(
+                input_ids=ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache, position_ids=order(mask)[:, :8]
+            )
+            cache.save(tmp_path / "cache")
+            for each in (cache, SPKVCache.load(model, tmp_path / "cache")):
+                now = {"attention_mask": mask, "position_ids": order(mask)[:, 8:], "past_key_values": each}
+                actual = model(input_ids=ids[:, 8:], **now).logits
+                for row in range(2):
+                    expected = logits(model, ids[row, mask[row]][None])[0, -6:]
+                    assert torch.allclose(actual[row], expected, atol=1e-4 * float(expected.abs().max()))
+
+    @pytest.mark.parametrize(
+        ("columns", "message"),
+        [
+            ([1] * 14, "differs from earlier calls"),  # padding that becomes visible
+            (None, "attention_mask is missing"),
+            ([0] * 3 + [1] + [0] * 3 + [1] * 7, "differs from earlier calls"),  # tokens that are hidden
+            ([0] * 3 + [1] * 10, "has 13 columns for 8 cached and 6 new tokens"),
+            ([1] * 6, "has 6 columns"),
+        ],
+    )
+    def test_masks_that_change(self, columns: list[int] | None, message: str) -> None:
+        model = hybrid()
+        ids, mask, cache = torch.full((1, 14), 5), torch.tensor([[0] * 3 + [1] * 5]), SPKVCache(model)
+        with torch.no_grad():
+            model(input_ids=ids[:, :8], attention_mask=mask, past_key_values=cache)
+            mask.zero_()  # which does not change what the cache has seen
+            with pytest.raises(UserError, match=message):
+                model(
+                    input_ids=ids[:, 8:],
+                    attention_mask=None if columns is None else torch.tensor([columns]),
+                    past_key_values=cache,
+                )
+
+    def test_positions_that_start_again(self) -> None:
+        model = hybrid()
+        cache = SPKVCache(model)
+        with torch.no_grad():
+            model(input_ids=torch.full((1, 8), 5), past_key_values=cache)
+            with pytest.raises(UserError, match="position_ids start again, but the cache holds 8 tokens"):
+                model(input_ids=torch.full((1, 2), 5), position_ids=torch.arange(2)[None], past_key_values=cache)
+
+
+def order(mask: Tensor) -> Tensor:
+    """Return the positions of tokens that are not padding."""
+    return (mask.cumsum(1) - 1).clamp(min=0)

@@ -108,28 +108,27 @@ def export(
     rejected: dict[str, str] = {}
     for target in candidates:
         try:
-            form = _form(target, hybrid, engine)
-            return Exported(out, target.name, _write(target, hybrid, new), rejected, outcomes(form))
+            cells = _cells(target, hybrid, engine)
+            return Exported(out, target.name, _write(target, hybrid, new), rejected, cells)
         except TargetError as error:
             rejected[target.name] = str(error)
     reasons = "\n".join(f"it is not exported as {name}: {reason}" for name, reason in rejected.items())
     raise UserError(f"{reasons}\n{_REMEDY if engine is None else 'leave the engine out, or name another one'}")
 
 
-def _form(target: ExportTarget, hybrid: Hybrid, engine: str | None) -> str:
-    """Return the form that a target gives a hybrid.
+def _cells(target: ExportTarget, hybrid: Hybrid, engine: str | None) -> dict[str, str]:
+    """Return what each engine does with the form that a target gives a hybrid, by name and version.
 
     Raises:
         TargetError: the target cannot express the hybrid, or the engine does not compute it from this form.
     """
-    reason = target.can_express(hybrid.model.config, hybrid.layout)
-    if reason is not None:
+    if (reason := target.can_express(hybrid.model.config, hybrid.layout)) is not None:
         raise TargetError(reason)
+    config = target.architecture(hybrid.model.config, hybrid.layout)
     form = target.form(hybrid.model.config, hybrid.layout)
-    reason = None if engine is None else objection(form, engine)
-    if reason is not None:
+    if engine is not None and (reason := objection(form, config, engine)) is not None:
         raise TargetError(reason)
-    return form
+    return outcomes(form, config)
 
 
 def _write(target: ExportTarget, hybrid: Hybrid, folder: Path) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.local_layers import ConfigLayer, config_layers, layout_window, takes_sinks
 from spkv_nas.base.limits import MAX_WINDOW
-from spkv_nas.model.export.engines import GUARD_KEYS, form_name, guards
+from spkv_nas.model.export.engines import GUARD_KEYS, OLDER_ROPE_KEYS, form_name, guards
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
@@ -54,14 +54,6 @@ class NativeTarget(ExportTarget):
     def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """Return the tensors that the architecture has and the model has not, by name; by default none."""
         return {}
-
-    def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
-        """Return why no native architecture can express the layout, or None."""
-        try:
-            self.architecture(config, layout)
-        except TargetError as error:
-            return str(error)
-        return None
 
     def write(self, hybrid: Hybrid, folder: Path) -> Written:
         """Write the checkpoint with the config of the native architecture."""
@@ -205,17 +197,21 @@ def output_biases(model: PreTrainedModel) -> dict[str, Tensor]:
 def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
     """Write ``config.json`` with the RoPE settings in the formats of both transformers 5 and 4.
 
-    Engines that know only the format of transformers 4 ignore ``rope_parameters`` and silently use a base of 10,000, or
-    refuse (OLMo 3 in mlx-lm). Engines that would ignore ``layer_types`` are stopped by further keys (``engines.py``).
+    Engines that know only the format of transformers 4 ignore ``rope_parameters`` and silently use their default bases
+    without scaling, or refuse (OLMo 3 in mlx-lm). Version 4 scales global layers alone where layers differ; only its
+    Gemma 3 has a base for sliding layers. Engines that would ignore ``layer_types`` are stopped by further keys
+    (``engines.py``).
     """
     from spkv_nas.base.files import write_atomic
 
+    content = {key: value for key, value in json.loads(config.to_json_string()).items() if key not in OLDER_ROPE_KEYS}
     rotary = getattr(config, "rope_parameters", None) or {}
-    if rotary.keys() == {_FULL, _SLIDING} and rotary[_FULL] == rotary[_SLIDING]:
-        is_plain = rotary[_FULL].get("rope_type", "default") == "default"
-        rotary = rotary[_FULL] if is_plain else {}
-    content = json.loads(config.to_json_string())
-    if "rope_theta" in rotary:  # a single one for all layers, which is all that version 4 supports
+    local, rotary = rotary.get(_SLIDING), rotary.get(_FULL, rotary)
+    if local is not None and config.model_type == "gemma3_text":
+        content["rope_local_base_freq"] = local["rope_theta"]
+    elif local is not None and local["rope_theta"] != rotary["rope_theta"]:
+        rotary = {}
+    if "rope_theta" in rotary and (local is None or local.get("rope_type", "default") == "default"):
         content["rope_theta"] = rotary["rope_theta"]
         if rotary.get("rope_type", "default") != "default":
             content["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}

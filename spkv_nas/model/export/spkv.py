@@ -32,10 +32,6 @@ class SpkvTarget(ExportTarget):
             return f"{self.name} with both kinds of sinks"
         return self.name + {0: "", 1: " with a sink token"}.get(layout.sinks, " with several sink tokens")
 
-    def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
-        """Return None: any layout can be expressed."""
-        return None
-
     def write(self, hybrid: Hybrid, folder: Path) -> Written:
         """Write the checkpoint with its section."""
         from spkv_nas.model.custom_model_type import CUSTOM_MODEL_TYPE

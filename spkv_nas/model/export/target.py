@@ -111,9 +111,20 @@ class ExportTarget(ABC):
         """Return the row of ``engines.py`` that says what engines do with the folder; by default the name."""
         return self.name
 
-    @abstractmethod
+    def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+        """Return the config that the folder gets, by default this one; ``engines.py`` looks its settings up.
+
+        Raises ``TargetError`` if the form cannot express the layout.
+        """
+        return config
+
     def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
         """Return why this form cannot express a model of ``config`` with ``layout``, as a clause; None if it can."""
+        try:
+            self.architecture(config, layout)
+        except TargetError as error:
+            return str(error)
+        return None
 
     @abstractmethod
     def write(self, hybrid: Hybrid, folder: Path) -> Written:

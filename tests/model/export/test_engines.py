@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import fails, save_with_tokenizer, tiny_model
 from paths import ROOT
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from spkv_nas import Layout, UserError
 from spkv_nas.cli import main
@@ -142,11 +143,12 @@ def test_what_an_engine_would_run_wrong_is_not_for_it(monkeypatch: pytest.Monkey
     others = [Outcome.EXACT] * (len(ENGINES) - 2)
     wrong = tuple(engines.Cell(outcome) for outcome in (Outcome.DENSE, Outcome.DIFFERENT, *others))
     monkeypatch.setitem(engines._ROWS, "old", wrong)
-    assert objection("old", "vllm") == "vLLM 0.32.0 runs, dense and without an error, the form old"
-    assert objection("old", "transformers") == (
+    config = tiny_model("olmo3").config
+    assert objection("old", config, "vllm") == "vLLM 0.32.0 runs, dense and without an error, the form old"
+    assert objection("old", config, "transformers") == (
         "transformers 5.23.0 computes, without an error, something else with the form old"
     )
-    assert objection("old", "mlx") is None
+    assert objection("old", config, "mlx") is None
     with pytest.raises(UserError, match="unknown engine 'x'; expected one of vllm, transformers"):
         engines.check_engine_name("x")
 
@@ -167,13 +169,7 @@ def test_mlx_is_a_smollm3_for_weights_like_llama(tmp_path: Path, tiny_tokenizer:
         ("qwen3", {}, LAYERWISE, "mlx-lm 0.32.2 refuses the form qwen3"),
         ("llama", {}, Layout(("LL",) * 4, 6), "mlx-lm needs a layer of global heads"),
         ("llama", {}, Layout(("GL", "LL", "LL", "GG"), 6), "layers 0 mix global and local heads"),
-        ("llama", {"hidden_act": "gelu"}, LAYERWISE, "uses the activation silu, and the model uses gelu"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            LAYERWISE,
-            "were not compared with mlx-lm",
-        ),
+        ("llama", {"hidden_act": "gelu"}, LAYERWISE, "was not checked with hidden_act gelu in the form smollm3"),
     ],
 )
 def test_what_mlx_cannot_express(family: str, options: dict[str, object], layout: Layout, message: str) -> None:
@@ -189,9 +185,97 @@ def test_mlx_takes_native_forms_that_mlx_lm_runs() -> None:
     assert MLX.architecture(config, LAYERWISE).to_dict() == native_config(config, LAYERWISE).to_dict()
 
 
+def rope(kind: str, **parameters: object) -> dict[str, object]:
+    return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, **parameters}
+
+
+LOW_HIGH = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LOCAL = {"rope_type": "default", "rope_theta": 5e3}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "form", "unchecked"),
+    [
+        ("llama", {"rope_parameters": rope("linear")}, "smollm3", ""),
+        ("llama", {"rope_parameters": rope("llama3", **LOW_HIGH)}, "smollm3", ""),
+        ("llama", {"rope_parameters": rope("yarn", beta_fast=16.0)}, "smollm3", ""),
+        ("llama", {"rope_parameters": rope("yarn", attention_factor=0.7)}, "smollm3", "attention_factor 0.7"),
+        ("llama", {"rope_parameters": rope("dynamic")}, "smollm3", "rope_type dynamic"),
+        ("llama", {"rope_parameters": rope("longrope", **FACTORS)}, "smollm3", "rope_type longrope, .*short_factor"),
+        ("llama", {"rope_parameters": rope("default", partial_rotary_factor=0.5)}, "smollm3", "partial_rotary_factor"),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, "smollm3", ""),
+        ("gemma3_text", {"rope_parameters": {FULL: rope("linear"), SLIDING: LOCAL}}, "gemma3_text", ""),
+        ("gemma3_text", {"rope_parameters": {FULL: LOCAL, SLIDING: rope("linear")}}, "gemma3_text", "sliding_rope"),
+        ("gemma3_text", {"query_pre_attn_scalar": 48}, "gemma3_text", ""),
+        ("gemma3_text", {"final_logit_softcapping": 5.0}, "gemma3_text", "final_logit_softcapping 5.0"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "gemma3_text", "hidden_activation silu"),
+        ("olmo3", {"rope_parameters": {FULL: rope("yarn"), SLIDING: LOCAL | {"rope_theta": 1e4}}}, "olmo3", ""),
+        ("olmo3", {"rope_parameters": {FULL: rope("yarn"), SLIDING: LOCAL}}, "olmo3", "sliding_rope_theta 5000"),
+    ],
+)  # fmt: skip
+def test_settings_that_an_engine_was_not_run_with(
+    family: str, options: dict[str, object], form: str, unchecked: str
+) -> None:
+    """The table went by model type: "exact" for a Gemma 3 with scaled RoPE, which mlx-lm computed otherwise."""
+    from spkv_nas.model.export.mlx import MLX, _smollm3_config
+
+    config = tiny_model(family, **options).config
+    architecture = _smollm3_config(config, LAYERWISE) if form == "smollm3" else config
+    reason = objection(form, architecture, "mlx")
+    outcome = engines.outcomes(form, architecture)["mlx-lm 0.32.2"]
+    if unchecked:
+        assert reason is not None
+        assert re.fullmatch(f"mlx-lm 0.32.2 was not checked with {unchecked}.* in the form {form}", reason)
+        assert outcome.startswith("not checked (with ")
+        assert form == "gemma3_text" or reason in (MLX.can_express(config, LAYERWISE) or "")
+    else:
+        assert reason is None
+        assert outcome.startswith("exact")
+
+
+def test_exact_needs_settings() -> None:
+    """Every cell says with which settings the engine was run; an unknown setting of a class makes it not checked."""
+    for form in engines._ROWS:
+        for engine, cell in cells(form).items():
+            is_compared = engine.name == "transformers" or form.startswith("spkv")
+            assert is_compared or cell.outcome is not Outcome.EXACT or form.split(" ")[0] in engines._TRIED[engine.name]
+    config = tiny_model("qwen3").config
+    assert engines.outcomes("qwen3", config)["OpenVINO GenAI 2026.4.1"].startswith("exact")
+    yarn = tiny_model("olmo3", rope_parameters={FULL: rope("yarn"), SLIDING: rope("yarn")}).config
+    assert engines.outcomes("olmo3", yarn)["vLLM 0.32.0"] == "exact"
+    config.new_multiplier = 2.0
+    assert engines.outcomes("qwen3", config)["OpenVINO GenAI 2026.4.1"] == "not checked (with new_multiplier 2.0)"
+    assert engines.outcomes("qwen3", config)["mlx-lm 0.32.2"] == "refused"
+    assert engines.outcomes("spkv", tiny_model("opt").config)["vLLM 0.32.0"] == "not checked (with model type opt)"
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_gemma_has_its_rope_in_both_formats(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """mlx-lm reads the older keys alone, without which it used its default bases, unscaled."""
+    rotary = {FULL: {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0}, SLIDING: LOCAL}
+    kinds = [SLIDING] * 5 + [FULL]
+    model = tiny_model("gemma3_text", vocab_size=300, num_hidden_layers=6, layer_types=kinds, rope_parameters=rotary)
+    save(model, tiny_tokenizer, tmp_path / "dense")
+    exported = export(Layout(("LL",) * 5 + ("GG",), 4), tmp_path / "dense", tmp_path / "out", engine="mlx")
+    assert exported.engines["mlx-lm 0.32.2"].startswith("exact")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_local_base_freq"]) == (1e5, 5e3)
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    again = AutoConfig.from_pretrained(tmp_path / "out")
+    assert again.rope_parameters == model.config.rope_parameters
+
+
 def test_the_documentation_has_the_table() -> None:
     text = (ROOT / "docs" / "support-matrix.md").read_text()
     for form in engines._ROWS:
         row = " | ".join(str(cell) for cell in cells(form).values())
         assert f"| {form} | {row} |" in text
     assert f"| form | {' | '.join(engine.title for engine in ENGINES)} |" in text
+    for engine in ENGINES:
+        for form, settings in engines._TRIED.get(engine.name, {}).items():
+            values = {
+                key: "" if tried is None else f" ({', '.join(map(str, tried))})" for key, tried in settings.items()
+            }
+            tried = ", ".join(f"`{key}`{value}" for key, value in values.items()) or "-"
+            assert f"| {engine.title} | {form} | {tried} |" in text
