@@ -254,5 +254,5 @@ def _in_blocks(text: TokenBlocks, tokens: NDArray[np.int32], owner: NDArray[np.i
     """Return tokens of a text and their documents in blocks that begin as the text's blocks do."""
     line = np.concatenate([np.array(text.opening, dtype=np.int32), tokens])
     owners = np.concatenate([owner[:1].repeat(len(text.opening)), owner])
-    whole = TokenBlocks(line[None], owners[None], text.documents, opening=text.opening)
+    whole = TokenBlocks(line[None], owners[None], text.documents, boundaries=text.boundaries)
     return whole.cut(text.block_size)

@@ -31,6 +31,7 @@ from spkv_nas.data.config import AUTO, Bos
 from spkv_nas.data.sources import Document
 from spkv_nas.data.tokenizer import Boundaries, boundaries, default_separator, encode
 from spkv_nas.model.loss import token_nll
+from spkv_nas.model.model_shape import check_tokens, vocabulary_size
 from spkv_nas.model.modes import evaluation_mode
 
 SEPARATORS = "separators.json"  # in the folder of a model's runs
@@ -100,7 +101,7 @@ def measure_separator(
         bos: whether every block begins with a BOS token, see ``data.tokenizer.boundaries``.
 
     Raises:
-        UserError: there is no text.
+        UserError: there is no text, or it has tokens outside the model's vocabulary.
 
     Example::
 
@@ -108,7 +109,13 @@ def measure_separator(
         blocks = spkv_nas.build_blocks(texts, tokenizer, separator=separator)
     """
     documents = _beginnings(as_documents(texts, block_size), tokenizer, min(_DOCUMENT, max(2, block_size // 4)))
-    variants = _variants(tokenizer, bos, block_size)
+    check_tokens(model, max(int(each.max()) for each in documents))
+    vocabulary = vocabulary_size(model)
+    variants = {
+        name: limits
+        for name, limits in _variants(tokenizer, bos, block_size).items()
+        if max((*limits.opening, *limits.separator), default=0) < vocabulary
+    }
     groups = _groups(documents, block_size - max(len(each.opening) for each in variants.values()))
 
     def measure() -> SeparatorReport:
@@ -191,7 +198,7 @@ def _beginnings(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBas
         if sum(map(len, beginnings)) >= SEPARATOR_TOKENS:
             break
     if not beginnings:
-        raise UserError("there is no text to measure separators on")
+        raise UserError("the text is empty: no document to measure separators on")
     return beginnings
 
 

@@ -257,14 +257,11 @@ class SPKVCache(Cache):
         if not states:
             raise UserError("this model has neither gates nor a layout: generate with transformers' own cache")
         indices = [getattr(layer, "layer_idx", None) for layer in attention_layers(model).values()]
-        if getattr(model, "_is_stateful", False) or indices != list(range(len(states))):
+        shares_keys = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
+        if getattr(model, "_is_stateful", False) or shares_keys or indices != list(range(len(states))):
             raise UserError(
-                "some layers of this model have no attention, and SPKVCache does not hold their state: generate with "
-                "use_cache=False"
-            )
-        if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
-            raise UserError(
-                "SPKVCache does not hold keys that layers share (num_kv_shared_layers): generate with use_cache=False"
+                "some layers of this model have no attention, or no keys of their own, and SPKVCache does not hold "
+                "their state: generate with use_cache=False"
             )
         shared = min((w for state in states if (w := _local_window(state)) is not None), default=_RING)
         masks: list[Tensor | None] = [None] * 3
@@ -348,14 +345,16 @@ class SPKVCache(Cache):
                 if sizes.pop("format", None) != _FORMAT or len(sizes.keys() - {_HEADS}) != len(cache.layers):
                     raise UserError(f"cache {path} belongs to another model, or is not a cache of spkv-nas")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if digest != _digest(sizes, tensors):
+            if digest is not None and digest != _digest(sizes, tensors):
                 raise UserError(f"cache {path} is damaged: it differs from its recorded SHA-256")
-            # Restore each layer
-            _check_heads(path, sizes[_HEADS].split(), [layer.heads for layer in cache.layers])
+            # Restore each layer; earlier versions did not record the heads
+            _check_heads(path, sizes.get(_HEADS, "").split(), [layer.heads for layer in cache.layers])
             for index, layer in enumerate(cache.layers):
                 prefix = f"{index}."
                 state = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-                values = dict(zip(_SIZES, map(int, sizes[str(index)].split()), strict=True))
+                numbers = [int(number) for number in sizes[str(index)].split()]
+                numbers += [0] if len(numbers) < len(_SIZES) else []  # without sink tokens
+                values = dict(zip(_SIZES, numbers, strict=True))
                 for name, number in (("window", layer.window), ("sinks", layer.local_sinks)):
                     if values[name] != number:
                         subject = "number of sink tokens" if name == "sinks" else name
@@ -371,7 +370,7 @@ class SPKVCache(Cache):
 
 
 def _check_heads(path: Path | str, saved: list[str], heads: list[str]) -> None:
-    """Raise ``UserError`` if the letters of a file's heads differ from the model's."""
+    """Raise ``UserError`` if the letters of a file's heads differ from the model's; older files do not have them."""
     for layer, (file_row, row) in enumerate(zip(saved, heads, strict=False)):
         if len(file_row) == len(row) and file_row != row:  # other numbers of heads have their own message
             raise UserError(

@@ -15,6 +15,7 @@ from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.init.options import InitOptions
+from spkv_nas.stages.lookup import find_table
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.record import (
@@ -28,6 +29,7 @@ from spkv_nas.stages.record import (
 )
 from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.score.options import ScoreOptions
+from spkv_nas.stages.subject import NLLTable
 from spkv_nas.stages.train.options import TrainOptions
 from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 
@@ -134,6 +136,16 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
             "compare the NLL of the layouts before any training; other text is fairer, as this one chose the heads",
         )
     ]
+
+
+def after_score(options: ScoreOptions, result: NLLTable) -> list[Suggestion]:
+    """Suggest a recipe to retrain the layouts of a probe; nothing if the scores make no sense."""
+    if options.probe is None or result.alarm is not None:
+        return []
+    recorded = read_options(find_table(options.folders, options.probe).metadata, options.workspace)
+    if recorded is None or not recorded.data or recorded.model is None:
+        return []
+    return [Suggestion.of(first_recipe(recorded), "write a recipe to retrain the layouts")]
 
 
 def retraining(workspace: Workspace, table: HeadScores) -> TrainHybridOptions | None:

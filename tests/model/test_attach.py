@@ -265,7 +265,7 @@ class TestRefusals:
             vocab_size_per_layer_input=97,
         )  # fmt: skip
         apply_layout(model, Layout(("LL",) * 4, 6))
-        with pytest.raises(UserError, match="keys that layers share"):
+        with pytest.raises(UserError, match="no keys of their own"):
             SPKVCache(model)
 
     def test_more_keys_than_queries(self) -> None:

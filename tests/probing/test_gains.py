@@ -223,9 +223,10 @@ class TestCommand:
         self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["probe", *options, "--granularity", "layer", "--max-tokens", "256"])
-        assert "cost: 3.5 forward passes over 256 tokens" in capsys.readouterr().out
         name, workspace = "mine-opening-layer", tmp_path / "w"
         table = HeadScores.read(workspace / "probes" / name)
+        assert (table.metadata["passes"], table.metadata["tokens"]) == (3.5, 256)
+        capsys.readouterr()
         arguments = ["--granularity", "layer", "--budget", "2", "--workspace", str(workspace)]
         main(["propose", "--probe", name, *arguments])
         layout = Layout.read(workspace / "layouts" / name / "constrained.yaml")

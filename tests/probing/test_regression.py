@@ -177,8 +177,8 @@ def test_command(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys
     main(["score", str(tmp_path / "one.yaml"), *map(str, options)])
     command = ["probe", *map(str, options), "--signal", "regression", "--window", "8"]
     main([*command, "--budget", "3", "--num-layouts", "12", "--seed", "5"])
-    assert "forward passes over 256 tokens; scores reused: 1" in capsys.readouterr().out
     table = HeadScores.read(tmp_path / "w" / "probes" / "mine-regression")
+    assert (table.metadata["tokens"], table.metadata["reused_scores"]) == (256, 1)
     assert {key: table.metadata[key] for key in ("budget", "seed", "signal")} == {
         "budget": 3,
         "seed": 5,

@@ -22,6 +22,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
+from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import attention_layers
@@ -50,7 +51,9 @@ def blocks() -> TokenBlocks:
     tokens = np.random.default_rng(0).integers(3, 97, size=(6, LENGTH)).astype(np.int32)
     tokens[:, 0] = BOS
     owner = np.repeat(np.arange(6, dtype=np.int32)[:, None], LENGTH, 1)
-    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "a", str(i)) for i in range(6)), opening=(BOS,))
+    return TokenBlocks(
+        tokens, owner, tuple(DocumentInfo(str(i), "a", str(i)) for i in range(6)), boundaries=Boundaries((BOS,))
+    )
 
 
 def planted_tiny(bias: float = planted.STRONG, **options: Any) -> Qwen2ForCausalLM:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_cases import parsed
-from helpers import fails, tiny_model, write_project
+from helpers import fails, save_with_tokenizer, tiny_model, write_project
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -33,6 +33,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("spkv_nas.training.first_recipe._STEP_TOKENS", {"cpu": 256})
     monkeypatch.setattr("spkv_nas.stages.init.stage.FIRST_STEPS", 3)
     monkeypatch.setattr("spkv_nas.stages.probe.stage.PRICED_STEPS", 3)
+    monkeypatch.setattr("spkv_nas.evaluation.alarms._MAX_SHARE", 100.0)  # random models know no text
+    monkeypatch.setattr("spkv_nas.evaluation.alarms._MIN_GAIN", 100.0)
     return tmp_path
 
 
@@ -71,7 +73,7 @@ def test_the_own_model_path_runs_its_suggestions(
     start: str, family: str, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Suggested commands contain the model and its data, and lead to one probe."""
-    save(tiny_model(family, vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("my model"))
+    save_with_tokenizer(tiny_model(family, vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("my model"))
     text = "'my project/text'"
     starts = {
         "probe": f"spkv-nas probe --model 'my model' --data {text} --block-size 64 --workspace 'a place'",
@@ -83,7 +85,7 @@ def test_the_own_model_path_runs_its_suggestions(
     assert {"probe", "propose", "train-hybrid", "report"} <= set(commands)
     assert models(lines) <= {"my model", "recipe.yaml"}
     probes = {name: HeadScores.read(Path("a place/probes") / name) for name in _names("a place/probes")}
-    assert {table.signal for table in probes.values()} == {"head-gates", "density"}
+    assert {table.signal for table in probes.values()} == {"head-gates"}
     assert {table.grid for table in probes.values()} == {(4, 2)}  # and not the embedded model's
     main(["propose", "--workspace", "a place", "--probe", next(iter(probes))])
     assert list(Path("a place/reports").glob("*/index.html"))
@@ -118,22 +120,19 @@ class TestProbe:
             "steps": 2,
             "budget": "25%",
         }
-        assert suggested == [
-            "spkv-nas propose --budget 25% --probe mine-head-gates --workspace w",
-            "spkv-nas probe --model mine --data 'my project/text' --block-size 64 --signal density --budget 25% "
-            "--workspace w",
-        ]
+        assert suggested == ["spkv-nas propose --budget 25% --probe mine-head-gates --workspace w"]
 
-    def test_the_start_of_blocks_is_kept(
-        self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """Scores and recipes began blocks with BOS whatever the probe did."""
-        _suggested(capsys, "probe", *subject, "--steps", 2, "--bos", "false")
-        suggested = _suggested(capsys, "propose")
-        assert [line.split()[1] for line in suggested] == ["score", "init"]
-        assert all("--bos false" in line for line in suggested)
-        main(shlex.split(suggested[1])[1:])
-        assert Recipe.read(Path("recipe.yaml")).data.bos is False
+    def test_the_separator_is_kept(self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Scores and recipes follow the probe."""
+        _suggested(capsys, "probe", *subject, "--steps", 2, "--separator", "none")
+        (scored,) = _suggested(capsys, "propose")
+        assert scored.split()[1] == "score"
+        (drafted,) = run(capsys, scored)
+        assert drafted.split()[1] == "init"
+        assert "--separator none" in scored
+        assert "--separator none" in drafted
+        main(shlex.split(drafted)[1:])
+        assert Recipe.read(Path("recipe.yaml")).data.separator == "none"
 
     def test_head_gates_of_other_sink_tokens_do_not_count(
         self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]

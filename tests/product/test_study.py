@@ -21,6 +21,7 @@ import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.files import read_json
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 
 STUDY = ROOT / "reports" / "study"
@@ -227,7 +228,7 @@ def test_parts_share_no_document_and_begin_as_the_text_does(driver: ModuleType) 
         np.array([[1, 10, 11, 12], [1, 13, 20, 21], [1, 22, 23, 30], [1, 31, 32, 33]], dtype=np.int32),
         np.array([[0, 0, 0, 0], [0, 0, 1, 1], [1, 1, 1, 2], [2, 2, 2, 2]], dtype=np.int32),
         documents,
-        opening=(1,),
+        boundaries=Boundaries((1,)),
     )
     first, second = import_module("references").parted(text, 2)
     assert first.tokens.tolist() == [[1, 10, 11, 12]]

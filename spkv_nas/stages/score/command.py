@@ -13,6 +13,8 @@ def score(options: ScoreOptions, reporter: Reporter) -> Result:
     The checkpoint may be dense or SP-KV. With --probe, the table includes the layouts' coverage. Finished scores are
     kept in runs/NAME/zero-shot/ and reused.
     """
+    from spkv_nas.stages.next_steps import after_score
     from spkv_nas.stages.score import output, stage
 
-    return Result(stage.score(options, reporter), output.show)
+    result = stage.score(options, reporter)
+    return Result(result, output.show, next=after_score(options, result))
