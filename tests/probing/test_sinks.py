@@ -22,7 +22,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
-from spkv_nas.data.tokenizer import Boundaries
+from spkv_nas.data.tokenizer import PLAIN, Boundaries
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import attention_layers
@@ -268,7 +268,7 @@ class TestSignals:
             tokens = np.stack(list(rows))
             assert (tokens[:, 0] == BOS).all()
             assert not (tokens[:, 1:] == BOS).any()
-        plain, _ = needles(replace(blocks, opening=()), WINDOW, 4, 0)
+        plain, _ = needles(replace(blocks, boundaries=PLAIN), WINDOW, 4, 0)
         assert len(list(plain)) == 6
 
 
