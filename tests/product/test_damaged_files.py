@@ -39,7 +39,7 @@ from spkv_nas.search.storage import Storage, storage_errors
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_every_reader_survives_mutants(reader: Reader) -> None:
-    outcome = attack(reader, 80)
+    outcome = attack(reader, 110)
     assert outcome.crashes == []
     assert outcome.refused
 
