@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
+from pydantic import Field
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SHOWN
+from spkv_nas.base.schema import Recorded
 from spkv_nas.base.tables import Column, read_table, write_csv
 
 DENSE = "dense"  # the dense model as given, not retrained
@@ -48,6 +50,23 @@ _COLUMNS = (
 COLUMNS = tuple(column.name for column in _COLUMNS)
 # Only where training extended the block size; against the control, as the dense model never saw those positions.
 EXTENDED = ("extended_nll", "extended_delta_percent", "extended_delta_standard_error")
+
+
+class RankCorrelation(Recorded):
+    """Rank correlation of a predictor and the change of NLL over layouts, as ``evaluation.ranking`` computes it."""
+
+    rho: float
+    layouts: int = 0
+    interval: list[float] | None = Field(None, min_length=2, max_length=2)
+    p_value: float | None = None
+
+
+class ComparisonRecord(Recorded):
+    """Keys of ``comparison.yaml`` that are read back."""
+
+    effective_documents: float | None = None
+    rank_correlation: RankCorrelation | None = None
+    zero_shot_rank_correlation: RankCorrelation | None = None
 
 
 def write_comparison(path: Path, rows: pd.DataFrame) -> None:

@@ -82,7 +82,7 @@ def _column(kind: str) -> str:
 
 def _header(file: Path, what: str) -> list[str]:
     """Return the names in a table's first line."""
-    lines = read_text(file, what, max_bytes=MAX_BYTES).removeprefix("\ufeff").splitlines()
+    lines = read_text(file, what, max_bytes=MAX_BYTES).splitlines()
     return [cell.strip() for cell in next(csv.reader(lines[:1]), [])]
 
 

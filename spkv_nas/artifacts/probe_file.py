@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
@@ -29,6 +29,11 @@ class ProbeFile(Section):
     reached_density: float | None = Field(default=None, ge=0, le=1)
     mean_density: float | None = None
     price: float | None = None
+    signal: str | None = None
+    granularity: str | None = None
+    budget: int | None = Field(default=None, ge=1)
+    options: dict[str, Any] | None = None
+    gains: dict[str, Any] | None = None
 
     @field_validator("name")
     @classmethod

@@ -9,16 +9,49 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
+from pydantic import Field
 
 from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing
+from spkv_nas.base.schema import Recorded
 from spkv_nas.base.tables import Column, read_table, write_csv
 
 ALARM = "alarm"  # key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
+
+
+class AlarmRecord(Recorded):
+    """Key of all records of measured NLL that is read back."""
+
+    alarm: str | None = None
+
+
+class LeftOut(Recorded):
+    """Documents that a verdict left out because they chose a layout."""
+
+    documents: int | None = None
+    chose: list[str] = Field([])
+
+
+class ResultRecord(Recorded):
+    """Keys of the records beside result tables that are read back."""
+
+    model: str | None = None
+    against: str | dict[str, Any] | None = None
+    block_size: int | None = None
+    num_tokens: int | None = None
+    num_documents: int | None = None
+    limit: int | float | None = None
+    evaluator: dict[str, Any] | None = None
+    withheld: dict[str, str] | None = None
+    answers: dict[str, Literal["passes", "fails", "open"]] = Field({})
+    nouns: dict[str, str] = Field({})
+    risk: float | None = None
+    left_out: LeftOut | None = None
+    unrecorded: list[str] = Field([])
 
 
 @dataclass(frozen=True)
@@ -57,7 +90,7 @@ class ResultTable:
         if not table.is_file():
             return None
         rows = read_table(table, self.name, self.columns, others=True).reset_index(drop=True)
-        return rows, read_record(record, self.name) if record.is_file() else {}
+        return rows, read_record(record, self.name, ResultRecord) if record.is_file() else {}
 
 
 def _number(name: str, low: float = 0.0, high: float = MAX_SHOWN) -> Column:

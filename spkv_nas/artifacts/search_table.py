@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pandas as pd
+from pydantic import Field
 
-from spkv_nas.base.limits import MAX_SHOWN
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.limits import MAX_SHOWN, MAX_WINDOW
+from spkv_nas.base.schema import Recorded
 from spkv_nas.base.tables import Column, read_table
 
 BASELINE = "baseline"  # sampler of layouts that the search started from or compares with
@@ -41,6 +44,25 @@ _COLUMNS = (
 COLUMNS = tuple(column.name for column in _COLUMNS)
 
 
+class SelectionDocuments(Recorded):
+    """Numbers of documents of a search."""
+
+    chosen_on: int | None = None
+
+
+class SearchRecord(Recorded):
+    """Keys of ``search.yaml`` and ``zero-shot.yaml`` that are read back."""
+
+    window: int | None = Field(None, ge=1, le=MAX_WINDOW)
+    sinks: int | None = Field(None, ge=0, le=MAX_WINDOW)
+    steps: dict[Retraining, float] | None = None
+    recipe: dict[str, Any] | None = None
+    data: dict[str, Any] | list[str] | None = None
+    block_size: int | None = Field(None, ge=2)
+    num_documents: int | None = None
+    documents: SelectionDocuments | None = None
+
+
 def whole_scores(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows whose zero-shot ΔNLL was measured on the whole text, and not estimated from a part."""
     tokens = rows["zero_shot_tokens"]
@@ -51,6 +73,13 @@ def read_search(path: Path) -> pd.DataFrame:
     """Read ``search.csv``; values that were not measured are NaN.
 
     Raises:
-        UserError: the table is invalid, naming file, line and column.
+        UserError: the table is invalid, naming file and column, and the line if it is one.
     """
-    return read_table(path, "search", _COLUMNS, others=True).reset_index(drop=True)
+    rows = read_table(path, "search", _COLUMNS, others=True)
+    if rows["zero_shot_delta_percent"].isna().all():
+        raise UserError(f"search {path}: column 'zero_shot_delta_percent' is empty: no layout has a score")
+    is_grid = rows["heads"].map(lambda heads: bool(heads) and len({len(layer) for layer in heads.split()}) == 1)
+    if not is_grid.all():
+        line = rows.index[~is_grid][0]
+        raise UserError(f"search {path}, line {line}: column 'heads' must have one word of G and L per layer")
+    return rows.reset_index(drop=True)

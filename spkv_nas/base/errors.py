@@ -37,7 +37,7 @@ def shortened(text: str, max_length: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, or its type if it has no message.
+    """Return the first line of a library's error; its type before a single word, such as the key of a ``KeyError``.
 
     If the line ends in a colon, the lines that it introduces follow.
     """
@@ -45,4 +45,5 @@ def first_line(error: BaseException) -> str:
     end = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
     if end > 1:  # a list follows: up to the next blank line
         end = next((number for number, line in enumerate(lines) if number >= end and not line), len(lines))
-    return " ".join(lines[:end]) or type(error).__name__
+    message = " ".join(lines[:end])
+    return message if " " in message else f"{type(error).__name__} {message}".rstrip()

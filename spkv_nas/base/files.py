@@ -7,6 +7,7 @@ duplicate keys and lets aliases explode.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import io
@@ -31,6 +32,7 @@ _MAX_YAML = 2 << 20  # maximum characters of YAML, which take the parser some se
 _MAX_UNPACKED = 1 << 30, 100  # maximum bytes of unpacked arrays, or multiple of the file's size if that is more
 _MAX_DEPTH = 100  # maximum nesting of brackets or indentations
 _MAX_BITS = 332  # maximum bits of an integer: 100 digits, within the range of floats
+BYTE_ORDER_MARK = "\ufeff"  # which Windows programs write before a text
 
 
 StrPath = str | os.PathLike[str]  # type of file and folder arguments of public functions
@@ -66,7 +68,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def read_text(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> str:
-    """Read a UTF-8 text file.
+    """Read a UTF-8 text file, without its byte order mark.
 
     Args:
         path: the file.
@@ -83,13 +85,20 @@ def read_text(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> str:
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise UserError(f"{what} {path} has more than {max_bytes >> 20} MiB, more than any valid file of this kind")
-        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
+        check_utf8(data)
+        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
     except FileNotFoundError as error:
         raise UserError(f"{what} not found: {path}") from error
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"cannot read {what} {path}: {error}") from error
+
+
+def check_utf8(start: bytes) -> None:
+    """Raise ``UnicodeError`` for a text that starts as UTF-16 or UTF-32 do, with or without a byte order mark."""
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start[:4]:
+        raise UnicodeError("it is UTF-16, UTF-32 or binary: save it as UTF-8")
 
 
 def is_file(path: Path) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import is_file, parse_yaml, read_text, sha256_file, write_atomic, yaml_text
+from spkv_nas.base.schema import Recorded, validate
 
 _KEY = "sha256"
 _TEXT = (".csv", ".yaml")
@@ -30,20 +31,24 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
     write_atomic(path, yaml_text({_KEY: {path.name: record_hash, **hashes}}) + text)
 
 
-def read_record(path: Path, what: str) -> dict[str, Any]:
+def read_record(path: Path, what: str, schema: type[Recorded] = Recorded) -> dict[str, Any]:
     """Read a record, and verify and remove its hashes, if it has any.
 
+    Args:
+        path: the record.
+        what: kind of record in errors.
+        schema: types of the keys that are read back.
+
     Raises:
-        UserError: the record cannot be read, or a binary file beside it is damaged.
+        UserError: the record cannot be read, a key has another type, or a binary file beside it is damaged.
 
     Warns:
         UserWarning: the record or a table beside it was changed after it was written.
     """
     text = read_text(path, what)
     content = parse_yaml(text, f"{what} {path}")
-    if _KEY not in content:
-        return content
-    hashes = content.pop(_KEY)
+    hashes = content.pop(_KEY, {})
+    validate(schema, content, f"{what} {path}")
     if not isinstance(hashes, dict):
         raise UserError(f"{what} {path}: key '{_KEY}' must be a mapping of file names to hashes")
     # Verify hashes
@@ -64,13 +69,15 @@ def read_record(path: Path, what: str) -> dict[str, Any]:
     return content
 
 
-def read_unchecked(path: Path, what: str) -> dict[str, Any]:
+def read_unchecked(path: Path, what: str, schema: type[Recorded]) -> dict[str, Any]:
     """Read a record without verifying its hashes, for a quick look; empty if there is none.
 
     Raises:
-        UserError: the record cannot be read.
+        UserError: the record cannot be read, or a key has another type than in ``schema``.
     """
-    return parse_yaml(read_text(path, what), f"{what} {path}") if is_file(path) else {}
+    content = parse_yaml(read_text(path, what), f"{what} {path}") if is_file(path) else {}
+    validate(schema, content, f"{what} {path}")
+    return content
 
 
 def _hash(record: Path, name: str, text: str) -> str | None:

@@ -13,10 +13,16 @@ from spkv_nas.base.errors import UserError, shortened
 _MAX_SHOWN = 160  # characters of an invalid value
 
 
-class Section(BaseModel):
-    """Base of all schemas: immutable, strictly typed, without unknown keys, NaN or infinity."""
+class Recorded(BaseModel):
+    """Base of the schemas of records: the keys that commands read back, strictly typed, beside any others."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class Section(Recorded):
+    """Base of all other schemas: immutable, strictly typed, without unknown keys, NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 Schema = TypeVar("Schema", bound=BaseModel)

@@ -117,7 +117,7 @@ def _read_cells(
     """
     # Split lines into cells
     where = f"{what} {file}"
-    reader = csv.reader(io.StringIO(read_text(file, what, max_bytes=MAX_BYTES).removeprefix("\ufeff")))
+    reader = csv.reader(io.StringIO(read_text(file, what, max_bytes=MAX_BYTES)))
     try:
         lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
     except csv.Error as error:

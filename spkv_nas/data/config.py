@@ -34,6 +34,8 @@ class SourceConfig(Section):
         """Require exactly one of ``path`` and ``dataset``."""
         if (self.path is None) == (self.dataset is None):
             raise ValueError("a source needs either 'path' or 'dataset', not both")
+        if self.dataset is None and (self.name, self.split) != (None, None):
+            raise ValueError("'name' and 'split' belong to a 'dataset', and this source has a 'path'")
         return self
 
 

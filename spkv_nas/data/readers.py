@@ -12,11 +12,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.files import is_file, is_folder, parse_json
+from spkv_nas.base.files import BYTE_ORDER_MARK, check_utf8, is_file, is_folder, parse_json
 from spkv_nas.data import installed, stdlib
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.pieces import cut
@@ -69,12 +70,12 @@ def open_source(source: str | SourceConfig, base: Path) -> Source:
     Raises:
         UserError: if it does not exist.
     """
-    if isinstance(source, str) and source in AT_HAND:
-        return AtHand(AT_HAND[source])
-    options = {} if isinstance(source, str) else source.model_dump(exclude_none=True)
+    options = {"path": source} if isinstance(source, str) else source.model_dump(exclude_none=True)
     if "dataset" in options:
         return HubDataset(options)
-    path = _expanded(Path(source if isinstance(source, str) else options["path"]))
+    if options["path"] in AT_HAND:
+        return AtHand(AT_HAND[options["path"]], options)
+    path = _expanded(Path(options["path"]))
     return Files.find(path if path.is_absolute() else base / path, options)
 
 
@@ -96,6 +97,7 @@ class AtHand:
     """The standard library, or the installed packages: see ``stdlib.py`` and ``installed.py``."""
 
     module: _Texts
+    options: Mapping[str, Any]
 
     @property
     def size(self) -> int:
@@ -104,14 +106,15 @@ class AtHand:
 
     @property
     def identity(self) -> str:
-        """Return the states of its files."""
-        return "\n".join(_state(file, str(file)) for file in self.module.files())
+        """Return the states of its files, and the options, if there are any."""
+        options = [json.dumps(self.options, sort_keys=True)] if len(self.options) > 1 else []
+        return "\n".join([*options, *(_state(file, str(file)) for file in self.module.files())])
 
     def texts(self, piece: int, read: Read) -> Iterator[Text]:
         """Yield all texts whole, as none is long."""
         for text, domain, name in self.module.texts():
             read(len(text))
-            yield Text(text, domain, name)
+            yield Text(text, self.options.get("domain") or domain, name)
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class Files:
         Warns:
             UserWarning: if some files are not.
         """
-        unreadable = 0
+        unreadable: list[str] = []
         for file in self.files:
             domain = self.options.get("domain") or file.parent.name or "text"
             suffix, size = file.suffix.lower(), _size(file)
@@ -171,13 +174,16 @@ class Files:
                 for number, text in _text_file(file, piece):
                     read(size if number is None else len(text.encode()))
                     yield Text(text, domain, self._name(file), number)
-            except (UnicodeDecodeError, OSError):
-                unreadable += 1
+            except (UnicodeError, OSError) as error:
+                unreadable.append(f"{self._name(file)}: {first_line(error)}")
                 read(size)
-        if unreadable == len(self.files):
-            raise UserError(f"none of the {len(self.files)} files in {self.path} is readable UTF-8 text")
+        if unreadable and len(unreadable) == len(self.files):
+            raise UserError(f"{self.path}: no file is readable UTF-8 text; {unreadable[0]}")
         if unreadable:
-            warnings.warn(f"{self.path}: skipped {unreadable} files that are not readable UTF-8 text", stacklevel=2)
+            warnings.warn(
+                f"{self.path}: skipped {len(unreadable)} files that are not readable UTF-8 text; {unreadable[0]}",
+                stacklevel=2,
+            )
 
     def _name(self, file: Path) -> str:
         """Return the name of a file, relative to the folder."""
@@ -283,28 +289,24 @@ def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str]]:
     """Yield (None, the text), or the numbered pieces of a text of more than ``MAX_ENCODED_CHARACTERS``.
 
     Raises:
-        UnicodeDecodeError: if the file is not UTF-8.
+        UnicodeError: if the file is not UTF-8.
         OSError: if the file cannot be read.
         UserError: if it becomes unreadable after some pieces were yielded.
     """
-    with file.open(encoding="utf-8") as stream:
+    with file.open("rb") as start:
+        check_utf8(start.read(4))
+    with file.open(encoding="utf-8-sig") as stream:
         head = stream.read(MAX_ENCODED_CHARACTERS + 1)
         if len(head) <= MAX_ENCODED_CHARACTERS:
             yield None, head
             return
         number = 0
         try:
-            for number, text in enumerate(cut(_chunks(head, stream.read), piece)):
+            chunks = chain([head], iter(lambda: stream.read(_CHUNK), ""))
+            for number, text in enumerate(cut(chunks, piece)):
                 yield number, text
-        except (UnicodeDecodeError, OSError) as error:
+        except (UnicodeError, OSError) as error:
             raise UserError(f"cannot read {file} after {number + 1} chunks: {first_line(error)}") from error
-
-
-def _chunks(start: str, read: Callable[[int], str]) -> Iterator[str]:
-    """Yield ``start`` and then the rest of the stream in chunks."""
-    while start:
-        yield start
-        start = read(_CHUNK)
 
 
 def _json_lines(file: Path, read: Read) -> Iterator[Row]:
@@ -330,11 +332,12 @@ def _json_lines(file: Path, read: Read) -> Iterator[Row]:
 def _json_object(line: bytes, location: str) -> Mapping[str, Any]:
     """Parse a line as a JSON object; a ``UserError`` names ``location``."""
     try:
+        check_utf8(line)
         row = parse_json(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{location}: not valid JSON: {first_line(error)}") from error
     if not isinstance(row, dict):
-        raise UserError(f"{location}: expected an object with the text in a field, found {type(row).__name__}")
+        raise UserError(f"{location}: expected an object with the text in a field, found {_kind(row)}")
     return row
 
 
@@ -376,12 +379,19 @@ def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, A
     """Yield the texts of rows with their domains."""
     text_field, domain_field = _fields(options)
     for number, (location, row) in enumerate(rows):
-        if not isinstance(row.get(text_field), str):
+        text, row_domain = row.get(text_field), row.get(domain_field)
+        if not isinstance(text, str):
+            is_absent, key = text_field not in row, "dataset" if "dataset" in options else "path"
+            problem = f"no field '{text_field}'" if is_absent else f"field '{text_field}' is {_kind(text)}, not text"
             raise UserError(
-                f"{location}: no text in field '{text_field}'; found fields {', '.join(row)}\n"
-                f"name the field 'text', or set it in a recipe's data.sources: {{path: {origin}, text_field: FIELD}}"
+                f"{location}: {problem}; its fields: {', '.join(row)}\ncorrect or remove the row, or name the field "
+                f"with the text in a recipe's data.sources: {{{key}: {origin}, text_field: FIELD}}"
             )
-        row_domain = row.get(domain_field)
-        yield Text(
-            row[text_field], options.get("domain") or (str(row_domain) if row_domain else domain), f"{origin}#{number}"
-        )
+        row_domain = options.get("domain") or (domain if row_domain in (None, "") else str(row_domain))
+        yield Text(text.removeprefix(BYTE_ORDER_MARK), row_domain, f"{origin}#{number}")
+
+
+def _kind(value: object) -> str:
+    """Describe the type of a value that is not text, in the words of JSON."""
+    kinds = {"NoneType": "null", "int": "a number", "float": "a number", "list": "a list", "dict": "an object"}
+    return kinds.get(type(value).__name__, type(value).__name__)

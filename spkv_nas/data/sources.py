@@ -176,12 +176,12 @@ def _distinct(documents: Iterable[Document], left_out: LeftOut) -> Iterator[Docu
 def _document(text: Text) -> Document:
     """Return a document that can be written: without lone surrogates, and with a domain that fits a CSV cell."""
     domain = shortened(printable(" ".join(text.domain.split())), MAX_DOMAIN)
-    name = _encodable(text.name)
+    name = encodable(text.name)
     whole = "" if text.piece is None else hashlib.sha256(f"name\0{name}".encode()).hexdigest()
-    return Document(_encodable(text.text), domain or "text", name, text.piece, whole)
+    return Document(encodable(text.text), domain or "text", name, text.piece, whole)
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """Replace lone surrogates, which cannot be encoded and which tokenizers reject, by U+FFFD."""
     try:
         text.encode("utf-8")

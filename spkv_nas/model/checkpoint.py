@@ -350,9 +350,7 @@ def _as_user_error(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        message = first_line(error)
-        message = message if " " in message else f"{type(error).__name__} {message}"  # such as the key of a KeyError
-        raise UserError(f"cannot load {what}: {message}") from error
+        raise UserError(f"cannot load {what}: {first_line(error)}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of Rust code, in the readers of tokenizers and weights
             raise

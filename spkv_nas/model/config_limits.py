@@ -1,4 +1,4 @@
-"""Refuse configs with more layers, experts or labels than any model has, before a library builds lists of them."""
+"""Refuse configs with sizes or counts that no model has, before a library builds lists of these lengths."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _MAX_EXPERTS = 100_000
 _LAYER_COUNTS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers"}
 _MAX_LABELS = 10_000  # of a classifier; transformers builds a dictionary of them even for decoders
 _EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts"}
+_SIZES = _LAYER_COUNTS | {"hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"}
 _MAX_COUNTS = {
     **dict.fromkeys(_LAYER_COUNTS, MAX_LAYERS),
     **dict.fromkeys(_EXPERT_COUNTS, _MAX_EXPERTS),
@@ -20,18 +21,20 @@ _MAX_COUNTS = {
 
 
 def check_counts(config: Mapping[str, Any], what: str) -> None:
-    """Refuse a config, nested sections included, with more layers, experts or labels than any model has.
+    """Refuse a config, nested sections included, with sizes below 1 or more layers, experts or labels than models have.
 
     Args:
         config: content of ``config.json``, before a library builds lists of these lengths.
         what: subject of the error message.
 
     Raises:
-        UserError: a count is too large; the message names the key.
+        UserError: a size is below 1 or a count too large; the message names the key.
     """
     for key, value in config.items():
         if isinstance(value, Mapping) and key != "spkv":  # validated by its own schema
             check_counts(value, what)
+        if key in _SIZES and isinstance(value, int | float) and value < 1:
+            raise UserError(f"{what}: '{key}' in its config is {value:.6g}; expected at least 1")
         most = _MAX_COUNTS.get(key)
         if most is not None and isinstance(value, int | float) and value > most:
             raise UserError(f"{what}: '{key}' in its config is {value:.6g}; more than {most:,} are not supported")

@@ -133,8 +133,11 @@ def generate(
 
 
 def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
-    """Encode a prompt on the model's device, [1, T]. Raises ``UserError`` if it is empty or has unknown tokens."""
-    ids = prompt_tokens(tokenizer, prompt)
+    """Encode a prompt on the model's device, [1, T]. Raises ``UserError`` if it is empty or cannot be encoded."""
+    try:
+        ids = prompt_tokens(tokenizer, prompt)
+    except TypeError as error:  # of the tokenizer: bytes that are not UTF-8, or no string
+        raise UserError("the prompt is not UTF-8 text") from error
     if not ids:
         raise UserError("the prompt is empty: give text to continue")
     check_tokens(model, max(ids))

@@ -173,7 +173,7 @@ def read_score_table(path: Path) -> HeadScores:
 def _read_values(file: Path) -> NDArray[np.float64]:
     """Read values [L, Hkv] in [0, 1]. Raises ``UserError`` that names line and column."""
     where = f"head scores {file}"
-    text = read_text(file, "head scores").removeprefix("\ufeff")
+    text = read_text(file, "head scores")
     lines = [(i, line.split("\t")) for i, line in enumerate(text.split("\n"), 1) if line.strip() and line[0] != "#"]
     if not lines:
         raise UserError(f"{where}: the file is empty; expected one line per layer with one value per KV head")

@@ -205,9 +205,9 @@ def _task(row: pd.Series[Any], *, paired: bool) -> Row:
 def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of LongPPL."""
     paired = bool(rows["against_ppl"].notna().any())
-    evaluator, withheld = record.get("evaluator"), record.get("withheld")
-    evaluator_note = f" by {evaluator['model']}" if isinstance(evaluator, Mapping) and "model" in evaluator else ""
-    reasons = [f"{domain}: {reason}." for domain, reason in withheld.items()] if isinstance(withheld, Mapping) else []
+    evaluator, withheld = record.get("evaluator") or {}, record.get("withheld") or {}
+    evaluator_note = f" by {evaluator['model']}" if "model" in evaluator else ""
+    reasons = [f"{domain}: {reason}." for domain, reason in withheld.items()]
     return Section(
         name,
         "LongPPL",
@@ -276,7 +276,7 @@ def _significance_tag(difference: float, error: float) -> str:
 def _text_size(record: Record) -> str:
     """Return the recorded size of the text in words."""
     tokens, documents = record.get("num_tokens"), record.get("num_documents")
-    if not isinstance(tokens, int) or not isinstance(documents, int):
+    if tokens is None or documents is None:
         return "its text"
     return f"{tokens:,} tokens of {documents:,} documents"
 

@@ -19,7 +19,7 @@ def evaluated_section(name: str, rows: pd.DataFrame, record: Mapping[str, Any]) 
     """Return the section of ``evaluation.csv``: a row per checkpoint, and which differ significantly."""
     labels = {row["checkpoint"]: _label(row) for _, row in rows.iterrows()}
     length = record.get("block_size")
-    blocks = f", in blocks of {length} tokens" if isinstance(length, int) else ""
+    blocks = "" if length is None else f", in blocks of {length} tokens"
     return Section(
         name,
         "Checkpoints side by side",

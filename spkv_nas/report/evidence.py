@@ -106,13 +106,13 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield the evidence of each fidelity of a search, full retraining first."""
     if inputs.search is None:
         return
-    recorded = inputs.search_record.get("steps")
+    recorded = inputs.search_record.get("steps") or {}
     rows = whole_scores(inputs.search)
     for fidelity in reversed(FIDELITIES):
         columns = f"{fidelity}_delta_percent", f"{fidelity}_standard_error"
         results = tuple(_search_results(inputs, rows.dropna(subset=columns[0]), *columns))
         is_zero_shot = fidelity == "zero_shot"
-        steps = 0.0 if is_zero_shot else _steps(recorded.get(fidelity) if isinstance(recorded, dict) else None)
+        steps = 0.0 if is_zero_shot else float(recorded.get(fidelity, math.nan))
         description = _mode(steps) + (_HELD_OUT if fidelity == "full" else "")
         # Zero-shot scores count from the dense model, retrained layouts from the control, trained alike
         baseline = DENSE if is_zero_shot else FULL_ATTENTION
@@ -163,11 +163,6 @@ def _distinct(results: tuple[Result, ...]) -> tuple[Result, ...]:
     for result in ordered:
         distinct.setdefault(result.key, result)
     return tuple(distinct.values())
-
-
-def _steps(recorded: Any) -> float:
-    """Return the recorded number of steps; NaN if there is none."""
-    return float(recorded) if isinstance(recorded, int | float) else math.nan
 
 
 def _mode(steps: float) -> str:

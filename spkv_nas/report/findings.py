@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import combinations
-from typing import Any, TypeGuard
+from typing import Any
 
 import pandas as pd
 
@@ -41,9 +41,8 @@ def _baseline(comparison: pd.DataFrame) -> list[str]:
             "row for the dense model as it is."
         ]
     control = comparison[(comparison["strategy"] == FULL_ATTENTION) & comparison["delta_nll_percent"].notna()]
-    return [f"The control, full attention retrained like the layouts, is {versus(control.iloc[0], DENSE)}."] * (
-        not control.empty
-    )
+    rows = control.head(1).iterrows()
+    return [f"The control, full attention retrained like the layouts, is {versus(row, DENSE)}." for _, row in rows]
 
 
 def _ranking(inputs: ReportInputs) -> list[str]:
@@ -103,29 +102,23 @@ def _correlation(record: Mapping[str, Any]) -> list[str]:
 
     Their keys are rho and, where known, layouts and interval.
     """
-    recorded = record.get("rank_correlation")
-    if not _is_correlation(recorded):
+    recorded, zero_shot = record.get("rank_correlation"), record.get("zero_shot_rank_correlation")
+    if recorded is None:
         return []
     over = f" over {recorded['layouts']} layouts" if "layouts" in recorded else ""
     sentence = f"Spearman's rank correlation of coverage and NLL increase{over} is {_with_uncertainty(recorded)}"
-    zero_shot = record.get("zero_shot_rank_correlation")
-    if _is_correlation(zero_shot):
+    if zero_shot is not None:
         sentence += f", that of the NLL increase before any training {_with_uncertainty(zero_shot)}"
         return [f"{sentence}; {signed(-1, 0)} and {signed(1, 0)} would be perfect rankings."]
     return [f"{sentence}; {signed(-1, 0)} would be a perfect ranking."]
 
 
-def _is_correlation(recorded: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Return True if a recorded value is a rank correlation."""
-    return isinstance(recorded, Mapping) and isinstance(recorded.get("rho"), int | float)
-
-
 def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
     """Return a rank correlation with its interval or, below ``MIN_ITEMS`` layouts, its p-value, if recorded."""
     text, interval, p_value = signed(recorded["rho"], 2), recorded.get("interval"), recorded.get("p_value")
-    if recorded.get("layouts", MIN_ITEMS) < MIN_ITEMS or not isinstance(interval, list | tuple) or len(interval) != 2:
-        return text if not isinstance(p_value, int | float) else f"{text} (p = {p_value:.2g})"
-    low, high = (signed(float(bound), 2) for bound in interval)
+    if recorded.get("layouts", MIN_ITEMS) < MIN_ITEMS or interval is None:
+        return text if p_value is None else f"{text} (p = {p_value:.2g})"
+    low, high = (signed(bound, 2) for bound in interval)
     return f"{text} (95 % interval {low} to {high})"
 
 

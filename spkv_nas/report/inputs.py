@@ -105,7 +105,7 @@ class ReportInputs:
     def critical(self) -> float:
         """Return the number of standard errors on either side of a 95 % interval of the comparison."""
         effective = self.record.get("effective_documents")
-        return critical_errors(float(effective) if isinstance(effective, int | float) else math.nan)
+        return critical_errors(math.nan if effective is None else effective)
 
     @cached_property
     def certainty(self) -> Certainty | None:

@@ -150,14 +150,13 @@ def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
 
 def _window(inputs: ReportInputs) -> int:
     """Return the window of a search's layouts."""
-    recorded = inputs.search_record.get("window")
-    return recorded if isinstance(recorded, int) else inputs.table.window or DEFAULT_WINDOW
+    return inputs.search_record.get("window") or inputs.table.window or DEFAULT_WINDOW
 
 
 def _sinks(inputs: ReportInputs) -> int:
     """Return the sink tokens of a search's layouts; a record with a window has them only if there are any."""
     recorded = inputs.search_record.get("sinks", 0 if "window" in inputs.search_record else None)
-    return recorded if isinstance(recorded, int) else inputs.table.sinks
+    return inputs.table.sinks if recorded is None else recorded
 
 
 def layout_indices(choices: Mapping[str, Any] | None) -> dict[str, int]:

@@ -177,8 +177,7 @@ def agreement_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
 
 def search_header(inputs: ReportInputs) -> tuple[str, ...]:
     """Return the column titles of a search's table; changes of NLL come first."""
-    recorded = inputs.search_record.get("steps")
-    steps = recorded if isinstance(recorded, Mapping) else {}
+    steps = inputs.search_record.get("steps") or {}
     retrained = (
         f"Δ NLL, %, {kind} retraining" + (f" ({steps[kind]} steps)" if kind in steps else "")
         for kind in ("full", "short")

@@ -73,7 +73,7 @@ def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
         ends = group[["low", "high", "loss"]].clip(-_REACH * margin, _REACH * margin)
         low, high = float(ends.min(axis=None)), float(ends.max(axis=None))
         x = round_axis(f"Loss, {unit}", min(0.0, low), max(margin, high), padded=True)
-        noun = _nouns(record).get(str(criterion), "samples")
+        noun = record.get("nouns", {}).get(str(criterion), "samples")
         names = [f"{short(row['candidate'], 18)} " for _, row in group.iterrows()]
         summary = listed([f"{row['candidate']} {row['answer']}" for _, row in group.iterrows()], _MAX_NAMED)
         yield Chart(
@@ -126,7 +126,7 @@ def _row(row: pd.Series[Any], record: Record) -> Row:
         _loss(row["loss"]),
         f"{_loss(row['low'])} to {_loss(row['high'])}",
         f"{row['margin']:g} {row['unit']}",
-        f"{number(row['num_samples'], 0)} {_nouns(record).get(row['criterion'], 'samples')}",
+        f"{number(row['num_samples'], 0)} {record.get('nouns', {}).get(row['criterion'], 'samples')}",
     )
     return Row(str(row["candidate"]), cells, str(row["answer"]))
 
@@ -141,23 +141,16 @@ def _tip(row: pd.Series[Any], noun: str) -> str:
 
 def _sentences(rows: pd.DataFrame, record: Record) -> Iterable[str]:
     """Yield the answer about each candidate, and what the error rate rests on."""
-    answers = record.get("answers")
-    answers = answers if isinstance(answers, Mapping) else {}
+    answers = record.get("answers", {})
     for candidate, answer in answers.items():
-        verb, reason = conclusion(rows[rows["candidate"] == candidate], str(answer), _nouns(record))
+        verb, reason = conclusion(rows[rows["candidate"] == candidate], answer, record.get("nouns", {}))
         yield f"{candidate} {verb}: {reason}."
     risk, left_out, unrecorded = record.get("risk"), record.get("left_out"), record.get("unrecorded")
-    if isinstance(risk, float) and isinstance(left_out, Mapping):
+    if risk is not None and left_out is not None:
         words = basis(risk, shared_by(len(answers)), left_out.get("documents", 0), left_out.get("chose", ()))
         yield f"{capitalized(words)}."
-    if isinstance(unrecorded, list) and unrecorded:
+    if unrecorded:
         yield f"{capitalized(unrecorded_warning(unrecorded))}."
-
-
-def _nouns(record: Record) -> Mapping[str, str]:
-    """Return what a sample is, by criterion."""
-    nouns = record.get("nouns")
-    return nouns if isinstance(nouns, Mapping) else {}
 
 
 def _loss(loss: float) -> str:

@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from spkv_nas.artifacts.defaults import SCORING_TOKENS
 from spkv_nas.artifacts.head_scores import RECORD
 from spkv_nas.artifacts.kinds import DENSITY
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_file import ProbeFile
+from spkv_nas.artifacts.search_table import SearchRecord
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.records import read_unchecked
+from spkv_nas.base.schema import validate
+from spkv_nas.base.tables import Column, read_table
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.data.config import AUTO, DataConfig
 from spkv_nas.data.splits import load_heldout, load_text
@@ -149,9 +152,8 @@ def _texts(
             hashes = _hashes(folder / f"{name}.csv")
             if layout.hash not in hashes:
                 continue
-            record = read_unchecked(folder / f"{name}.yaml", name)
-            recipe = record.get("recipe")
-            data = recipe.get("data") if isinstance(recipe, Mapping) else record.get("data")
+            record = read_unchecked(folder / f"{name}.yaml", name, SearchRecord)
+            data = (record.get("recipe") or record).get("data")
             cache = workspace.run_dir(folder.name) / "blocks"
             yield _Text(
                 kind,
@@ -168,7 +170,7 @@ def _probe_text(
     name = _probe_of(workspace, layout)
     if name not in workspace.probes():
         return
-    record = read_unchecked(workspace.probe_dir(name) / RECORD, "probe")
+    record = read_unchecked(workspace.probe_dir(name) / RECORD, "probe", ProbeFile)
     probe = read_options(record, workspace.root)
     if probe is None:
         return
@@ -206,14 +208,13 @@ def _hashes(table: Path) -> set[str]:
     """Return the hashes of the layouts in a table of a search or of scores; empty without a table."""
     if not table.is_file():
         return set()
-    rows = pd.read_csv(table, dtype=str, keep_default_na=False)
-    return set(rows["hash"]) - {""} if "hash" in rows else set()
+    rows = read_table(table, "table of layouts", (Column("hash", default=""),), others=True, empty=True)
+    return set(rows["hash"]) - {""}
 
 
 def _chosen_on(record: Mapping[str, Any]) -> object:
     """Return the number of documents that a search chose on; None if an older one did not record it."""
-    documents = record.get("documents")
-    return documents.get("chosen_on") if isinstance(documents, Mapping) else None
+    return (record.get("documents") or {}).get("chosen_on")
 
 
 def _among(num_layouts: int, num_documents: object) -> str:
@@ -228,11 +229,11 @@ def _blocks(
 ) -> list[TokenBlocks]:
     """Read the held-out text of a recorded section ``data``, or the text of recorded files."""
     if isinstance(data, Mapping):
-        config = DataConfig.model_validate({**data, "separator": _separator(record)})
+        config = validate(DataConfig, {**data, "separator": _separator(record)}, "the data of its recipe")
         return [load_heldout(config, tokenizer, cache, Path(), reporter)]
-    if not isinstance(data, list):
-        raise UserError("its record names no text")
-    size, separator = int(record["block_size"]), _separator(record)
+    if data is None or (size := record.get("block_size")) is None:
+        raise UserError("its record names no text, or no size of blocks")
+    separator = _separator(record)
     return [load_text(data, tokenizer, cache, Path(), block_size=size, separator=separator, reporter=reporter)]
 
 

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from spkv_nas.artifacts.head_scores import RECORD, HeadScores
 from spkv_nas.artifacts.kinds import DENSITY
+from spkv_nas.artifacts.probe_file import ProbeFile
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import read_unchecked
@@ -58,8 +59,7 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | N
         record: content of ``probe.yaml``, which users may have edited.
         workspace: folder for the commands to be made from the options.
     """
-    content = record.get(OPTIONS)
-    if not isinstance(content, Mapping):
+    if not (content := record.get(OPTIONS)):
         return None
     renamed = {_RENAMED.get(name, name): value for name, value in content.items()}
     try:
@@ -73,9 +73,7 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | N
 
 def model_identity(record: Mapping[str, Any]) -> str | None:
     """Return a name that all probes of one model share; None for a table made by hand."""
-    content = record.get(OPTIONS)
-    recorded_model = content.get("model") if isinstance(content, Mapping) else None
-    model = recorded_model or record.get("model")
+    model = (record.get(OPTIONS) or {}).get("model") or record.get("model")
     return None if model is None else str(model)
 
 
@@ -89,7 +87,7 @@ def probe_records(workspace: Workspace) -> dict[str, dict[str, Any]]:
     for name in workspace.probes():
         records[name] = {}
         with suppress(UserError):
-            records[name] = read_unchecked(workspace.probe_dir(name) / RECORD, "probe")
+            records[name] = read_unchecked(workspace.probe_dir(name) / RECORD, "probe", ProbeFile)
     return records
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.head_scores import RECORD, HeadScores
+from spkv_nas.artifacts.probe_file import ProbeFile
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
@@ -79,9 +80,7 @@ def _num_documents(table: HeadScores) -> int | None:
     """Return the number of documents that a table's gains were measured on; None if not recorded."""
     if table.gains is None:
         return int(table.rows.drop_duplicates("domain")["num_documents"].sum())
-    gains_record = table.metadata.get("gains")
-    documents = gains_record.get("documents") if isinstance(gains_record, dict) else None
-    return documents if isinstance(documents, int) else None
+    return (table.metadata.get("gains") or {}).get("documents")
 
 
 def neighbours(workspace: Workspace, table: HeadScores) -> Iterator[HeadScores]:
@@ -90,7 +89,7 @@ def neighbours(workspace: Workspace, table: HeadScores) -> Iterator[HeadScores]:
     for name in workspace.probes() if model is not None else ():
         folder = workspace.probe_dir(name)
         try:
-            record = read_unchecked(folder / RECORD, "probe")
+            record = read_unchecked(folder / RECORD, "probe", ProbeFile)
             if name == table.name or (model_identity(record), record.get("window")) != (model, table.window):
                 continue
             other = HeadScores.read(folder)

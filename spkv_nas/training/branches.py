@@ -30,6 +30,7 @@ from spkv_nas.base.manifest import (
 )
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import new_folder
+from spkv_nas.base.schema import Recorded, validate
 from spkv_nas.base.version import environment
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.heldout import RULE
@@ -60,6 +61,13 @@ from spkv_nas.training.trainer import SPKVTrainer
 from spkv_nas.training.variants import Kind, Variant
 
 _NLL, _EXTENDED_NLL = "heldout-nll.npz", "heldout-nll-extended.npz"
+
+
+class _RunRecord(Recorded):
+    """Keys of ``run.json`` that are read back."""
+
+    steps: int
+    heldout_density: float | None
 
 
 @dataclass(frozen=True)
@@ -381,7 +389,8 @@ def read_branch(final: Path) -> Branch:
         UserError: a file other than the weights is damaged.
     """
     check_manifest(final, [name for name in read_manifest(final) if not name.endswith(WEIGHT_ENDINGS)])
-    record = read_json(final / RUN_RECORD, "run record")
+    file = final / RUN_RECORD
+    record = validate(_RunRecord, read_json(file, "run record"), f"run record {file}")
     longer = final / _EXTENDED_NLL
     extended = DocumentNLL.read(longer) if longer.is_file() else None
-    return Branch(final, DocumentNLL.read(final / _NLL), record["heldout_density"], record["steps"], extended)
+    return Branch(final, DocumentNLL.read(final / _NLL), record.heldout_density, record.steps, extended)

@@ -5,8 +5,8 @@ SP-KV paper, "Overall protocol": the stable phase, shared by all branches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from transformers import (
 )
 
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.errors import UserError, first_line, shortened
 from spkv_nas.base.manifest import is_complete, write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.model.checkpoint import check_savable
 from spkv_nas.model.config_limits import check_counts
-from spkv_nas.model.model_shape import check_keys, check_size
+from spkv_nas.model.model_shape import check_keys, check_size, config_size
 from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.corpus import Corpus, tokenizer_folder
@@ -126,14 +126,35 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
 
 
 def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Build the config of the recipe's new model (``model.config``), with the tokenizer's vocabulary size."""
+    """Build the config of the recipe's new model (``model.config``), with the tokenizer's vocabulary size.
+
+    Raises:
+        UserError: no model can be built from it; names the key that prevents it.
+    """
     options: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
     options |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     options |= dict(recipe.model.config or {})
+    try:
+        return _buildable(options, recipe)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises many kinds
+        # Find the key without which the model can be built
+        subject = f"{_about(recipe)}: no model can be built"
+        for key, value in (recipe.model.config or {}).items():
+            with suppress(Exception):
+                _buildable({name: option for name, option in options.items() if name != key}, recipe)
+                subject = f"{_about(recipe)}.{key}: no model can be built with {shortened(repr(value), 160)}"
+                break
+        raise UserError(f"{subject}: {first_line(error)}") from error
+
+
+def _buildable(options: Mapping[str, Any], recipe: Recipe) -> PreTrainedConfig:
+    """Return the config with these keys and values; any error means that no model can be built from it."""
     check_counts(options, _about(recipe))  # before AutoConfig, which allocates lists of these lengths
-    with _as_user_error(recipe):
-        config: PreTrainedConfig = AutoConfig.for_model(**options)
+    config: PreTrainedConfig = AutoConfig.for_model(**options)
     check_keys(config, recipe.model.config or {}, _about(recipe))
+    config_size(config)
     return config
 
 
@@ -141,30 +162,27 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     """Initialize the recipe's new model with random weights.
 
     Raises:
-        UserError: the model cannot be built, or is too large for memory.
+        UserError: the model cannot be built or run, or is too large for memory.
     """
     config = new_config(recipe, tokenizer)
-    with _as_user_error(recipe):
-        bytes_per_parameter = (
-            4 if torch.cuda.is_available() else 16
-        )  # per parameter; with a GPU, AdamW's state is there
-        check_size(config, bytes_per_parameter, _about(recipe))
-        set_seed(recipe.seed)
+    bytes_per_parameter = 4 if torch.cuda.is_available() else 16  # with a GPU, AdamW's state is there
+    check_size(config, bytes_per_parameter, _about(recipe))
+    set_seed(recipe.seed)
+    try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # Run it on a few tokens, because sizes that do not fit each other fail only then
+        tokens = torch.zeros((1, min(32, recipe.data.block_size)), dtype=torch.long)
+        with torch.random.fork_rng(devices=()), torch.no_grad():
+            logits = model(input_ids=tokens, use_cache=False).logits
+    except MemoryError:
+        raise
+    except Exception as error:  # transformers raises many kinds
+        raise UserError(f"{_about(recipe)}: the model cannot be run: {first_line(error)}") from error
+    if not logits.isfinite().all():
+        raise UserError(f"{_about(recipe)}: the new model's logits are not finite: correct its values")
     return model
 
 
 def _about(recipe: Recipe) -> str:
     """Return the beginning of error messages about the recipe's model."""
     return f"recipe {recipe.name}: model.config"
-
-
-@contextmanager
-def _as_user_error(recipe: Recipe) -> Iterator[None]:
-    """Convert errors of transformers while building the model to a one-line ``UserError``."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise UserError(f"{_about(recipe)} cannot be built: {first_line(error)}") from error

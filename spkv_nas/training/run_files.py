@@ -7,7 +7,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from spkv_nas.base.distributed import is_lost_process, on_main, process_index
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.locks import FolderLock
-from spkv_nas.base.manifest import MANIFEST, check_manifest, is_complete, write_manifest
+from spkv_nas.base.manifest import MANIFEST, check_manifest, is_complete
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.tables import write_csv
 from spkv_nas.model.checkpoint import save_files
@@ -47,19 +47,14 @@ _DENSITY_LOG = ("step", "layer", "kv_head", "density")
 def newest_checkpoint(folder: Path) -> Path | None:
     """Find the newest intact ``checkpoint-N``: one whose files match its manifest, which is written last.
 
-    If no checkpoint has a manifest, as in runs of the first version or if the first was interrupted, choose the newest
-    one with a readable trainer state, and write a manifest for it.
+    Without one the run starts over, because a file that is missing or damaged would change what it computes.
 
     Warns:
-        UserWarning: a newer checkpoint is damaged, or there are no manifests.
+        UserWarning: a newer checkpoint is damaged, or none is complete.
     """
     damaged: list[UserError] = []
     newest_first = sorted(_checkpoints(folder), key=_step, reverse=True)
-    if not any(is_complete(checkpoint) for checkpoint in newest_first):
-        return _unverified(newest_first)
-    for checkpoint in newest_first:
-        if not is_complete(checkpoint):
-            continue
+    for checkpoint in filter(is_complete, newest_first):
         try:
             check_manifest(checkpoint)
         except UserError as error:
@@ -67,6 +62,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
             continue
         _warn_of(damaged, f"going on from {checkpoint.name}")
         return checkpoint
+    if newest_first and not damaged:
+        damaged = [UserError(f"{newest_first[0]} is incomplete: it has no {MANIFEST}")]
     _warn_of(damaged, "there is no other checkpoint: starting over")
     return None
 
@@ -74,17 +71,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def newest_step(folder: Path) -> int:
     """Return the step of the newest complete checkpoint without checking its hashes; 0 if there is none."""
     return max((_step(checkpoint) for checkpoint in _checkpoints(folder) if is_complete(checkpoint)), default=0)
-
-
-def _unverified(newest_first: list[Path]) -> Path | None:
-    """Find the newest checkpoint with a readable trainer state, and write a manifest for it."""
-    for checkpoint in newest_first:
-        with suppress(UserError):
-            read_json(checkpoint / "trainer_state.json", "trainer's state")
-            warnings.warn(f"{checkpoint} has no manifest, so it cannot be checked; resuming from it", stacklevel=3)
-            write_manifest(checkpoint)
-            return checkpoint
-    return None
 
 
 def remove_newer(folder: Path, checkpoint: Path | None) -> None:

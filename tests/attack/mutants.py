@@ -7,6 +7,7 @@ a crash.
 from __future__ import annotations
 
 import io
+import json
 import random
 import re
 import tempfile
@@ -14,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import parse_yaml
 
 MAX_CHARACTERS = 1000  # of an error's message
 
@@ -89,9 +92,12 @@ HOSTILE = (
 
 
 def mutants(sound: bytes, number: int, seed: int = 0) -> Iterator[bytes]:
-    """Yield mutants of ``sound``: flipped bits, cuts, removed or repeated lines, hostile values, other arrays."""
+    """Yield mutants of ``sound``: flipped bits, cuts, removed or repeated lines, hostile values and types, arrays."""
     draw = random.Random(seed)
     kinds: list[Callable[[bytes, random.Random], bytes]] = [_flip, _cut, _lines, _value, _value, _value, _insert]
+    with suppress(UserError, UnicodeDecodeError):
+        parse_yaml(sound.decode(), "the sound file")
+        kinds += [_retype, _retype]
     if sound[:2] == b"PK":
         kinds = [_flip, _cut, _array, _array, _array, _array]
     for index in range(number):
@@ -99,6 +105,22 @@ def mutants(sound: bytes, number: int, seed: int = 0) -> Iterator[bytes]:
             yield HOSTILE[index]
         else:
             yield draw.choice(kinds)(sound, draw)
+
+
+def _retype(sound: bytes, draw: random.Random) -> bytes:
+    """Replace one value of a YAML or JSON mapping by one of another type, or remove it; the result is JSON."""
+    content = parse_yaml(sound.decode(), "the sound file")
+    places: list[tuple[Any, Any]] = [(content, key) for key in content]
+    for holder, key in places:  # grows by the places inside
+        value = holder[key]
+        places += [(value, inner) for inner in value] if isinstance(value, dict) else []
+        places += [(value, inner) for inner in range(len(value))] if isinstance(value, list) else []
+    holder, key = draw.choice(places)
+    if draw.random() < 0.2:
+        del holder[key]
+    else:
+        holder[key] = draw.choice((None, 3, -1, 2.5, True, "x", [], ["a"], [None], [[1]], {}, {"a": 1}))
+    return json.dumps(content).encode()
 
 
 def _flip(sound: bytes, draw: random.Random) -> bytes:

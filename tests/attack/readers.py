@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from helpers import RECIPE, make_comparison, make_search
+from helpers import RECIPE, make_comparison, make_domain_table, make_layouts, make_search
 
 from attack.mutants import Reader
 from spkv_nas.artifacts.checkpoints import TrainedModel, read_checkpoints, write_checkpoints
-from spkv_nas.artifacts.comparison import read_comparison, write_comparison
+from spkv_nas.artifacts.comparison import write_comparison
 from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gains import Gains
@@ -21,9 +21,8 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.artifacts.search_table import read_search
+from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.base.files import read_json, read_text, read_yaml, write_json
-from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
@@ -36,7 +35,14 @@ from spkv_nas.proposal.agreement import agreement, read_agreement, short_labels,
 from spkv_nas.proposal.constraints import read_head_costs
 from spkv_nas.proposal.foreign_formats import read_scores
 from spkv_nas.proposal.ranking import densest
+from spkv_nas.report.findings import findings
+from spkv_nas.report.inputs import ReportInputs
+from spkv_nas.report.layout_explorer import explorer_data
+from spkv_nas.report.search_charts import search_charts
+from spkv_nas.report.tables import search_header
 from spkv_nas.report.training_charts import density_evolution_chart
+from spkv_nas.report.verdict import conclude
+from spkv_nas.stages.report.results import read_results
 from spkv_nas.training.ablation_plan import Ablations
 from spkv_nas.training.recipe import Recipe
 
@@ -119,20 +125,47 @@ def _use_layout(file: Path) -> None:
         layout.write(file.parent / "again" / f"{name}.yaml")
 
 
-def _make_comparison(folder: Path) -> Path:
-    write_comparison(folder / "comparison.csv", make_comparison())
-    return folder / "comparison.csv"
+def make_results(name: str) -> Callable[[Path], Path]:
+    """Return a writer of results, whose records have no hashes, so that damage reaches what reads their keys."""
+    correlation = {"rho": -1.0, "p_value": 0.1, "layouts": 9, "interval": [-1.0, 0.2]}
+    records = {
+        "comparison": {"rank_correlation": correlation, "effective_documents": 9.0},
+        "search": {"window": 8, "sinks": 1, "steps": {"short": 30, "full": 120}},
+        "verdict": {
+            "answers": {"a": "open", "b": "fails"},
+            "risk": 0.05,
+            "nouns": {"nll": "documents"},
+            "left_out": {"documents": 7, "chose": ["probe p", "search q"]},
+            "unrecorded": ["b"],
+        },
+    }
+    verdict = (
+        ("a", "nll", "open", 1.0, "%", 0.1, -0.4, 1.9, 64, 9, 0.2, 1.0),
+        ("b", "nll", "fails", 1.0, "%", *[2] * 7),
+    )
+
+    def make(folder: Path) -> Path:
+        dense = pd.DataFrame({"strategy": ["dense"], "nll": [1.99]})
+        write_comparison(folder / "comparison.csv", pd.concat([dense, make_comparison()]))
+        write_csv(folder / "search.csv", make_search())
+        write_csv(
+            folder / "verdict.csv", pd.DataFrame(verdict, columns=VERDICT.header).assign(p_passes=0.5, p_fails=0.5)
+        )
+        for record, content in records.items():
+            (folder / f"{record}.yaml").write_text(json.dumps(content, indent=1))
+        return folder / name
+
+    return make
 
 
-def _make_record(folder: Path) -> Path:
-    write_comparison(folder / "comparison.csv", make_comparison())
-    write_record(folder / "comparison.yaml", {"probe": "p", "rank_correlation": {"rho": -1.0, "layouts": 3}})
-    return folder / "comparison.yaml"
-
-
-def _make_search(folder: Path) -> Path:
-    write_csv(folder / "search.csv", make_search())
-    return folder / "search.csv"
+def use_results(file: Path) -> None:
+    inputs = ReportInputs(make_domain_table(), make_layouts("densest", "last"), **read_results(file.parent))
+    assert conclude(inputs).lead
+    findings(inputs)
+    explorer_data(inputs, conclude(inputs))
+    if inputs.search is not None:
+        search_charts(inputs.search, None)
+        search_header(inputs)
 
 
 def _make_agreement(folder: Path) -> Path:
@@ -265,9 +298,12 @@ READERS = (
     Reader("histogram", _write_probe("histogram.npz"), _use_table),
     Reader("counts by document", _write_probe("documents.npz"), _use_table),
     Reader("gains", _write_probe("gains.csv"), _use_table),
-    Reader("comparison", _make_comparison, read_comparison),
-    Reader("record", _make_record, lambda file: read_record(file, "comparison")),
-    Reader("search", _make_search, read_search),
+    Reader("comparison", make_results("comparison.csv"), use_results),
+    Reader("comparison record", make_results("comparison.yaml"), use_results),
+    Reader("search", make_results("search.csv"), use_results),
+    Reader("search record", make_results("search.yaml"), use_results),
+    Reader("verdict", make_results("verdict.csv"), use_results),
+    Reader("verdict record", make_results("verdict.yaml"), use_results),
     Reader("agreement", _make_agreement, lambda file: short_labels(read_agreement(file))),
     Reader("checkpoints", _make_checkpoints, lambda file: read_checkpoints(file.parent, Path("root"))),
     Reader("calibration", _make_calibration("calibration.yaml"), _use_calibration),

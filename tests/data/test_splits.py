@@ -57,7 +57,7 @@ class TestSources:
 
     def test_errors_show_the_value(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text('{"body": "one", "id": 3}\n')
-        with pytest.raises(UserError, match="found fields body, id"):
+        with pytest.raises(UserError, match="no field 'text'; its fields: body, id"):
             read("a.jsonl", base=tmp_path)
         with pytest.raises(UserError, match="not found"):
             read("missing", base=tmp_path)
@@ -70,8 +70,38 @@ class TestSources:
     def test_unreadable_files_are_counted_in_one_warning(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
         (tmp_path / "b.txt").write_text("fine")
-        with pytest.warns(UserWarning, match="skipped 1 files"):
+        with pytest.warns(UserWarning, match=r"skipped 1 files .* a\.txt: it is UTF-16, UTF-32 or binary"):
             assert len(read(str(tmp_path), base=tmp_path)) == 1
+
+    @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "b.parquet"])
+    def test_a_byte_order_mark_is_no_text(self, name: str, tmp_path: Path) -> None:
+        """The mark that editors on Windows write became part of a text's first word."""
+        (tmp_path / "a.txt").write_text("one", encoding="utf-8-sig")
+        (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\ufeffone"}), encoding="utf-8-sig")
+        pd.DataFrame({"text": ["\ufeffone"]}).to_parquet(tmp_path / "b.parquet")
+        assert [document.text for document in read(name, base=tmp_path)] == ["one"]
+
+    @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+    @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+    def test_text_in_another_encoding_is_refused(self, name: str, encoding: str, tmp_path: Path) -> None:
+        (tmp_path / name).write_text('{"text": "one"}', encoding=encoding)
+        with pytest.raises(UserError, match=r"a\.(txt|jsonl).*it is UTF-16, UTF-32 or binary: save it as UTF-8"):
+            read(name, base=tmp_path)
+
+    def test_a_domain_that_is_a_number(self, tmp_path: Path) -> None:
+        """Domain 0 was taken for no domain."""
+        (tmp_path / "a.jsonl").write_text('{"text": "one", "domain": 0}\n{"text": "two", "domain": 1}\n')
+        assert [document.domain for document in read("a.jsonl", base=tmp_path)] == ["0", "1"]
+
+    def test_texts_at_hand_take_options(self) -> None:
+        """``path: stdlib`` with options named a folder that does not exist."""
+        result = read(SourceConfig(path="stdlib", domain="mine", max_documents=2), base=Path("/nowhere"))
+        assert {document.domain for document in result} == {"mine"}
+        assert len({document.name for document in result}) == 2
+
+    def test_options_of_data_sets_are_refused_for_files(self) -> None:
+        with pytest.raises(ValueError, match="'name' and 'split' belong to a 'dataset'"):
+            SourceConfig(path="a.txt", split="test")
 
     @pytest.mark.slow
     def test_the_standard_library_has_its_domains(self) -> None:
@@ -171,6 +201,17 @@ class TestBlocks:
         assert blocks.document.tolist() == [[0, 0, 0, 0]]
         assert [(d.name, d.domain) for d in blocks.documents] == [("text 1", "text"), ("text 2", "text")]
         assert build_blocks("abc", tiny_tokenizer, 4).tokens.tolist() == blocks.tokens.tolist()
+
+    def test_what_no_tokenizer_encodes(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """Lone surrogates, bytes and missing values failed inside the tokenizer."""
+        blocks = build_blocks(["ab\ud800", "de"], tiny_tokenizer, 4)
+        assert blocks.tokens.tolist() == build_blocks(["ab\ufffd\ufffd\ufffd", "de"], tiny_tokenizer, 4).tokens.tolist()
+        for texts in (["abc", None], ["abc", b"de"], ["abc", Document(3, "d", "n")], ["abc", ["de"]]):  # type: ignore[arg-type]
+            with pytest.raises(UserError, match=r"text 2 is of type \w+: expected a string"):
+                build_blocks(texts, tiny_tokenizer, 4)  # type: ignore[arg-type]
+        for text in (b"abcd", {"train": "abcd"}):
+            with pytest.raises(UserError, match=r"text 1 is of type (bytes|dict)"):
+                build_blocks(text, tiny_tokenizer, 4)  # type: ignore[arg-type]
 
     def test_a_long_string_is_cut(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         blocks = build_blocks(["the quick brown fox\n" * 2000], tiny_tokenizer, 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import os
 import warnings
@@ -38,9 +39,24 @@ from spkv_nas.search.storage import Storage, storage_errors
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_every_reader_survives_mutants(reader: Reader) -> None:
-    outcome = attack(reader, 80)
+    outcome = attack(reader, 110)
     assert outcome.crashes == []
     assert outcome.refused
+
+
+@pytest.mark.filterwarnings("ignore:.*edited or damaged:UserWarning")
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_every_reader_of_text_takes_a_byte_order_mark(reader: Reader, tmp_path: Path) -> None:
+    """JSON and records that were saved by Windows programs were refused."""
+    file = reader.make(tmp_path)
+    content = file.read_bytes()
+    if file.suffix in (".npz", ".parquet"):
+        return
+    file.write_bytes(codecs.BOM_UTF8 + content)
+    reader.read(file)
+    file.write_bytes(content.decode().encode("utf-16"))
+    with pytest.raises(UserError, match="it is UTF-16, UTF-32 or binary: save it as UTF-8"):
+        reader.read(file)
 
 
 class TestText:
@@ -159,14 +175,18 @@ class TestSources:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
-            (b"null", "expected an object .* found NoneType"),
-            (b"[1]", "found list"),
+            (b"null", "expected an object .* found null"),
+            (b"[1]", "found a list"),
             (b'{"text": "a"', "not valid JSON"),
             (b'{"text": "\xff"}', "not valid JSON: 'utf-8' codec"),
             (b"[" * 100_000, "not valid JSON"),
-            (b'{"text": 3}', "no text in field 'text'"),
+            (b'{"text": 3}', "field 'text' is a number, not text"),
+            (b'{"text": null}', "field 'text' is null, not text"),
+            (b'{"text": {"content": "a"}}', "field 'text' is an object, not text"),
+            (b'{"text": ["a"]}', "field 'text' is a list, not text"),
+            (b'{"body": "a"}', "no field 'text'; its fields: body"),
         ],
-        ids=["null", "list", "cut", "bytes", "depth", "number"],
+        ids=["null", "list", "cut", "bytes", "depth", "number", "null text", "object", "texts", "no text"],
     )
     def test_a_line_of_json_is_named(self, line: bytes, message: str, tmp_path: Path) -> None:
         """Also a file that contains only ``null``."""

@@ -179,7 +179,7 @@ class TestText:
         """The message names the option and the fields."""
         (tmp_path / "rows.jsonl").write_text('{"content": "some text"}\n')
         message = fails(capsys, "evaluate", "--model", checkpoint, "--data", tmp_path / "rows.jsonl")
-        assert "found fields content" in message
+        assert "its fields: content" in message
         assert "recipe's data.sources: {path: rows.jsonl, text_field: FIELD}" in message
 
 

@@ -1,4 +1,4 @@
-"""Test the page's sections about benchmarks: numbers equal those of the files, and sentences claim no more."""
+"""Test the page's sections about benchmarks: numbers equal those of the files, whose damage is named."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import Page, make_domain_table
+from attack.readers import make_results, use_results
+from helpers import Page, make_domain_table, make_search
 from paths import ROOT
 
 from spkv_nas.artifacts.result_tables import BASELINES, LONGPPL, RULER, TASKS, ResultTable
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.tables import write_csv
 from spkv_nas.report import page as report_page
 from spkv_nas.report.benchmark_sections import SECTIONS, read_benchmarks
 from spkv_nas.report.inputs import ReportInputs
@@ -167,3 +169,39 @@ def test_an_unreadable_table_is_named(folder: Path) -> None:
     (folder / "ruler.csv").write_text(text.replace("0.98", "much"))
     with pytest.raises(UserError, match=r"ruler\.csv, line 2: column 'score' must be a number in \[0, 1\]; found 'mu"):
         read_benchmarks(folder)
+
+
+class TestDamage:
+    @pytest.mark.parametrize("strategy", ["dense", "full-attention", "sp-kv", "densest"])
+    def test_a_comparison_without_a_row(self, strategy: str, tmp_path: Path) -> None:
+        """Without the row of the control, the report ended with an IndexError."""
+        file = make_results("comparison.csv")(tmp_path)
+        lines = [line for line in file.read_text().splitlines() if not line.startswith(f"{strategy},")]
+        file.write_text("\n".join(lines))
+        use_results(file)
+
+    @pytest.mark.parametrize(
+        ("name", "old", "new", "message"),
+        [
+            ("verdict.yaml", '"probe p"', "3", r"key 'left_out\.chose\.0': should be a valid string; found 3"),
+            ("verdict.yaml", '"documents"', "null", r"key 'nouns\.nll': should be a valid string"),
+            ("comparison.yaml", "0.2", '"x"', r"key 'rank_correlation\.interval\.1': .*number; found 'x'"),
+            ("search.yaml", "120", "[1]", r"key 'steps\.full': should be a valid number"),
+            ("search.csv", "GL LG GL LL", "GL L GL LL", r"column 'heads' must have one word"),
+        ],
+    )
+    def test_a_value_of_another_type_is_named(
+        self, name: str, old: str, new: str, message: str, tmp_path: Path
+    ) -> None:
+        """A number among the names of a verdict's record ended the report with a TypeError."""
+        file = make_results(name)(tmp_path)
+        file.write_text(file.read_text().replace(old, new, 1))
+        with pytest.raises(UserError, match=f"{name}.*{message}"):
+            use_results(file)
+
+    def test_a_search_without_scores(self, tmp_path: Path) -> None:
+        """Its chart ended the report with a ValueError."""
+        file = make_results("search.csv")(tmp_path)
+        write_csv(file, make_search().assign(zero_shot_delta_percent=NAN))
+        with pytest.raises(UserError, match="'zero_shot_delta_percent' is empty: no layout has a score"):
+            use_results(file)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import fails, weights
-from transformers import TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
@@ -20,7 +20,7 @@ from spkv_nas.training import callbacks, trainer
 from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dataset import BlockDataset
-from spkv_nas.training.dense import train_dense
+from spkv_nas.training.dense import new_model, train_dense
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import (
@@ -218,6 +218,30 @@ def test_a_typo_in_the_config_of_a_new_model(recipe_file: Path, capsys: pytest.C
     recipe_file.write_text(recipe_file.read_text().replace("num_key_value_heads", "num_keY_value_heads"))
     message = fails(capsys, "train", recipe_file, "--workspace", recipe_file.parent, "--device", "cpu")
     assert "model.config: unknown key 'num_keY_value_heads'; did you mean 'num_key_value_heads'?" in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rms_norm_eps: 1", r"model\.config\.rms_norm_eps: no model can be built with 1: .*expected float, got int"),
+        ("hidden_act: null", r"model\.config\.hidden_act: .*expected str, got NoneType"),
+        ("hidden_act: nope", r"model\.config\.hidden_act: .*KeyError 'nope'"),
+        ("dtype: fp16", r"model\.config\.dtype: no model can be built with 'fp16'"),
+        ("layer_types: [full_attention]", r"model\.config\.layer_types: .*must be equal to the number of"),
+        ("rope_theta: null", r"model\.config\.rope_theta: no model can be built with None"),
+        ("head_dim: -4", r"model\.config: 'head_dim' in its config is -4; expected at least 1"),
+        ("head_dim: 3", r"model\.config: the model cannot be run: The size of tensor"),
+        ("attention_dropout: 2.0", r"model\.config: the model cannot be run: dropout probability"),
+        ("rms_norm_eps: -1.0", r"model\.config: the new model's logits are not finite"),
+    ],
+)
+def test_a_value_that_no_model_can_be_built_with(
+    setting: str, message: str, recipe_file: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Errors of transformers about a recipe's ``model.config`` were reported as bugs."""
+    recipe_file.write_text(recipe_file.read_text().replace("tie_word_embeddings: true", setting))
+    with pytest.raises(UserError, match=f"recipe tiny: {message}"):
+        new_model(Recipe.read(recipe_file), tiny_tokenizer)
 
 
 def test_less_text_than_a_batch(recipe: Recipe, corpus: Corpus, tmp_path: Path) -> None:
