@@ -229,6 +229,8 @@ class CheckpointLM(HFLM):
     def _shared(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """Apply ``work`` to each process's share of ``items``, and gather the results; must be called on all ranks."""
         share = own_share(len(items))
+        if share.start:  # processes with the same seed would draw the same samples
+            torch.manual_seed(torch.initial_seed() + share.start)
         self._done, self._total = 0, len(share)
         results = work(items[share.start : share.stop])
         return [result for part in gathered(results) for result in part]
