@@ -127,7 +127,8 @@ def stretches(
 ) -> list[LongText]:
     """Cut the documents into texts of at most ``length`` tokens, leaving out those of at most ``short``.
 
-    The length includes the tokens that the tokenizer puts before a text.
+    The length is that of the text encoded by itself, with the tokens that the tokenizer puts before it. No text ends
+    within a character, whose tokens may be several.
 
     Args:
         documents: documents to cut.
@@ -139,17 +140,61 @@ def stretches(
     texts: list[LongText] = []
     num_seen, length = 0, length - len(text_opening(tokenizer))
     for number, document in enumerate(documents):
-        if most is not None and most - num_seen <= short:
-            break
-        _, offsets = _encoded(tokenizer, document.text)
-        for first in range(0, len(offsets), length):
-            text_offsets = offsets[first : first + length]
-            text_offsets = text_offsets if most is None else text_offsets[: most - num_seen]
-            if len(text_offsets) > short:
-                text = document.text[text_offsets[0][0] : text_offsets[-1][1]]
-                texts.append(LongText(number, document.domain, document.label, text))
-                num_seen += len(text_offsets)
+        cuts, start = _Cuts.of(tokenizer, document.text), 0
+        while start < len(document.text):
+            limit = length if most is None else min(length, most - num_seen)
+            if limit <= short:
+                return texts
+            end, num_tokens = cuts.longest(start, limit)
+            if num_tokens > short:
+                texts.append(LongText(number, document.domain, document.label, document.text[start:end]))
+                num_seen += num_tokens
+            start = end
     return texts
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """Positions of a text between two tokens that are not of the same character.
+
+    Attributes:
+        tokenizer: tokenizer of the text.
+        text: the text.
+        positions: index of the character after each, ascending; the last is the end of the text.
+        counts: number of tokens before each.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    text: str
+    positions: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, text: str) -> _Cuts:
+        """Find the positions by the offsets of the tokens."""
+        _, offsets = _encoded(tokenizer, text)
+        starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+        ends = np.maximum.accumulate(ends)
+        last = np.flatnonzero(starts[1:] >= ends[:-1])
+        return cls(tokenizer, text, np.append(ends[last], len(text)), np.append(last + 1, len(ends)))
+
+    def longest(self, start: int, limit: int) -> tuple[int, int]:
+        """Return the end of the longest text from ``start`` on of at most ``limit`` tokens, and its number of tokens.
+
+        The number is 0 for a first character of more tokens, after which the text then ends.
+        """
+        first = int(np.searchsorted(self.positions, start, "right"))
+        most = limit + (int(self.counts[first - 1]) if first else 0)
+        while True:
+            index = max(first, int(np.searchsorted(self.counts, most, "right")) - 1)
+            end = int(self.positions[index])
+            # Encoded by itself, a text may have other tokens at its ends
+            num_tokens = len(_encoded(self.tokenizer, self.text[start:end])[0])
+            if num_tokens <= limit:
+                return end, num_tokens
+            if index == first:
+                return end, 0
+            most = int(self.counts[index]) - (num_tokens - limit)
 
 
 @torch.inference_mode()
@@ -259,11 +304,11 @@ def key_tokens(offsets: Sequence[tuple[int, int]], spans: Spans) -> list[int]:
 
 
 def _merged(offsets: Iterable[tuple[int, int]]) -> Spans:
-    """Merge adjacent offsets into spans."""
+    """Merge adjacent offsets, and equal ones of tokens of the same character, into spans."""
     spans: Spans = []
     for start, end in offsets:
-        if spans and spans[-1][1] == start:
-            spans[-1] = spans[-1][0], end
+        if spans and spans[-1][1] >= start:
+            spans[-1] = spans[-1][0], max(spans[-1][1], end)
         else:
             spans.append((start, end))
     return spans
