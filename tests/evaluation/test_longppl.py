@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from spkv_nas import set_gate_mode
 from spkv_nas.artifacts.result_tables import LONGPPL
+from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.sources import Document
 from spkv_nas.data.tokenizer import train_bpe
@@ -180,6 +181,9 @@ def test_no_text_is_too_long_or_ends_within_a_character(tiny_tokenizer: PreTrain
         "ab",
         "cd",
     ]
+    # A model of another tokenizer may need more tokens than it has positions
+    with pytest.raises(UserError, match="longer than the model's table of 16 positions"):
+        read(tiny_model("gpt2", vocab_size=300, max_position_embeddings=16), tokenizer, parts[0], [])
     # The key tokens of a character are one span
     spans = key_spans(tiny_model(vocab_size=300), tokenizer, text[:20], Criterion(4, 2, alpha=-1e6, beta=-1e6))
     assert [span[1] for span in spans] == [20]
@@ -330,6 +334,7 @@ class TestCommand:
         record = yaml.safe_load((tmp_path / "w" / "reports" / "mine" / "longppl.yaml").read_text())
         assert record["withheld"] == {"all": "LongPPL is not reported: found 0 key tokens, but at least 100 are needed"}
 
+    @pytest.mark.filterwarnings("ignore:sequences of")  # the checkpoint has 128 positions
     @pytest.mark.parametrize(
         ("options", "message"),
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.evaluation.tasks import language_model
 from spkv_nas.evaluation.tasks.language_model import CheckpointLM
 from spkv_nas.evaluation.tasks.run import TaskResult, run_task
@@ -112,6 +114,30 @@ class TestAnswers:
             ]
         )
         assert text == by_itself
+
+    @pytest.mark.parametrize(
+        ("before", "after", "message"),
+        [
+            ("the fox", "", "the answer '' of 0 tokens"),
+            ("", "", "the answer '' of 0 tokens"),
+            ("the fox", " dog" * 200, "at most the model's context of 128"),
+            ("", {"until": ["e"], "max_gen_toks": 4}, "the prompt '' of 0 tokens"),
+        ],
+    )
+    def test_texts_without_tokens_and_too_long_answers(
+        self, before: str, after: Any, message: str, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Empty answers had probability 1; others ended in an IndexError or a RuntimeError."""
+        lm = CheckpointLM(dense(), tiny_tokenizer)
+        ask_lm = lm.loglikelihood if isinstance(after, str) else lm.generate_until
+        with pytest.raises(UserError, match=message):
+            ask_lm([Instance("loglikelihood", {}, (before, after), 0)])
+
+    def test_a_tokenizer_without_end_of_text(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.eos_token = None
+        with pytest.raises(UserError, match="need a tokenizer with an end-of-text token"):
+            CheckpointLM(dense(), tokenizer)
 
     def test_generation_ends_at_its_stop_sequence(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model = gated()

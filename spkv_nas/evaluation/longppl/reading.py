@@ -35,6 +35,7 @@ from spkv_nas.data.tokenizer import opening_tokens
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.density_tracker import DensityTracker, layout_density
 from spkv_nas.model.loss import token_nll
+from spkv_nas.model.model_shape import check_length
 
 _TOGETHER = 1 << 12  # tokens of short contexts per batch
 _PART = 4  # default ratio of text to short context, and of short context to stride
@@ -249,17 +250,12 @@ def _short_losses(
         [window for window in windows if len(window) == size],
         [window for window in windows if len(window) < size],
     )
+
     # Read the windows of full size in batches that fit in memory, and the last ones singly
-    parts: list[NDArray[np.float64]] = []
-    batching, num_done = AdaptiveBatchSize(_TOGETHER // size), 0
-    while num_done < len(full_windows):
+    def run(part: range) -> list[NDArray[np.float64]]:
+        return list(sequence_nll(evaluator, np.stack(full_windows[part.start : part.stop]), opening))
 
-        def attempt(number: int, num_done: int = num_done) -> NDArray[np.float64]:
-            return sequence_nll(evaluator, np.stack(full_windows[num_done : num_done + number]), opening)
-
-        losses = batching.run(attempt, len(full_windows) - num_done)
-        parts += list(losses)
-        num_done += len(losses)
+    parts = AdaptiveBatchSize(_TOGETHER // size).run_all(run, range(len(full_windows)))
     parts += [sequence_nll(evaluator, window[None], opening)[0] for window in last_windows]
     return np.concatenate([part[short - 1 :] for part in parts])
 
@@ -340,9 +336,10 @@ def sequence_nll(model: PreTrainedModel, ids: NDArray[np.int64], opening: tuple[
     """Compute the NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``.
 
     Raises:
-        UserError: if one is not finite.
+        UserError: if one is not finite, or the model has fewer positions.
     """
     begun = np.concatenate([np.tile(np.array(opening, np.int64), (len(ids), 1)), ids], axis=1)
+    check_length(model, begun.shape[1], "give a smaller --block-size", warns=False)
     losses = token_nll(model, torch.from_numpy(begun).to(model.device)).cpu().double().numpy()[:, len(opening) :]
     if not np.isfinite(losses).all():
         raise UserError(

@@ -22,7 +22,6 @@ from spkv_nas.evaluation.verdict.decision import Answer, Levels, decide
 from spkv_nas.evaluation.verdict.paired_test import Evidence, loss_interval, more_samples
 from spkv_nas.evaluation.verdict.rounds import Rounds
 from spkv_nas.model.checkpoint import model_origin
-from spkv_nas.model.model_shape import check_tokens
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.choice import Choice, documents_of, find_choice
@@ -182,7 +181,6 @@ def _text(
     _, whole = subject.read(tokenizer, reporter)
     check_positions(model, whole.block_size, "--block-size")
     require_logits(model, 1, whole.block_size)
-    check_tokens(model, whole.largest_token)
     layouts = {each.name: each.chosen for each in candidates if each.chosen is not None}
     choice = find_choice(options.folders, layouts, tokenizer, reporter)
     # Leave out what chose
