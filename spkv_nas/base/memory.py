@@ -15,6 +15,7 @@ import psutil
 
 from spkv_nas.base.distributed import num_local_processes
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes
 
 Result = TypeVar("Result")
@@ -107,6 +108,29 @@ class AdaptiveBatchSize:
             warnings.warn(
                 f"out of memory for {batch_size} blocks per pass: continuing with {self.number}", stacklevel=2
             )
+
+    def run_all(
+        self, work: Callable[[range], list[Result]], items: range, progress: Progress | None = None
+    ) -> list[Result]:
+        """Call ``work`` with consecutive parts of ``items`` that fit in memory, and return all results in order.
+
+        Args:
+            work: returns the results of some items, without side effects if it fails.
+            items: indices of the items.
+            progress: called with (items done, in all) after each part.
+        """
+        results, done = list[Result](), 0
+        while done < len(items):
+
+            def attempt(size: int, left: range = items[done:]) -> tuple[int, list[Result]]:
+                return size, work(left[:size])
+
+            size, part = self.run(attempt, len(items) - done)
+            results += part
+            done += size
+            if progress is not None:
+                progress(done, len(items))
+        return results
 
 
 def is_short_of_memory(error: Exception) -> bool:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ from spkv_nas.base.statistics import NORMAL_95, jackknife_ratio, unseen_share
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.continuation import continue_tokens
 from spkv_nas.model.generation import NOT_FINITE
-from spkv_nas.model.model_shape import vocabulary_size
+from spkv_nas.model.model_shape import check_tokens, vocabulary_size
 from spkv_nas.model.modes import evaluation_mode
 
 Float = NDArray[np.float64]
@@ -167,16 +166,16 @@ def write_continuations(
     prompt_length = blocks.block_size - new_tokens
     names = [document.name for document in blocks.documents]
 
-    def run(start: int, size: int) -> list[Line]:
-        """Continue ``size`` blocks from ``start`` on."""
-        prompts = torch.from_numpy(blocks.tokens[start : start + size, :prompt_length].astype(np.int64))
-        seeds = [(seed, first + start + row) for row in range(len(prompts))]
+    def run(part: range) -> list[Line]:
+        """Continue consecutive blocks."""
+        prompts = torch.from_numpy(blocks.tokens[part.start : part.stop, :prompt_length].astype(np.int64))
+        seeds = [(seed, first + index) for index in part]
         with evaluation_mode(model):
             rows = continue_tokens(model, tokenizer, prompts, new_tokens, temperature=temperature, seeds=seeds)
-        documents = blocks.document[start : start + size, prompt_length - 1].tolist()
+        documents = blocks.document[part.start : part.stop, prompt_length - 1].tolist()
         return [
-            {"block": start + row, "document": document, "name": names[document], "tokens": tokens}
-            for row, (document, tokens) in enumerate(zip(documents, rows, strict=True))
+            {"block": index, "document": document, "name": names[document], "tokens": tokens}
+            for index, document, tokens in zip(part, documents, rows, strict=True)
         ]
 
     return _in_batches(run, blocks.num_blocks, _TOGETHER // blocks.block_size, progress)
@@ -211,9 +210,9 @@ def compare(
     """
     prompt_length = blocks.block_size - new_tokens
 
-    def run(start: int, size: int) -> list[Line]:
-        """Compare the models on ``size`` continuations from ``start`` on."""
-        batch = continuations[start : start + size]
+    def run(part: range) -> list[Line]:
+        """Compare the models on consecutive continuations."""
+        batch = continuations[part.start : part.stop]
         tokens = _continued(blocks, batch, prompt_length)
         # Compare predictions of the new tokens: logits [B, N, V]
         with evaluation_mode(model), evaluation_mode(dense):
@@ -259,9 +258,9 @@ def predict(
     """
     prompt_length = blocks.block_size - new_tokens
 
-    def run(start: int, size: int) -> list[Line]:
-        """Predict the tokens of ``size`` continuations from ``start`` on."""
-        batch = continuations[start : start + size]
+    def run(part: range) -> list[Line]:
+        """Predict the tokens of consecutive continuations."""
+        batch = continuations[part.start : part.stop]
         tokens = _continued(blocks, batch, prompt_length)
         with evaluation_mode(model):
             logits = _last_logits(model, tokens, new_tokens)  # [B, N, V]
@@ -307,6 +306,7 @@ def _compared(logits: Tensor, dense_logits: Tensor, tokens: Tensor, temperature:
 @torch.inference_mode()
 def _last_logits(model: PreTrainedModel, tokens: Tensor, number: int) -> Tensor:
     """Return the logits [B, number, V] by which a model predicts the last ``number`` tokens of ``tokens`` [B, T]."""
+    check_tokens(model, int(tokens.max()))  # a dense model of a larger vocabulary wrote them
     is_possible = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     only = {"logits_to_keep": number + 1} if is_possible else {}
     logits: Tensor = model(input_ids=tokens.to(model.device), use_cache=False, **only).logits[:, -number - 1 : -1]
@@ -316,17 +316,10 @@ def _last_logits(model: PreTrainedModel, tokens: Tensor, number: int) -> Tensor:
 
 
 def _in_batches(
-    run: Callable[[int, int], list[Line]], number: int, together: int, progress: Progress | None
+    run: Callable[[range], list[Line]], number: int, together: int, progress: Progress | None
 ) -> list[Line]:
-    """Collect the records of ``run(start, size)`` for 0 to ``number`` - 1, shared by all ranks, in order."""
-    lines: list[Line] = []
-    share, batching = own_share(number), AdaptiveBatchSize(together)
-    position = share.start
-    while position < share.stop:
-        lines += batching.run(partial(run, position), share.stop - position)
-        position = share.start + len(lines)
-        if progress is not None:
-            progress(len(lines), len(share))
+    """Collect the records of ``run`` for 0 to ``number`` - 1, shared by all ranks, in order."""
+    lines = AdaptiveBatchSize(together).run_all(run, own_share(number), progress)
     return [line for part in gathered(lines) for line in part]
 
 

@@ -1,4 +1,4 @@
-"""Choose the micro-batch size in blocks, and refuse blocks that are too long for the model or its memory."""
+"""Choose the micro-batch size in blocks, and refuse blocks that the model cannot read or its memory cannot hold."""
 
 from __future__ import annotations
 
@@ -16,20 +16,30 @@ if TYPE_CHECKING:
     from spkv_nas.data.blocks import TokenBlocks
 
 BATCH_SIZE = 8  # micro-batch size in blocks, where memory allows
-_BEYOND = 16  # maximum block length, in multiples of the model's max_position_embeddings
 
 
 def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
-    """Raise ``UserError`` if blocks are over 16 times longer than the model's ``max_position_embeddings``.
+    """Check that a model can read sequences of ``length`` tokens, as ``option`` asks for; see ``check_length``."""
+    from spkv_nas.model.model_shape import check_length
 
-    Attention over such blocks may take hours, and what it measures is not the model.
+    check_length(model, length, f"give a smaller {option}")
+
+
+def check_blocks(model: PreTrainedModel, blocks: TokenBlocks) -> None:
+    """Check that there is text, and that a model can read it: its tokens and its length.
+
+    Raises:
+        UserError: there is no text, a token is outside the vocabulary, or as ``check_length``.
+
+    Warns:
+        UserWarning: as ``check_length``.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and length > _BEYOND * max(positions, 1):
-        raise UserError(
-            f"blocks of {length} tokens are more than {_BEYOND} times as long as the model's "
-            f"max_position_embeddings of {positions}\ngive a smaller {option}"
-        )
+    from spkv_nas.model.model_shape import check_tokens
+
+    if blocks.num_blocks == 0:
+        raise UserError("there is no text to measure the model on: the blocks are empty")
+    check_tokens(model, blocks.largest_token)
+    check_positions(model, blocks.block_size, "block size")
 
 
 def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporter = SILENT) -> int:

@@ -17,6 +17,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.loss import token_nll
@@ -84,8 +85,9 @@ def document_nll(
         progress: called with (blocks done, in all) of this process.
 
     Raises:
-        UserError: if the NLL of a document is not finite.
+        UserError: the model cannot read the blocks (``check_blocks``), or the NLL of a document is not finite.
     """
+    check_blocks(model, blocks)
     sums = DocumentSums(blocks)
 
     def run(_start: int, tokens: Tensor) -> Tensor:

@@ -21,8 +21,9 @@ from spkv_nas.base.distributed import gathered, own_share
 from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import mean_and_error
-from spkv_nas.data.ruler.sample import Sample
-from spkv_nas.data.ruler.tasks import accepts_any
+from spkv_nas.data.ruler.material import Material
+from spkv_nas.data.ruler.sample import NoRoomError, Sample
+from spkv_nas.data.ruler.tasks import accepts_any, generate
 from spkv_nas.model.continuation import continue_greedily
 
 _TOGETHER = 1 << 15  # prompt tokens per batch
@@ -70,6 +71,18 @@ def score(output: str, answers: Sequence[str], *, any_will_do: bool) -> float:
     return float(any(matches)) if any_will_do else sum(matches) / len(matches)
 
 
+def sample_if_it_fits(
+    task: str, length: int, index: int, *, seed: int, tokenizer: PreTrainedTokenizerBase, material: Material
+) -> Sample | None:
+    """Generate a sample of a task; None if it does not fit in the length, which only the first one has to."""
+    try:
+        return generate(task, seed, index, length, tokenizer, material)
+    except NoRoomError:
+        if index:
+            return None
+        raise
+
+
 def answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -91,21 +104,14 @@ def answer(
     Raises:
         UserError: if logits are not finite.
     """
-    lines: list[dict[str, Any]] = []
-    share = own_share(number)
     first = make(0)
-    position, batching = share.start, AdaptiveBatchSize(max(1, _TOGETHER // first.num_tokens) if first else 1)
+
+    def run(part: range) -> list[dict[str, Any]]:
+        return _answer(model, tokenizer, {index: make(index) for index in part})
+
     # Answer this process's share in batches that fit in memory
-    while position < share.stop:
-
-        def attempt(size: int, start: int = position) -> tuple[int, list[dict[str, Any]]]:
-            return size, _answer(model, tokenizer, {index: make(index) for index in range(start, start + size)})
-
-        size, records = batching.run(attempt, share.stop - position)
-        lines += records
-        position += size
-        if progress is not None:
-            progress(position - share.start, len(share))
+    batching = AdaptiveBatchSize(_TOGETHER // first.num_tokens if first else 1)
+    lines = batching.run_all(run, own_share(number), progress)
     return [line for part in gathered(lines) for line in part]
 
 

@@ -35,6 +35,7 @@ from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.data.batches import block_tokens, num_own_blocks, run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.model.attention import LayerState, attention_layers
@@ -138,9 +139,8 @@ def zero_shot(
 
 
 def _check(model: PreTrainedModel, blocks: TokenBlocks) -> None:
-    """Raise ``UserError`` without text, and warn of learned sinks, which scores leave out."""
-    if blocks.num_blocks == 0:
-        raise UserError("there is no text to score layouts on")
+    """Check that the model can read the text, and warn of learned sinks, which scores leave out."""
+    check_blocks(model, blocks)
     if has_learned_sinks(model.config):
         warnings.warn(
             "the learned sinks of this hybrid belong to its own layout: scores leave them out, for that layout too "

@@ -25,6 +25,7 @@ from transformers import (
 from spkv_nas.base.special_tokens import prompt_tokens
 from spkv_nas.model.generation import OnlyFinite, decoding_by, fitting_cache, generation_config
 from spkv_nas.model.generation_cache import SPKVCache
+from spkv_nas.model.model_shape import check_length, num_positions
 from spkv_nas.model.modes import evaluation_mode
 
 
@@ -52,7 +53,12 @@ def continue_greedily(
     """
     # Encode the prompts
     ids = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
-    longest = max(map(len, ids))
+    longest, positions = max(map(len, ids)), num_positions(model)
+    # Where the longest prompt and the longest answer exceed the table of positions together, answer one by one
+    if positions is not None and len(ids) > 1 and longest + max(max_new_tokens) - 1 > positions:
+        rows = zip(prompts, max_new_tokens, strict=True)
+        parts = [continue_greedily(model, tokenizer, [prompt], [number]) for prompt, number in rows]
+        return Continuations([part.texts[0] for part in parts], np.concatenate([part.densities for part in parts]))
     # Pad on the left: [B, longest prompt]
     inputs, mask = (torch.zeros(len(ids), longest, dtype=torch.long) for _ in range(2))
     for row, prompt_ids in enumerate(ids):
@@ -115,6 +121,7 @@ def _generate(
     *processors: LogitsProcessor,
 ) -> Tensor:
     """Generate greedily from ``inputs`` [B, T], where ``mask`` is 1, after ``processors``; int64 [B, T + new]."""
+    check_length(model, inputs.shape[1] + config.max_new_tokens - 1, "give shorter prompts", warns=False)
     with decoding_by(model, config):
         generated: Tensor = model.generate(
             input_ids=inputs.to(model.device),

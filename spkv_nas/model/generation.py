@@ -30,7 +30,7 @@ from spkv_nas.base.special_tokens import prompt_tokens
 from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.generation_cache import SPKVCache
-from spkv_nas.model.model_shape import check_tokens
+from spkv_nas.model.model_shape import check_length, check_tokens
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 
 NOT_FINITE = (  # error for logits that are not finite
@@ -106,6 +106,7 @@ def generate(
         raise UserError("this model has no gates, so tau has no effect: leave tau out")
     inputs = _encode(model, tokenizer, prompt)
     num_prompt_tokens = inputs.shape[1]
+    check_length(model, num_prompt_tokens + max_new_tokens - 1, "give a shorter prompt or fewer new tokens")
     # Generate with hard gates
     tau = gates.tau if gates and tau is None else tau
     config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -18,6 +19,7 @@ from spkv_nas.base.schema import suggestion
 from spkv_nas.model.config_limits import check_counts
 from spkv_nas.model.learned_sinks import added_parameters
 
+_BEYOND = 16  # maximum length of a sequence, in multiples of the model's max_position_embeddings
 _READ_BY_MODELS = {"model_type", "head_dim"}  # read by decoders whose config class has no such field
 
 
@@ -100,6 +102,55 @@ def check_tokens(model: PreTrainedModel, largest: int) -> None:
         raise UserError(
             f"the tokenizer has a token {largest}, but the model knows {rows} (0 to {rows - 1}) only\n"
             "the tokenizer belongs to another model: use the model's tokenizer"
+        )
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of tokens that a model with a table of positions can read (GPT-2, OPT); None without one."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return None
+    token_embedding = model.get_input_embeddings()
+    for module in _body(model).modules():
+        if isinstance(module, nn.Embedding) and module is not token_embedding:
+            rows, offset = module.num_embeddings, getattr(module, "offset", 0)  # OPT leaves the first rows unused
+            if rows in (positions, positions + offset):
+                return rows - offset - (0 if module.padding_idx is None else module.padding_idx + 1)
+    has_sinusoids = any(table.dim() == 2 and len(table) == positions for table in _body(model).buffers())  # GPT-J, CTRL
+    return int(positions) if has_sinusoids else None
+
+
+def check_length(model: PreTrainedModel, length: int, remedy: str, *, warns: bool = True) -> None:
+    """Refuse sequences that a model cannot read; to be called before any pass.
+
+    Args:
+        model: any causal language model.
+        length: number of tokens per sequence.
+        remedy: what to do, for the error.
+        warns: whether to warn of lengths that the model can read, but was not made for.
+
+    Raises:
+        UserError: the model's table of positions is shorter, or the sequences are over 16 times longer than its
+            context: attention may take hours then, and what it measures is not the model.
+
+    Warns:
+        UserWarning: the sequences are longer than the model's context.
+    """
+    positions, rows = getattr(model.config.get_text_config(), "max_position_embeddings", None), num_positions(model)
+    if rows is not None and length > rows:
+        raise UserError(f"sequences of {length} tokens are longer than the model's table of {rows} positions\n{remedy}")
+    if not isinstance(positions, int) or length <= positions:
+        return
+    context = f"max_position_embeddings of {positions}"
+    if length > _BEYOND * max(positions, 1):
+        raise UserError(
+            f"sequences of {length} tokens are more than {_BEYOND} times as long as the model's {context}\n{remedy}"
+        )
+    if warns:
+        warnings.warn(
+            f"sequences of {length} tokens are longer than the model's {context}, beyond which full attention "
+            f"itself fails: do not rely on the result, or {remedy}",
+            stacklevel=1,  # one place, so that a length is reported once
         )
 
 

@@ -42,6 +42,7 @@ from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.loss import mean_divergence
 from spkv_nas.model.windows import default_window, full_attention
@@ -97,6 +98,7 @@ def head_gates(
     """
     if steps < 1:
         raise UserError(f"head gates need at least one step; found {steps}")
+    check_blocks(model, blocks)
     window = default_window(model, blocks.block_size) if window is None else window
     sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
     check_window(blocks, window, sinks)
@@ -120,9 +122,8 @@ def head_gates(
     table_metadata = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
     table_metadata |= {"divergence": float(f"{divergence:.4g}"), **native_windows(states)}
     table_metadata |= {"sinks": sinks, **sink_facts} if sinks else {}
-    scores, tokens_seen = learning.mean.numpy(), steps * size * blocks.block_size
-    facts: dict[str, Any] = {"name": name, "metadata": table_metadata}
-    return learned_table("head-gates", GATE_UNIT, scores, blocks, window, tokens_seen, **facts)
+    facts: dict[str, Any] = {"name": name, "metadata": table_metadata, "tokens_seen": steps * size * blocks.block_size}
+    return learned_table("head-gates", GATE_UNIT, learning.mean.numpy(), blocks, window, **facts)
 
 
 def _slope(

@@ -19,6 +19,7 @@ from spkv_nas.base.device import dtype_name
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import default_window, full_attention
@@ -98,7 +99,8 @@ def measure_signal(
         options: options specific to the signal; None selects the signal's default.
 
     Raises:
-        UserError: the signal is unknown, the window is below 1, there is no text, or its blocks are too short.
+        UserError: the signal is unknown, the window is below 1, the model cannot read the blocks (``check_blocks``), or
+            they are too short.
     """
     check_options(signal, **options)
     _check_heads(model)
@@ -113,8 +115,7 @@ def measure_signal(
         window = default_window(model, blocks.block_size)
     if window < 1:
         raise UserError(f"the window is {window}; it must be at least 1, because it includes the query's own key")
-    if blocks.num_blocks == 0:
-        raise UserError(f"there is no text to measure {signal} on")
+    check_blocks(model, blocks)
     # Choose the sink tokens
     set_options = {option: value for option, value in options.items() if value is not None}
     number, facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})

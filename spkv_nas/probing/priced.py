@@ -36,6 +36,7 @@ from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.cost.ladder import predictor_learning_rate
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.device_map import check_placed
@@ -116,8 +117,7 @@ def learn_gates(
     # Check the arguments
     if config.target_density is None and not config.price:
         raise UserError("gates on a frozen model need a target density, or a price above 0 (the sparsity penalty)")
-    if blocks.num_blocks == 0:
-        raise UserError("there is no text to train the gates on")
+    check_blocks(model, blocks)
     check_placed(model)
 
     # Attach gates and restore the last checkpoint

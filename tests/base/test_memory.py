@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint_cases import change_config
 from configs import CONFIGS
 from helpers import Recorder, fails, tiny_model
@@ -17,7 +18,7 @@ from spkv_nas.base import memory
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes, require
 from spkv_nas.model.checkpoint import save
-from spkv_nas.model.model_shape import check_keys, check_size, check_tokens
+from spkv_nas.model.model_shape import check_keys, check_length, check_size, check_tokens, num_positions
 from spkv_nas.stages.evaluate.nll.options import NLLOptions
 from spkv_nas.stages.evaluate.nll.stage import nll
 from spkv_nas.stages.options import SubjectOptions
@@ -117,6 +118,40 @@ class TestConfigs:
         with pytest.raises(UserError, match=r"token 97, but the model knows 97 \(0 to 96\) only"):
             check_tokens(tiny_model(), 97)
 
+    @pytest.mark.parametrize(
+        ("family", "options"),
+        [
+            ("llama", {}),
+            ("gpt2", {}),
+            ("gpt_bigcode", {}),
+            ("biogpt", {}),
+            ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+            ("gpt_neo", {"attention_types": [[["global", "local"], 2]]}),
+            ("roberta", {"is_decoder": True, "pad_token_id": 1}),
+            ("gptj", {"rotary_dim": 4}),
+            ("codegen", {"rotary_dim": 4}),
+            ("ctrl", {"dff": 48}),
+        ],
+    )
+    def test_positions_are_as_many_as_a_model_reads(self, family: str, options: dict[str, Any]) -> None:
+        """A text longer than a table of positions was an IndexError, or an assertion on a GPU."""
+        model = tiny_model(family, vocab_size=128, **options)
+        positions = num_positions(model)
+        if family == "llama":
+            assert positions is None
+            with pytest.warns(UserWarning, match="sequences of 129 tokens are longer than the model's max_position"):
+                check_length(model, 129, "give less")
+            return
+        assert positions == (126 if family == "roberta" else 128)
+        tokens = torch.full((1, positions + 1), 5)
+        with torch.no_grad():
+            model(input_ids=tokens[:, 1:], use_cache=False)
+            with pytest.raises((IndexError, RuntimeError)):
+                model(input_ids=tokens, use_cache=False)
+        with pytest.raises(UserError, match=f"longer than the model's table of {positions} positions\ngive less"):
+            check_length(model, positions + 1, "give less")
+        check_length(model, positions, "give less")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -128,11 +163,12 @@ class TestPasses:
     def options(self, folder: Path, text: Path, block_size: int) -> SubjectOptions:
         return SubjectOptions(model=str(folder), data=[str(text)], block_size=block_size, device="cpu")
 
+    @pytest.mark.filterwarnings("ignore:sequences of")  # the model has 128 positions
     def test_logits_that_do_not_fit(
         self, folder: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 29)
-        monkeypatch.setattr("spkv_nas.evaluation.micro_batch._BEYOND", 10**6)
+        monkeypatch.setattr("spkv_nas.model.model_shape._BEYOND", 10**6)
         size = ("--model", folder, "--data", text, "--device", "cpu", "--block-size")
         message = fails(capsys, "evaluate", *size, "1000000")
         assert "hidden states and logits of 1 x 1000000 tokens: needs at least 756.14 MiB" in message
@@ -144,9 +180,7 @@ class TestPasses:
     ) -> None:
         options = ("--data", text, "--device", "cpu", "--workspace", tmp_path / "w", "--block-size", "100000")
         message = fails(capsys, command, "--model", folder, *options)
-        assert (
-            "blocks of 100000 tokens are more than 16 times as long as the model's max_position_embeddings" in message
-        )
+        assert "sequences of 100000 tokens are more than 16 times as long as the model's max_position" in message
 
     def test_a_batch_of_them(self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 19)

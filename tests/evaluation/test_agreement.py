@@ -302,15 +302,18 @@ class TestCommand:
             ((), "needs --against: the dense model"),
             (("--against", "dense", "--new-tokens", "32"), "leaves no prompt in a block of 32 tokens"),
             (("--against", "dense", "--draft-tokens", "2,x"), "is not a list of numbers from 1 to 1024"),
+            (("--against", "larger"), "the model predicts 300 tokens and the dense model 320 (vocab_size)"),
         ],
     )
     def test_what_is_refused(
         self,
         arguments: list[str],
         tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
         capsys: pytest.CaptureFixture[str],
         options: tuple[str, ...],
         message: str,
     ) -> None:
-        named = [str(tmp_path / option) if option == "dense" else option for option in options]
+        save(tiny_model(vocab_size=320), tiny_tokenizer, tmp_path / "larger")
+        named = [str(tmp_path / option) if option in ("dense", "larger") else option for option in options]
         assert message in fails(capsys, *arguments, *named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -19,11 +20,13 @@ from helpers import fails, gated, tiny_model
 from paths import TESTS
 from task_cases import hybrid
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spkv_nas import set_gate_mode
 from spkv_nas.artifacts.result_tables import LONGPPL
+from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.sources import Document
 from spkv_nas.data.tokenizer import train_bpe
@@ -159,6 +162,31 @@ class TestKeys:
         """``--max-tokens`` bounds the tokens read, although documents are read whole."""
         documents = [Document(string.ascii_uppercase * n, "text", str(n)) for n in (4, 1, 5, 3)]
         assert [len(one.text) for one in stretches(documents, tiny_tokenizer, 40, 26, most)] == lengths
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_no_text_is_too_long_or_ends_within_a_character(tiny_tokenizer: PreTrainedTokenizerBase, prefix: bool) -> None:
+    """Cut at the offset of a token, texts repeated a character of several tokens and were longer than the limit.
+
+    A tokenizer that begins a text with a space adds a token to a text that begins within a word.
+    """
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=prefix)
+    text = "\U0001f98a\U0001f43b\u4f60\u597dA" * 30
+    parts = [part.text for part in stretches([Document(text, "text", "0")], tokenizer, 40, 4, None)]
+    assert "".join(parts) == text
+    assert {len(tokenizer(part)["input_ids"]) for part in parts[:-1]} <= set(range(36, 41))
+    # A character of more tokens is left out
+    assert [part.text for part in stretches([Document("ab\U0001f98acd", "text", "0")], tokenizer, 3, 1, None)] == [
+        "ab",
+        "cd",
+    ]
+    # A model of another tokenizer may need more tokens than it has positions
+    with pytest.raises(UserError, match="longer than the model's table of 16 positions"):
+        read(tiny_model("gpt2", vocab_size=300, max_position_embeddings=16), tokenizer, parts[0], [])
+    # The key tokens of a character are one span
+    spans = key_spans(tiny_model(vocab_size=300), tokenizer, text[:20], Criterion(4, 2, alpha=-1e6, beta=-1e6))
+    assert [span[1] for span in spans] == [20]
 
 
 def test_sequences_begin_as_the_tokenizer_begins_a_text(
@@ -306,6 +334,7 @@ class TestCommand:
         record = yaml.safe_load((tmp_path / "w" / "reports" / "mine" / "longppl.yaml").read_text())
         assert record["withheld"] == {"all": "LongPPL is not reported: found 0 key tokens, but at least 100 are needed"}
 
+    @pytest.mark.filterwarnings("ignore:sequences of")  # the checkpoint has 128 positions
     @pytest.mark.parametrize(
         ("options", "message"),
         [

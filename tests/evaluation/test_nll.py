@@ -108,3 +108,13 @@ def test_nan_logits_are_an_error_in_generation(temperature: float, tiny_tokenize
 def test_a_prompt_with_tokens_of_another_model(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match="the tokenizer has a token"):
         generate(tiny_model(vocab_size=20), tiny_tokenizer, "the fox")
+
+
+def test_a_prompt_and_an_answer_longer_than_the_table_of_positions(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """The last new token is not read."""
+    model = tiny_model("gpt2", vocab_size=300, max_position_embeddings=32)
+    model.generation_config.eos_token_id = 299
+    most = 33 - len(tiny_tokenizer("the fox")["input_ids"])
+    assert generate(model, tiny_tokenizer, "the fox", max_new_tokens=most).num_new_tokens <= most
+    with pytest.raises(UserError, match="sequences of 33 tokens are longer than the model's table of 32 positions"):
+        generate(model, tiny_tokenizer, "the fox", max_new_tokens=most + 1)

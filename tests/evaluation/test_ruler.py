@@ -41,6 +41,11 @@ def hybrid() -> PreTrainedModel:
     return model
 
 
+def tight() -> PreTrainedModel:
+    """Make a model whose table of positions holds every prompt with its answer, but not the longest of both."""
+    return tiny_model("gpt2", vocab_size=300, max_position_embeddings=47)
+
+
 class TestScore:
     def test_score_follows_the_definition_of_ruler(self) -> None:
         """The mean share of answers, or of samples with one of them, after control characters are removed."""
@@ -93,7 +98,9 @@ class TestContinuation:
     prompts = ("the quick brown fox jumps over the lazy dog", "the lazy dog", "fox jumps over the quick brown dog and")
 
     @pytest.mark.parametrize(
-        "make", [gated, hybrid, lambda: tiny_model(vocab_size=300)], ids=["gates", "layout", "dense"]
+        "make",
+        [gated, hybrid, lambda: tiny_model(vocab_size=300), tight],
+        ids=["gates", "layout", "dense", "positions"],
     )
     def test_batched_rows_equal_single_rows(self, make: Any, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model, most = make(), [9, 5, 12]
@@ -198,6 +205,7 @@ def gated_hard() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.filterwarnings("ignore:sequences of")  # the checkpoint has 128 positions
 class TestCommand:
     @pytest.mark.slow
     def test_scores_of_two_checkpoints(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -13,13 +14,17 @@ import numpy as np
 import pytest
 import torch
 from helpers import gated, tiny_model
-from task_cases import CHOICES, WORDS, hybrid, write_tasks
+from task_cases import CHOICES, WORDS, WRITING, hybrid, write_tasks
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (spkv-nas[tasks])")
 
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 
+from spkv_nas.base.errors import UserError
+from spkv_nas.evaluation.tasks import language_model
 from spkv_nas.evaluation.tasks.language_model import CheckpointLM
 from spkv_nas.evaluation.tasks.run import TaskResult, run_task
 from spkv_nas.evaluation.tasks.suite import load_suite
@@ -109,6 +114,30 @@ class TestAnswers:
             ]
         )
         assert text == by_itself
+
+    @pytest.mark.parametrize(
+        ("before", "after", "message"),
+        [
+            ("the fox", "", "the answer '' of 0 tokens"),
+            ("", "", "the answer '' of 0 tokens"),
+            ("the fox", " dog" * 200, "at most the model's context of 128"),
+            ("", {"until": ["e"], "max_gen_toks": 4}, "the prompt '' of 0 tokens"),
+        ],
+    )
+    def test_texts_without_tokens_and_too_long_answers(
+        self, before: str, after: Any, message: str, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Empty answers had probability 1; others ended in an IndexError or a RuntimeError."""
+        lm = CheckpointLM(dense(), tiny_tokenizer)
+        ask_lm = lm.loglikelihood if isinstance(after, str) else lm.generate_until
+        with pytest.raises(UserError, match=message):
+            ask_lm([Instance("loglikelihood", {}, (before, after), 0)])
+
+    def test_a_tokenizer_without_end_of_text(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.eos_token = None
+        with pytest.raises(UserError, match="need a tokenizer with an end-of-text token"):
+            CheckpointLM(dense(), tokenizer)
 
     def test_generation_ends_at_its_stop_sequence(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model = gated()
@@ -205,6 +234,58 @@ class TestAnswers:
         with pytest.warns(UserWarning, match="out of memory for"):
             (result,) = ask(gated(), tiny_tokenizer, folder, names, tmp_path / "short")
         assert (result.values, result.density) == (whole.values, whole.density)
+
+
+class TestRandomness:
+    @pytest.mark.parametrize("kind", ["choices", "writing"])
+    def test_prompts_and_answers_depend_on_the_seed_alone(
+        self, kind: str, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        """Requests were built twice from a generator that had moved on, and sampling was not seeded."""
+        text = {"choices": CHOICES, "writing": WRITING}[kind].replace("FOLDER", str(folder))
+        text = text.replace(f"task: {kind}", "task: drawn") + "num_fewshot: 2\nfewshot_split: test\nrepeats: 2\n"
+        text = text.replace("do_sample: false", "do_sample: true, temperature: 1.0")
+        if kind == "choices":
+            text += "process_docs: !function drawn.shuffle\n"
+            (folder / "drawn.py").write_text(
+                "import random, datasets\n\ndef shuffle(rows):\n    new = []\n    for row in rows:\n"
+                "        right = row['choices'][row['answer']]\n        mixed = random.sample(row['choices'], 3)\n"
+                "        new.append({**row, 'choices': mixed, 'answer': mixed.index(right)})\n"
+                "    return datasets.Dataset.from_list(new)\n"
+            )
+        (folder / "drawn.yaml").write_text(text)
+        lm = CheckpointLM(tiny_model(vocab_size=300, max_position_embeddings=512), tiny_tokenizer)
+        (entry,) = load_suite("drawn", [str(folder)], [], allow_code=False)
+        kept = []
+        for name in ("first", "second"):
+            run_task(lm, entry.tasks[0], tmp_path / name, "model")
+            (file,) = (tmp_path / name).iterdir()
+            kept.append(file.read_text())
+        assert kept[0] == kept[1]
+        rows = [json.loads(line) for line in kept[0].splitlines()[1:]]
+        if kind == "writing":
+            assert any(one != other for row in rows for one, other in row["resps"])
+            manager = TaskManager(include_path=str(folder), include_defaults=False)
+            theirs = simple_evaluate(lm, tasks=["drawn"], task_manager=manager, bootstrap_iters=0)
+            prompts = [row["arguments"][0][0] for row in theirs["samples"]["drawn"]]
+            assert [row["prompt"] for row in rows] == prompts
+        else:  # the shuffled choices that are scored are those asked
+            originals = map(json.loads, (folder / "choices.jsonl").read_text().splitlines())
+            right = [f" {row['choices'][row['answer']]}" for row in originals]
+            assert [row["asked"][row["target"]][0] for row in rows] == right
+
+    def test_processes_draw_other_samples(
+        self, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Processes with the same seed gave the same answer to both copies of a repeated prompt."""
+        lm, texts = CheckpointLM(dense(), tiny_tokenizer), []
+        kwargs = {"until": ["~"], "max_gen_toks": 16, "do_sample": True}
+        monkeypatch.setattr(language_model, "gathered", lambda results: [results])
+        for process in range(2):
+            monkeypatch.setattr(language_model, "own_share", lambda number, start=process: range(start, start + 1))
+            torch.manual_seed(0)
+            texts += lm.generate_until([Instance("generate_until", {}, ("the quick", kwargs), n) for n in range(2)])
+        assert texts[0] != texts[1]
 
 
 def samples(folder: Path) -> list[float]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,6 +131,25 @@ class TestMeasures:
         for wrong in ([], [LAYOUT, LAYOUT]):
             with pytest.raises(UserError, match="each under a distinct name"):
                 spkv_nas.score(model, blocks, wrong)
+
+    @pytest.mark.parametrize("measure", ["evaluate", "score", "head_gates", "probe", "learn_gates"])
+    def test_blocks_that_the_model_cannot_read(self, measure: str, blocks: TokenBlocks) -> None:
+        """They ended in an IndexError, or were measured beyond the model's context without a word."""
+        options: dict[str, Any] = {
+            "score": {"layouts": LAYOUT},
+            "head_gates": {"window": 4, "steps": 1},
+            "probe": {"window": 4, "signal": "attention-mass"},
+            "learn_gates": {"config": spkv_nas.GateConfig(window=4, target_density=0.5), "steps": 1},
+        }.get(measure, {})
+        run = partial(getattr(spkv_nas, measure), blocks=blocks, **options)
+        with pytest.raises(UserError, match="longer than the model's table of 16 positions"):
+            run(tiny_model("gpt2", max_position_embeddings=16))
+        with pytest.raises(UserError, match="but the model knows 50"):
+            run(tiny_model(vocab_size=50))
+        with pytest.raises(UserError, match="there is no text"):
+            run(tiny_model(), blocks=blocks.take(0))
+        with pytest.warns(UserWarning, match="sequences of 32 tokens are longer than the model's max_position_emb"):
+            run(tiny_model(max_position_embeddings=16))
 
     @pytest.mark.filterwarnings("ignore:the model predicts .* of the needle tokens")  # being random
     @pytest.mark.parametrize("signal", spkv_nas.SIGNALS.names)

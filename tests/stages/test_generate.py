@@ -96,7 +96,7 @@ class TestPrompt:
         assert run(capsys, "-f", "-", "--model", folder, "-n", 8)[0] == expected
 
     def test_a_higher_threshold_keeps_less(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        shown = [run(capsys, PROMPT * 3, "--model", folder, "-n", 8, "--tau", tau)[1] for tau in (0.0, 0.5, 0.9)]
+        shown = [run(capsys, PROMPT * 2, "--model", folder, "-n", 8, "--tau", tau)[1] for tau in (0.0, 0.5, 0.9)]
         densities = [float(re.search(r"density ([0-9.]+) %", text)[1]) for text in shown]
         assert densities[0] == 100.0 > densities[1] > densities[2]
 

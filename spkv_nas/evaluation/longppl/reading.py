@@ -33,6 +33,7 @@ from spkv_nas.data.sources import Document
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.density_tracker import DensityTracker, layout_density
 from spkv_nas.model.loss import token_nll
+from spkv_nas.model.model_shape import check_length
 
 _TOGETHER = 1 << 12  # tokens of short contexts per batch
 _PART = 4  # default ratio of text to short context, and of short context to stride
@@ -125,7 +126,8 @@ def stretches(
 ) -> list[LongText]:
     """Cut the documents into texts of at most ``length`` tokens, leaving out those of at most ``short``.
 
-    The length includes the tokens that the tokenizer puts before a text.
+    The length is that of the text encoded by itself, with the tokens that the tokenizer puts before it. No text ends
+    within a character, whose tokens may be several.
 
     Args:
         documents: documents to cut.
@@ -137,17 +139,61 @@ def stretches(
     texts: list[LongText] = []
     num_seen, length = 0, length - len(tokens_before(tokenizer))
     for number, document in enumerate(documents):
-        if most is not None and most - num_seen <= short:
-            break
-        _, offsets = _encoded(tokenizer, document.text)
-        for first in range(0, len(offsets), length):
-            text_offsets = offsets[first : first + length]
-            text_offsets = text_offsets if most is None else text_offsets[: most - num_seen]
-            if len(text_offsets) > short:
-                text = document.text[text_offsets[0][0] : text_offsets[-1][1]]
-                texts.append(LongText(number, document.domain, document.label, text))
-                num_seen += len(text_offsets)
+        cuts, start = _Cuts.of(tokenizer, document.text), 0
+        while start < len(document.text):
+            limit = length if most is None else min(length, most - num_seen)
+            if limit <= short:
+                return texts
+            end, num_tokens = cuts.longest(start, limit)
+            if num_tokens > short:
+                texts.append(LongText(number, document.domain, document.label, document.text[start:end]))
+                num_seen += num_tokens
+            start = end
     return texts
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """Positions of a text between two tokens that are not of the same character.
+
+    Attributes:
+        tokenizer: tokenizer of the text.
+        text: the text.
+        positions: index of the character after each, ascending; the last is the end of the text.
+        counts: number of tokens before each.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    text: str
+    positions: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, text: str) -> _Cuts:
+        """Find the positions by the offsets of the tokens."""
+        _, offsets = _encoded(tokenizer, text)
+        starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+        ends = np.maximum.accumulate(ends)
+        last = np.flatnonzero(starts[1:] >= ends[:-1])
+        return cls(tokenizer, text, np.append(ends[last], len(text)), np.append(last + 1, len(ends)))
+
+    def longest(self, start: int, limit: int) -> tuple[int, int]:
+        """Return the end of the longest text from ``start`` on of at most ``limit`` tokens, and its number of tokens.
+
+        The number is 0 for a first character of more tokens, after which the text then ends.
+        """
+        first = int(np.searchsorted(self.positions, start, "right"))
+        most = limit + (int(self.counts[first - 1]) if first else 0)
+        while True:
+            index = max(first, int(np.searchsorted(self.counts, most, "right")) - 1)
+            end = int(self.positions[index])
+            # Encoded by itself, a text may have other tokens at its ends
+            num_tokens = len(_encoded(self.tokenizer, self.text[start:end])[0])
+            if num_tokens <= limit:
+                return end, num_tokens
+            if index == first:
+                return end, 0
+            most = int(self.counts[index]) - (num_tokens - limit)
 
 
 @torch.inference_mode()
@@ -202,17 +248,12 @@ def _short_losses(
         [window for window in windows if len(window) == size],
         [window for window in windows if len(window) < size],
     )
+
     # Read the windows of full size in batches that fit in memory, and the last ones singly
-    parts: list[NDArray[np.float64]] = []
-    batching, num_done = AdaptiveBatchSize(_TOGETHER // size), 0
-    while num_done < len(full_windows):
+    def run(part: range) -> list[NDArray[np.float64]]:
+        return list(sequence_nll(evaluator, np.stack(full_windows[part.start : part.stop]), opening))
 
-        def attempt(number: int, num_done: int = num_done) -> NDArray[np.float64]:
-            return sequence_nll(evaluator, np.stack(full_windows[num_done : num_done + number]), opening)
-
-        losses = batching.run(attempt, len(full_windows) - num_done)
-        parts += list(losses)
-        num_done += len(losses)
+    parts = AdaptiveBatchSize(_TOGETHER // size).run_all(run, range(len(full_windows)))
     parts += [sequence_nll(evaluator, window[None], opening)[0] for window in last_windows]
     return np.concatenate([part[short - 1 :] for part in parts])
 
@@ -257,11 +298,11 @@ def key_tokens(offsets: Sequence[tuple[int, int]], spans: Spans) -> list[int]:
 
 
 def _merged(offsets: Iterable[tuple[int, int]]) -> Spans:
-    """Merge adjacent offsets into spans."""
+    """Merge adjacent offsets, and equal ones of tokens of the same character, into spans."""
     spans: Spans = []
     for start, end in offsets:
-        if spans and spans[-1][1] == start:
-            spans[-1] = spans[-1][0], end
+        if spans and spans[-1][1] >= start:
+            spans[-1] = spans[-1][0], max(spans[-1][1], end)
         else:
             spans.append((start, end))
     return spans
@@ -288,9 +329,10 @@ def sequence_nll(model: PreTrainedModel, ids: NDArray[np.int64], opening: tuple[
     """Compute the NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``.
 
     Raises:
-        UserError: if one is not finite.
+        UserError: if one is not finite, or the model has fewer positions.
     """
     begun = np.concatenate([np.tile(np.array(opening, np.int64), (len(ids), 1)), ids], axis=1)
+    check_length(model, begun.shape[1], "give a smaller --block-size", warns=False)
     losses = token_nll(model, torch.from_numpy(begun).to(model.device)).cpu().double().numpy()[:, len(opening) :]
     if not np.isfinite(losses).all():
         raise UserError(

@@ -15,6 +15,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ from spkv_nas.model.density_tracker import DensityTracker, layout_density
 from spkv_nas.model.generation import NOT_FINITE, OnlyFinite, fitting_cache, generation_config
 
 BATCH_SIZE = 16  # texts per batch, fewer if memory is too small
+_SHOWN = 40  # characters of an answer in an error
 
 Request = tuple[Any, list[int], list[int]]  # lm-eval's key, tokens of the context, tokens of the continuation
 Answer = tuple[float, bool]  # log-probability of the continuation, and whether it is the greedy one
@@ -59,7 +61,16 @@ class CheckpointLM(HFLM):
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, batch_size: int = BATCH_SIZE
     ) -> None:
-        """Wrap a model and its tokenizer; ``batch_size`` is the maximum number of texts per batch."""
+        """Wrap a model and its tokenizer; ``batch_size`` is the maximum number of texts per batch.
+
+        Raises:
+            UserError: if the tokenizer has no end-of-text token.
+        """
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                "tasks need a tokenizer with an end-of-text token, which ends answers and is an empty context\n"
+                "set eos_token in tokenizer_config.json"
+            )
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         self.progress: Progress = lambda done, total: None
         self._micro_batch = AdaptiveBatchSize(batch_size)
@@ -83,7 +94,13 @@ class CheckpointLM(HFLM):
         return math.nan if head_densities is None else float(np.nanmean(head_densities))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
-        """Answer log-likelihood requests as lm-eval does, without its progress bars."""
+        """Answer log-likelihood requests as lm-eval does, without its progress bars.
+
+        Raises:
+            UserError: if an answer has no tokens or does not fit in the model's context, or a value is not finite.
+        """
+        if any(request.args[:2] == ("", "") for request in requests):
+            raise _bad_length("answer ''", 0, self.max_length)
         answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=True)
         return answers
 
@@ -98,7 +115,9 @@ class CheckpointLM(HFLM):
     ) -> list[Answer]:
         """Answer tokenized requests, reading each text once, longest first."""
         requests_of: dict[Text, list[int]] = {}  # requests by the text that they read, the last token left out
-        for number, (_, context, continuation) in enumerate(requests):
+        for number, (strings, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise _bad_length(f"answer {strings[1][:_SHOWN]!r}", len(continuation), self.max_length)
             requests_of.setdefault(tuple((context + continuation)[-self.max_length - 1 : -1]), []).append(number)
         self._warn_of_truncation(
             len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests
@@ -154,7 +173,8 @@ class CheckpointLM(HFLM):
         """Generate as lm-eval does, by ``_model_generate``.
 
         Raises:
-            UserError: if the tokens to generate do not fit in the model's context, or its logits are not finite.
+            UserError: if a prompt has no tokens, the tokens to generate do not fit in the context, or logits are not
+                finite.
 
         Warns:
             UserWarning: if prompts had to be truncated.
@@ -166,9 +186,11 @@ class CheckpointLM(HFLM):
                 f"{self.max_length} tokens must hold the prompt too\n"
                 "leave the task out, or set a smaller max_gen_toks in your own YAML file of the task"
             )
+        lengths = [len(self.tok_encode(request.args[0])) for request in requests]
+        if 0 in lengths:
+            raise _bad_length("prompt ''", 0, self.max_length)
         self._warn_of_truncation(
-            len(self.tok_encode(request.args[0])) > self.max_length - num_new
-            for request, num_new in zip(requests, new_tokens, strict=True)
+            length > self.max_length - num_new for length, num_new in zip(lengths, new_tokens, strict=True)
         )
         generate = super().generate_until
 
@@ -229,28 +251,25 @@ class CheckpointLM(HFLM):
     def _shared(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """Apply ``work`` to each process's share of ``items``, and gather the results; must be called on all ranks."""
         share = own_share(len(items))
+        if share.start:  # processes with the same seed would draw the same samples
+            torch.manual_seed(torch.initial_seed() + share.start)
         self._done, self._total = 0, len(share)
         results = work(items[share.start : share.stop])
         return [result for part in gathered(results) for result in part]
 
     def _in_batches(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """Apply ``work`` to as many items at once as fit in memory, retrying with fewer where they do not."""
-        results: list[Result] = []
-        position = 0
-        while position < len(items):
+        first = self._done
 
-            def attempt(size: int, start: int = position) -> tuple[int, list[Result]]:
-                if self._watch is None:
-                    return size, work(items[start : start + size])
-                with self._watch.whole_pass():
-                    return size, work(items[start : start + size])
+        def attempt(part: range) -> list[Result]:
+            with nullcontext() if self._watch is None else self._watch.whole_pass():
+                return work(items[part.start : part.stop])
 
-            size, batch_results = self._micro_batch.run(attempt, len(items) - position)
-            results += batch_results
-            position += size
-            self._done += size
+        def step(done: int, _total: int) -> None:
+            self._done = first + done
             self.progress(self._done, self._total)
-        return results
+
+        return self._micro_batch.run_all(attempt, range(len(items)), step)
 
 
 class _Ends(StoppingCriteria):
@@ -285,6 +304,14 @@ class _Ends(StoppingCriteria):
             self._done[row] = any(stop in text for stop in self._stops)
         self._tell(~self._done[:, None])
         return self._done
+
+
+def _bad_length(text: str, num_tokens: int, most: int) -> UserError:
+    """Return the error for an answer or a prompt of a task without tokens, or of too many."""
+    return UserError(
+        f"a task has the {text} of {num_tokens} tokens; it needs at least one, and at most the model's context of "
+        f"{most}\nleave the task out, or correct its YAML file"
+    )
 
 
 def _padded(row: Tensor, length: int, token: int) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 from lm_eval.api import task as tasks_module
 from lm_eval.api.metrics import mean
 from lm_eval.api.task import Task
+from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.utils import handle_non_serializable
 
@@ -25,6 +26,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.evaluation.tasks.language_model import CheckpointLM
+from spkv_nas.evaluation.tasks.suite import seed_generators
 
 # Config keys left out of the hash, as the requests contain their effect
 _OF_PLACES = ("metadata", "dataset_path", "dataset_kwargs")
@@ -62,8 +64,7 @@ def run_task(
         allow_code: True if the task may run code that the model writes.
     """
     # Build the requests, which the file name depends on
-    with _without_bars():
-        task.build_all_requests(limit=limit, rank=0, world_size=1)
+    with _requests_built(task, limit=limit):
         file = sample_file(folder, task.task_name, _content(task, identity))
         was_kept = on_main(partial(is_file, file))
         # Answer them unless an earlier run has
@@ -92,15 +93,14 @@ def score_documents(
         lm: checkpoint to evaluate.
         task: task to run.
         documents: indices of its documents, at least one.
-        seed: random seed of few-shot examples, which must differ between calls.
+        seed: random seed of few-shot examples and of sampling, which must differ between calls.
         allow_code: as in ``run_task``.
 
     Raises:
         UserError: the metric is no mean of scores from 0 to 1, of which more are better.
     """
     name, ordered = task.task_name, sorted(documents)
-    task.set_fewshot_seed(seed=seed)
-    with _without_bars():
+    with _requests_built(task, seed, samples=ordered):
         results = evaluate(
             lm,
             {"tasks": {name: task}},
@@ -132,7 +132,7 @@ def _content(task: Task, identity: str) -> str:
     """Return a text of everything that the answers to a task, and their scores, depend on."""
     config = {key: value for key, value in task.dump_config().items() if key not in _OF_PLACES}
     requests = [[instance.request_type, instance.args] for instance in task.instances]
-    return json.dumps([identity, config, requests], sort_keys=True, default=_named)
+    return json.dumps([identity, config, requests, DEFAULT_OTHER_SEED], sort_keys=True, default=_named)
 
 
 def _named(value: Any) -> str:
@@ -174,11 +174,28 @@ def _read(file: Path, task: Task, was_kept: bool) -> TaskResult:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """Hide lm-eval's progress bar while it builds requests."""
+def _requests_built(task: Task, seed: int | None = None, **documents: Any) -> Iterator[None]:
+    """Build a task's requests as lm-eval's ``simple_evaluate`` does; ``evaluate`` asks them while this is open.
+
+    All random generators are seeded first, so that few-shot examples and sampled answers depend on nothing before.
+
+    Args:
+        task: task to run.
+        seed: random seed; None takes lm-eval's default seeds.
+        documents: options of ``build_all_requests`` that select documents.
+    """
+    task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED if seed is None else seed)
+    seed_generators(seed)
+    # Hide lm-eval's progress bar
     original = tasks_module.tqdm
     tasks_module.tqdm = partial(original, disable=True)
     try:
-        yield
+        task.build_all_requests(rank=0, world_size=1, **documents)
     finally:
         tasks_module.tqdm = original
+    # Building them again would draw other few-shot examples
+    task.build_all_requests = lambda **_: None
+    try:
+        yield
+    finally:
+        del task.build_all_requests

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 
@@ -44,7 +48,6 @@ _SHOTS = {  # few-shot examples of the paper's tasks; lm-eval has none for Human
     "triviaqa": 5,
     "winogrande": 0,
 }
-_FEWSHOT_SEED = 1234  # default of lm-eval
 _ALLOW_CODE = "HF_ALLOW_CODE_EVAL"  # required by the library ``evaluate`` to run generated code
 
 Index = dict[str, Any]  # entries of lm-eval's task index by name
@@ -120,6 +123,13 @@ def load_suite(
     if missing:
         raise _no_data(index, missing, len(task_options))
     return suite
+
+
+def seed_generators(seed: int | None = None) -> None:
+    """Seed the generators that tasks and sampling draw from; None takes the default seeds of lm-eval."""
+    random.seed(DEFAULT_RANDOM_SEED if seed is None else seed)
+    np.random.seed(DEFAULT_OTHER_SEED if seed is None else seed)
+    torch.manual_seed(DEFAULT_OTHER_SEED if seed is None else seed)
 
 
 def quiet_libraries() -> None:
@@ -207,13 +217,17 @@ def _local(index: Index, name: str, folders: Sequence[str]) -> dict[str, str]:
 
 def _load(index: Index, name: str, options: dict[str, Any]) -> list[SelectedTasks]:
     """Load the tasks of one name, with ``options`` overriding their YAML files; a group with a mean stays together."""
+    seed_generators()
     built = TaskFactory().build(index[name], overrides=options, registry=index)
     is_group = isinstance(built, Group)
     tasks = built.get_all_tasks() if is_group else built if isinstance(built, list) else [built]
     for task in tasks:
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+        # Process documents once: lm-eval does so at every access, and would score others than it asked if it is random
+        for name_of_docs in ("test_docs", "validation_docs", "fewshot_docs"):
+            setattr(task, name_of_docs, cache(getattr(task, name_of_docs)))
+        len(task.eval_docs)
     means = (is_group and built.aggregate_metric_list) or []
     if not means:
         return [SelectedTasks(task.task_name, [task]) for task in tasks]

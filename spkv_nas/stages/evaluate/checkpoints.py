@@ -40,7 +40,7 @@ def check_pair(model: str, against: str | None) -> None:
 
     if against is not None and fingerprint(load_tokenizer(against)) != fingerprint(load_tokenizer(model)):
         raise UserError(
-            f"--against {against} has a different tokenizer: NLL per token is comparable only on the same tokens"
+            f"--against {against} has a different tokenizer: results are comparable only on the same tokens"
         )
 
 

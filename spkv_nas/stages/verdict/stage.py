@@ -26,7 +26,6 @@ from spkv_nas.evaluation.verdict.decision import Answer, Levels, decide
 from spkv_nas.evaluation.verdict.paired_test import Evidence, loss_interval, more_samples
 from spkv_nas.evaluation.verdict.rounds import Rounds
 from spkv_nas.model.checkpoint import model_origin
-from spkv_nas.model.model_shape import check_tokens
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.model.windows import default_window
 from spkv_nas.stages.checks import check
@@ -195,7 +194,6 @@ def _text(
     _, whole = subject.read(tokenizer, separator.best, reporter)
     check_positions(model, whole.block_size, "--block-size")
     require_logits(model, 1, whole.block_size)
-    check_tokens(model, whole.largest_token)
     layouts = {each.name: each.chosen for each in candidates if each.chosen is not None}
     choice = find_choice(options.folders, layouts, tokenizer, reporter)
     # Leave out what chose

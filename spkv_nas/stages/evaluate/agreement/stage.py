@@ -20,6 +20,7 @@ from spkv_nas.base.version import environment
 from spkv_nas.evaluation.agreement import GREEDY, SAMPLED, Agreement, agreement_table, compare, write_continuations
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
+from spkv_nas.model.model_shape import vocabulary_size
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.agreement.options import AgreementOptions
@@ -66,6 +67,12 @@ def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> Agreeme
         raise UserError(f"--new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
     dense = load(options, options.dense, reporter)
     check_positions(dense[0], length, "--block-size")
+    sizes = vocabulary_size(measured.model), vocabulary_size(dense[0])
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"the model predicts {sizes[0]} tokens and the dense model {sizes[1]} (vocab_size), so their distributions "
+            "differ in length\ncompare models of equal vocab_size"
+        )
     # Continue every prompt and compare the models
     samples = options.folders.run_dir(subject.name) / "agreement"
     comparison = _Comparison(options, measured, dense, new_tokens, samples, reporter)

@@ -33,6 +33,7 @@ from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.baselines.options import BaselinesOptions
+from spkv_nas.stages.evaluate.checkpoints import check_pair
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
@@ -52,6 +53,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTabl
     # Load the models and the text
     subject = Subject.of(options, DENSE, "prune on")
     folder = options.folders.report_dir(subject.name)
+    check_pair(subject.source, options.against)
     measured = subject.load(reporter, tokens=BASELINE_TOKENS, learns=True)
     check_prunable(measured.model, measured.blocks, options.max_tokens)
     gated = None if options.against is None else _load_gated(options, measured)
@@ -119,16 +121,12 @@ class _GatedModel(NamedTuple):
 
 
 def _load_gated(options: BaselinesOptions, measured: Measured) -> _GatedModel:
-    """Load the model of ``--against``. Raises ``UserError`` if it lacks gates or has another tokenizer or window."""
+    """Load the model of ``--against``. Raises ``UserError`` if it lacks gates or has another window."""
     assert options.against is not None
-    model, tokenizer = load_on(options.against, measured.model.device.type, options.dtype)
+    model, _ = load_on(options.against, measured.model.device.type, options.dtype)
     gates = gate_config(model)
     if gates is None:
         raise UserError(f"--against {options.against} has no gates: give an SP-KV checkpoint")
-    if tokenizer.get_vocab() != measured.tokenizer.get_vocab():
-        raise UserError(
-            f"--against {options.against} has a different tokenizer than --model: NLL would be of different tokens"
-        )
     if options.window is not None and options.window != gates.window:
         raise UserError(
             f"--window {options.window} differs from the window of --against, {gates.window}: they must be equal"

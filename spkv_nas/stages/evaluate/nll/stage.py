@@ -17,7 +17,7 @@ from spkv_nas.base.distributed import on_main
 from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.checkpoint_table import EvaluatedCheckpoint, checkpoint_table, merged
-from spkv_nas.evaluation.micro_batch import check_positions, fitting_batch
+from spkv_nas.evaluation.micro_batch import fitting_batch
 from spkv_nas.evaluation.paired import PairedDifference, paired_difference
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.config_section import gate_config
@@ -99,7 +99,6 @@ def _pair(
     against, blocks = str(options.against), measured.blocks
     # Measure the baseline
     model, _ = load(options, against, reporter)
-    check_positions(model, blocks.block_size, "--block-size")
     with reporter.bar("evaluating --against") as progress:
         baseline = evaluate(model, blocks, batch_size=fitting_batch(model, blocks), progress=progress)
     # Make the rows of both

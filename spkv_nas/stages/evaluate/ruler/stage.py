@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,25 +15,21 @@ import pandas as pd
 from spkv_nas.artifacts.defaults import RULER_SAMPLES
 from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter
 from spkv_nas.base.units import parse_context
 from spkv_nas.base.version import environment
 from spkv_nas.data.ruler.material import Material
-from spkv_nas.data.ruler.sample import VERSION, NoRoomError, Sample
-from spkv_nas.data.ruler.tasks import available, check_task, generate
+from spkv_nas.data.ruler.sample import VERSION, Sample
+from spkv_nas.data.ruler.tasks import available, check_task
 from spkv_nas.evaluation.micro_batch import check_positions
-from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table
+from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table, sample_if_it_fits
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.checkpoints import Loaded, hard, identity, load
+from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, hard, identity, load
 from spkv_nas.stages.evaluate.checkpoints import origin as origin_of
 from spkv_nas.stages.evaluate.ruler.options import RulerOptions
 from spkv_nas.stages.names import result_name
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -65,10 +61,11 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> RulerResult:
     name = options.name or result_name(options.model)
     folder = options.folders.report_dir(name)
     # Load the checkpoint, and check that each task's first sample fits
+    check_pair(options.model, options.against)
     loaded = model, tokenizer = _load(options, options.model, lengths, reporter)
     sheets = [(task, length) for length in lengths for task in tasks]
     seed, number = options.seed, options.samples or RULER_SAMPLES
-    make = _maker(seed, tokenizer, material)
+    make = partial(sample_if_it_fits, seed=seed, tokenizer=tokenizer, material=material)
     for sheet in sheets:  # raises if it does not fit, before hours of work
         make(*sheet, 0)
     window, sinks = options.window or default_window(model, lengths[0]), local_sinks(model)  # for the shortest prompts
@@ -96,7 +93,7 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> RulerResult:
         with every_head_local(model, window, sinks):
             local = f"local {window} {sinks}".removesuffix(" 0")
             floor_answers = exam.take(1, loaded, identity(options.model, loaded, local))
-        baseline_answers, origin["against"] = _against(options, exam, loaded, lengths, reporter)
+        baseline_answers, origin["against"] = _against(options, exam, lengths, reporter)
     _warn_of_skipped(sheets, checkpoint_answers, reporter)
     # Write the table
     answers_by_sheet = zip(sheets, checkpoint_answers, floor_answers, baseline_answers, strict=True)
@@ -107,35 +104,13 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> RulerResult:
     return RulerResult(name, rows, folder, samples)
 
 
-def _maker(
-    seed: int, tokenizer: PreTrainedTokenizerBase, material: Material
-) -> Callable[[str, int, int], Sample | None]:
-    """Return a function that makes a task's sample by index; None where it does not fit, an error for the first."""
-
-    def make(task: str, length: int, index: int) -> Sample | None:
-        """Make a sample; only the first one of a task has to fit."""
-        try:
-            return generate(task, seed, index, length, tokenizer, material)
-        except NoRoomError:
-            if index:
-                return None
-            raise
-
-    return make
-
-
 def _against(
-    options: RulerOptions, exam: _Exam, loaded: Loaded, lengths: list[int], reporter: Reporter
+    options: RulerOptions, exam: _Exam, lengths: list[int], reporter: Reporter
 ) -> tuple[Sequence[Answers | None], dict[str, Any] | None]:
     """Return the baseline's answers to each sheet and its origin; Nones without a baseline."""
     if options.against is None:
         return [None] * len(exam.sheets), None
-    baseline = model, tokenizer = _load(options, options.against, lengths, reporter)
-    if tokenizer.get_vocab() != loaded[1].get_vocab():
-        raise UserError(
-            f"--against {options.against} has a different tokenizer, so its questions would differ: compare models "
-            "with the same tokenizer"
-        )
+    baseline = model, _ = _load(options, options.against, lengths, reporter)
     origin_record = origin_of(options.against, model, None)
     with hard(model, None):
         return exam.take(2, baseline, identity(options.against, baseline, str(origin_record["tau"]))), origin_record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from spkv_nas.base.errors import UserError
@@ -12,7 +13,6 @@ from spkv_nas.stages.verdict.criterion import Criterion, Setting
 from spkv_nas.stages.verdict.options import QUESTIONS, VerdictOptions
 
 if TYPE_CHECKING:
-    from spkv_nas.data.ruler.sample import Sample
     from spkv_nas.evaluation.verdict.rounds import Rounds
 
 _FIRST_SEED = 1 << 41  # other questions than those of ``evaluate ruler`` and of training, which may have chosen
@@ -23,9 +23,10 @@ def _questions(setting: Setting) -> Rounds:
     from importlib.metadata import version
 
     from spkv_nas.data.ruler.material import Material
-    from spkv_nas.data.ruler.sample import VERSION, NoRoomError
-    from spkv_nas.data.ruler.tasks import available, generate
+    from spkv_nas.data.ruler.sample import VERSION
+    from spkv_nas.data.ruler.tasks import available
     from spkv_nas.evaluation.micro_batch import check_positions
+    from spkv_nas.evaluation.ruler import sample_if_it_fits
     from spkv_nas.evaluation.verdict.rounds import QuestionRounds
 
     options = setting.options
@@ -34,16 +35,8 @@ def _questions(setting: Setting) -> Rounds:
     lengths = sorted({parse_context(text) for text in str(options.lengths).split(",")})
     cells = [(task, length) for length in lengths for task in dict.fromkeys(names)]
     check_positions(setting.dense, lengths[-1], "--lengths")
-
-    def make(task: str, length: int, index: int) -> Sample | None:
-        """Make a question; only the first of its task and length has to fit."""
-        try:
-            return generate(task, _FIRST_SEED + options.seed, index, length, setting.tokenizer, material)
-        except NoRoomError:
-            if index:
-                return None
-            raise
-
+    seed = _FIRST_SEED + options.seed
+    make = partial(sample_if_it_fits, seed=seed, tokenizer=setting.tokenizer, material=material)
     for cell in cells:  # raises before hours of work
         make(*cell, 0)
     identity = f"{VERSION} {_FIRST_SEED} {version('wonderwords')} {material.identity}"
