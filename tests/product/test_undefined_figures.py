@@ -178,7 +178,8 @@ class TestText:
     ) -> None:
         """The message names the option and the fields."""
         (tmp_path / "rows.jsonl").write_text('{"content": "some text"}\n')
-        message = fails(capsys, "evaluate", "--model", checkpoint, "--data", tmp_path / "rows.jsonl")
+        options = ("--model", checkpoint, "--data", tmp_path / "rows.jsonl", "--block-size", "16")
+        message = fails(capsys, "evaluate", *options)
         assert "its fields: content" in message
         assert "recipe's data.sources: {path: rows.jsonl, text_field: FIELD}" in message
 
