@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
-from itertools import pairwise, starmap
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import BYTE_ORDER_MARK, write_npz
+from spkv_nas.base.files import write_npz
 from spkv_nas.data.config import AUTO, Bos
-from spkv_nas.data.pieces import piece_size
-from spkv_nas.data.sources import Document, encodable, in_pieces
+from spkv_nas.data.sources import Document, as_documents
 from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PLAIN, Boundaries, boundaries, encode
 
 if TYPE_CHECKING:
@@ -378,26 +377,6 @@ def tokenised(
     for batch in _batches(documents):
         for document, ids in zip(batch, encode([document.text for document in batch], tokenizer), strict=True):
             yield document, np.concatenate([ids, end])
-
-
-def as_documents(texts: Any, block_size: int) -> Iterator[Document]:
-    """Yield strings as documents, in pieces if they are long or few; a single string is one document.
-
-    Raises:
-        UserError: an item is no text.
-    """
-    items = [texts] if isinstance(texts, str | bytes | Mapping | Document) else texts
-    return in_pieces(starmap(_document, enumerate(items, 1)), piece_size(block_size))
-
-
-def _document(number: int, item: Any) -> Document:
-    """Return a string or a document as a document that a tokenizer encodes."""
-    document = item if isinstance(item, Document) else Document(item, "text", f"text {number}")
-    text: object = document.text
-    if not isinstance(text, str):
-        kind = type(text).__name__
-        raise UserError(f"text {number} is of type {kind}: expected a string (str) or a document")
-    return replace(document, text=encodable(text.removeprefix(BYTE_ORDER_MARK)))
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -10,18 +10,20 @@ their share may differ (``heldout.heldout_share``).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from spkv_nas.base.errors import printable, shortened
+from spkv_nas.base.errors import UserError, printable, shortened
+from spkv_nas.base.files import BYTE_ORDER_MARK
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.config import SourceConfig
-from spkv_nas.data.pieces import PIECE, cut
+from spkv_nas.data.pieces import PIECE, cut, piece_size
 from spkv_nas.data.readers import Read, Source, Text, open_source
 from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS
 
@@ -123,6 +125,26 @@ def in_pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
             yield from document.pieces(size)
         else:
             yield document
+
+
+def as_documents(texts: Any, block_size: int) -> Iterator[Document]:
+    """Yield strings as documents, in pieces if they are long or few; a single string is one document.
+
+    Raises:
+        UserError: an item is no text.
+    """
+    items = [texts] if isinstance(texts, str | bytes | Mapping | Document) else texts
+    return in_pieces(starmap(_item, enumerate(items, 1)), piece_size(block_size))
+
+
+def _item(number: int, item: Any) -> Document:
+    """Return a string or a document as a document that a tokenizer encodes."""
+    document = item if isinstance(item, Document) else Document(item, "text", f"text {number}")
+    text: object = document.text
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        raise UserError(f"text {number} is of type {kind}: expected a string (str) or a document")
+    return replace(document, text=encodable(text.removeprefix(BYTE_ORDER_MARK)))
 
 
 def _read(opened: list[tuple[str | SourceConfig, Source]], piece: int, read: Read) -> Iterator[Document]:

@@ -26,9 +26,8 @@ from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data import config
-from spkv_nas.data.blocks import as_documents
 from spkv_nas.data.config import AUTO, Bos
-from spkv_nas.data.sources import Document
+from spkv_nas.data.sources import Document, as_documents
 from spkv_nas.data.tokenizer import Boundaries, boundaries, default_separator, encode
 from spkv_nas.model.loss import token_nll
 from spkv_nas.model.model_shape import check_tokens, vocabulary_size

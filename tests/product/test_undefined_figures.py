@@ -178,8 +178,14 @@ class TestText:
     ) -> None:
         """The message names the option and the fields."""
         (tmp_path / "rows.jsonl").write_text('{"content": "some text"}\n')
+<<<<<<< HEAD
         message = fails(capsys, "evaluate", "--model", checkpoint, "--data", tmp_path / "rows.jsonl")
         assert "its fields: content" in message
+=======
+        options = ("--model", checkpoint, "--data", tmp_path / "rows.jsonl", "--block-size", "16")
+        message = fails(capsys, "evaluate", *options)
+        assert "found fields content" in message
+>>>>>>> part-tasks
         assert "recipe's data.sources: {path: rows.jsonl, text_field: FIELD}" in message
 
 

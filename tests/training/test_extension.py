@@ -207,6 +207,7 @@ class TestTraining:
             tokens = torch.randint(280, (1, 64), generator=torch.Generator().manual_seed(0))
             torch.testing.assert_close(logits(exported, tokens), logits(model, tokens))
 
+    @pytest.mark.filterwarnings("ignore:sequences of")  # the positions are not extended
     def test_from_scratch_the_branch_grows(
         self, train: Callable[..., Branch], recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
