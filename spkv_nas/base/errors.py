@@ -46,4 +46,4 @@ def first_line(error: BaseException) -> str:
     if end > 1:  # a list follows: up to the next blank line
         end = next((number for number, line in enumerate(lines) if number >= end and not line), len(lines))
     message = " ".join(lines[:end])
-    return message if " " in message else f"{type(error).__name__} {message}".rstrip()
+    return message if " " in message else f"{type(error).__name__}: {message}".rstrip(": ")

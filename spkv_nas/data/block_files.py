@@ -16,16 +16,18 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.manifest import check_manifest, is_complete, write_manifest
 from spkv_nas.base.replace import as_user_error, flush
-from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, aligned, check_enough
+from spkv_nas.base.schema import Recorded, validate
+from spkv_nas.data.blocks import REMEDY, DocumentInfo, TokenBlocks, aligned, check_enough
 from spkv_nas.data.sources import Document
 from spkv_nas.data.tokenizer import PLAIN, Boundaries
 
@@ -35,6 +37,22 @@ _WHAT = "record of token blocks"
 _INT32 = np.dtype("<i4")
 _COMMIT = 1 << 22  # tokens between two syncs to disk; a killed writer loses at most these
 _CHUNK = 1 << 22  # tokens read at once
+
+
+class _Notes(Recorded):
+    """Notes on a text in a record."""
+
+    notes: list[str]
+
+
+class _Record(_Notes):
+    """Content of ``blocks.json``."""
+
+    num_blocks: int = Field(ge=1)
+    block_size: int = Field(ge=1)
+    num_documents: int = Field(ge=1)
+    largest_token: int = Field(ge=0)
+    boundaries: dict[Literal["opening", "separator"], list[int]]
 
 
 class BlockWriter:
@@ -191,7 +209,10 @@ class _Line:
         """Parse a line; None if a killed writer left it incomplete."""
         try:
             values = json.loads(text) if text.endswith(b"\n") else None
-            return None if values is None else cls(_info(values), int(values["tokens"]), len(text))
+            if values is None:
+                return None
+            info = DocumentInfo(*(str(values[key]) for key in ("id", "domain", "name", "whole")))
+            return cls(info, int(values["tokens"]), len(text))
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -207,8 +228,14 @@ class _Documents(Collection[DocumentInfo]):
         return self.number
 
     def __iter__(self) -> Iterator[DocumentInfo]:
+        number = 0
         with self.file.open("rb") as lines:
-            yield from (_info(json.loads(line)) for line in lines)
+            for number, text in enumerate(lines, 1):
+                if (line := _Line.parse(text)) is None:
+                    raise UserError(f"{self.file}, line {number} is damaged\n{REMEDY}")
+                yield line.info
+        if number != self.number:
+            raise UserError(f"{self.file} is damaged: it has {number} documents, not {self.number}\n{REMEDY}")
 
     def __contains__(self, info: object) -> bool:
         return any(info == other for other in self)
@@ -220,18 +247,27 @@ def is_written(folder: Path) -> bool:
 
 
 def map_blocks(folder: Path) -> TokenBlocks:
-    """Memory-map the blocks of a finished folder without reading them; ``check_blocks`` detects damage."""
-    record = read_json(folder / _RECORD, _WHAT)
-    shape = (record["num_blocks"], record["block_size"])
-    tokens, owner = (np.memmap(folder / name, _INT32, "r", shape=shape) for name in (_TOKENS, _OWNER))
-    documents = _Documents(folder / _DOCUMENTS, record["num_documents"])
-    limits = Boundaries(**{name: tuple(tokens) for name, tokens in record["boundaries"].items()})
-    return TokenBlocks(tokens, owner, documents, record["largest_token"], limits)
+    """Memory-map the blocks of a finished folder without reading them; ``check_blocks`` detects damage.
+
+    Raises:
+        UserError: the files do not fit together.
+    """
+    record = validate(_Record, read_json(folder / _RECORD, _WHAT), f"{_WHAT} {folder / _RECORD}")
+    shape = record.num_blocks, record.block_size
+    try:
+        tokens, owner = (np.memmap(folder / name, _INT32, "r", shape=shape) for name in (_TOKENS, _OWNER))
+    except (OSError, ValueError) as error:
+        raise UserError(f"token blocks {folder} are damaged: {first_line(error)}\n{REMEDY}") from error
+    if not 0 <= owner[-1, -1] < record.num_documents:  # the last document has the largest index
+        raise UserError(f"token blocks {folder} are damaged: their documents do not match their tokens\n{REMEDY}")
+    documents = _Documents(folder / _DOCUMENTS, record.num_documents)
+    limits = Boundaries(**{name: tuple(tokens) for name, tokens in record.boundaries.items()})
+    return TokenBlocks(tokens, owner, documents, record.largest_token, limits)
 
 
-def read_notes(folder: Path) -> list[str]:
-    """Return the notes on the text of a finished folder."""
-    return [str(note) for note in read_json(folder / _RECORD, _WHAT).get("notes", [])]
+def read_notes(folder: Path, name: str = _RECORD) -> list[str]:
+    """Return the notes on a text, from a file of its folder."""
+    return validate(_Notes, read_json(folder / name, _WHAT), f"{_WHAT} {folder / name}").notes
 
 
 def check_blocks(folder: Path) -> None:
@@ -241,11 +277,6 @@ def check_blocks(folder: Path) -> None:
         UserError: if one is damaged.
     """
     check_manifest(folder, what="token blocks")
-
-
-def _info(values: dict[str, Any]) -> DocumentInfo:
-    """Return the document of a parsed line."""
-    return DocumentInfo(values["id"], values["domain"], values["name"], values["whole"])
 
 
 def _open(file: Path) -> BinaryIO:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZE_BATCH = 64  # documents per batch
-_REMEDY = "remove it: the text is then tokenised again"
+REMEDY = "remove it: the text is then tokenised again"
 _INT32 = 2**31 - 1  # largest token or index
 _GOLDEN_RATIO = (1 + 5**0.5) / 2
 _ARRAYS = (
@@ -217,10 +217,10 @@ class TokenBlocks:
         Raises:
             UserError: if the file is missing or damaged.
         """
-        arrays = read_arrays(path, _ARRAYS, _REMEDY)
+        arrays = read_arrays(path, _ARRAYS, REMEDY)
         infos = _parse_infos(str(arrays["documents"]))
         if infos is None or arrays["document"].max() >= len(infos):
-            raise UserError(f"{path} is damaged: its documents do not match its tokens\n{_REMEDY}")
+            raise UserError(f"{path} is damaged: its documents do not match its tokens\n{REMEDY}")
         return cls(
             arrays["tokens"].astype(np.int32, copy=False),
             arrays["document"].astype(np.int32, copy=False),

@@ -177,13 +177,11 @@ class Files:
             except (UnicodeError, OSError) as error:
                 unreadable.append(f"{self._name(file)}: {first_line(error)}")
                 read(size)
-        if unreadable and len(unreadable) == len(self.files):
-            raise UserError(f"{self.path}: no file is readable UTF-8 text; {unreadable[0]}")
         if unreadable:
-            warnings.warn(
-                f"{self.path}: skipped {len(unreadable)} files that are not readable UTF-8 text; {unreadable[0]}",
-                stacklevel=2,
-            )
+            problem = f"{len(unreadable)} files that are not readable UTF-8 text; {unreadable[0]}"
+            if len(unreadable) == len(self.files):
+                raise UserError(f"{self.path} has only {problem}")
+            warnings.warn(f"{self.path}: skipped {problem}", stacklevel=2)
 
     def _name(self, file: Path) -> str:
         """Return the name of a file, relative to the folder."""

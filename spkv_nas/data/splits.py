@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_json, write_json
+from spkv_nas.base.files import write_json
 from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.block_cache import BlockCache, ContentKey
@@ -196,8 +196,8 @@ def _load_sample(
             return _write_sample(text_documents, tokenizer, block_cache, block_size, max_tokens, left_out)
 
     folder = _find_or_write(block_cache, cache, has_sample, write, reporter)
-    for note in read_json(folder / _NOTES, "notes on a text").get("notes", []):
-        reporter.announce(str(note))
+    for note in read_notes(folder, _NOTES):
+        reporter.announce(note)
     return TokenBlocks.read(folder / _SAMPLE, block_cache.boundaries)
 
 

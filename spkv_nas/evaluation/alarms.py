@@ -89,6 +89,12 @@ class Circumstances:
         return "the text is unlike what the model was trained on"
 
 
+def packing_warning(separator: SeparatorReport, blocks: TokenBlocks) -> str | None:
+    """Return a warning if documents that share blocks cost the model more than 1 % of NLL; else None."""
+    share = float((blocks.document != blocks.document[:, :1]).mean())  # of tokens with another document before them
+    return f"warning: {about_packing(separator)}" if share * separator.packing_cost > MAX_PACKING_COST else None
+
+
 def about_packing(separator: SeparatorReport) -> str:
     """Return a clause on what packing documents into blocks costs the model."""
     return (
@@ -134,7 +140,8 @@ def changes_alarm(circumstances: Circumstances, changes: Sequence[PairedDifferen
     if circumstances.symptom is not None:
         return _sentence(circumstances.symptom, circumstances)
     better = sum(change.percent < -max(_MIN_GAIN, _SIGNIFICANT * change.standard_error) for change in changes)
-    symptom = f"{better} of {len(changes)} layouts without training have a lower NLL than full attention"
+    number = f"{better} of {len(changes)} layouts" if len(changes) > 1 else "a layout"
+    symptom = f"{number} without training: lower NLL than full attention"
     return _sentence(symptom, circumstances) if better else None
 
 

@@ -6,6 +6,7 @@ error.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 
 _SHOWN = 3  # number of names in an error message
+_MAX_WEIGHT = 1e16  # norms add up squares, which are infinite in float32 from 1e19 on
 _LARGE = 1 << 26  # number of parameters that are created in no time
 _MASKS = re.compile(
     r"(\.|^)(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids|[kv]_scale)$"
@@ -89,7 +91,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
         model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
     # Unexpected tensors, and values
     _check_unexpected(model, sorted(info["unexpected_keys"]), what)
-    check_finite(model, what)
+    check_values(model, what)
 
 
 def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> None:
@@ -116,9 +118,17 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
         )
 
 
-def check_finite(model: nn.Module, what: str) -> None:
-    """Raise ``UserError`` if a parameter is NaN or infinite."""
-    wrong = [name for name, parameter in model.named_parameters() if not is_finite(parameter.detach())]
+def check_values(model: nn.Module, what: str) -> None:
+    """Raise ``UserError`` if a parameter is NaN or infinite, and warn if one is too large to compute with."""
+    sizes = {name: largest(parameter.detach()) for name, parameter in model.named_parameters()}
+    wrong = [name for name, size in sizes.items() if not math.isfinite(size)]
+    huge = [name for name, size in sizes.items() if size > _MAX_WEIGHT]
+    if huge and not wrong:
+        warnings.warn(
+            f"{what}: {len(huge)} tensors hold numbers as large as {sizes[huge[0]]:.0e}, such as {huge[0]}: norms may "
+            "overflow, and make all predictions the same\nthe weights are damaged: copy them again",
+            stacklevel=5,
+        )
     if wrong:
         raise UserError(
             f"{what}: {len(wrong)} tensors hold numbers that are not finite (NaN or infinity), such as {wrong[0]}\n"
@@ -126,12 +136,12 @@ def check_finite(model: nn.Module, what: str) -> None:
         )
 
 
-def is_finite(x: Tensor) -> bool:
-    """Return whether a tensor has no NaN or infinity, without a copy; True for integers and 8-bit floats."""
-    if not x.is_floating_point() or x.numel() == 0 or x.itemsize == 1:
-        return True
+def largest(x: Tensor) -> float:
+    """Return the largest absolute value of a tensor, NaN if one is, without a copy; 0 for integers and 8-bit floats."""
+    if x.is_meta or not x.is_floating_point() or x.numel() == 0 or x.itemsize == 1:
+        return 0.0
     low, high = torch.aminmax(x)  # both NaN if any element is; needs no copy of x
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return float(torch.maximum(-low, high))
 
 
 @contextmanager

@@ -188,6 +188,7 @@ class Subject:
         Raises:
             UserError: too few tokens, tokens outside the model's vocabulary, too little memory, or a failed load.
         """
+        from spkv_nas.evaluation.alarms import packing_warning
         from spkv_nas.model.checkpoint import load_on, saved_dtype
         from spkv_nas.model.config_section import gate_config
         from spkv_nas.model.model_shape import check_tokens
@@ -226,6 +227,8 @@ class Subject:
         batch_size = fitting_batch(model, blocks, reporter)
         if with_logits:
             require_logits(model, batch_size, length)
+        if (warning := packing_warning(separator, blocks)) is not None:
+            reporter.caution(warning)
         count = f"{blocks.num_blocks} blocks of {length} tokens"
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {count}")
         return Measured(model, tokenizer, blocks, whole, text, saved_name, separator, train, batch_size)

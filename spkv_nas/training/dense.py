@@ -174,8 +174,6 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
         tokens = torch.zeros((1, min(32, recipe.data.block_size)), dtype=torch.long)
         with torch.random.fork_rng(devices=()), torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits
-    except MemoryError:
-        raise
     except Exception as error:  # transformers raises many kinds
         raise UserError(f"{_about(recipe)}: the model cannot be run: {first_line(error)}") from error
     if not logits.isfinite().all():

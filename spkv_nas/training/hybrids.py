@@ -38,7 +38,7 @@ from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.evaluation.alarms import Circumstances, alarm, control_alarm
+from spkv_nas.evaluation.alarms import Circumstances, alarm, control_alarm, packing_warning
 from spkv_nas.evaluation.comparison_documents import FILE, write_documents
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.ranking import rank_correlation
@@ -205,8 +205,9 @@ def zero_shot_scores(
     dense, by_layout = scores[0], dict(zip(layouts, scores[1:], strict=True))
     circumstances = Circumstances.of(model, heldout, dense, context.corpus.separator)
     sentence = alarm(circumstances, dense, by_layout, layouts)
-    if sentence is not None:
-        context.reporter.caution(f"warning: {sentence}")
+    warnings = (sentence and f"warning: {sentence}", packing_warning(context.corpus.separator, heldout))
+    for warning in filter(None, warnings):
+        context.reporter.caution(warning)
     return {DENSE: dense, **by_layout}, circumstances, sentence
 
 

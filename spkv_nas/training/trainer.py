@@ -33,7 +33,7 @@ from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.weight_files import default_generation
-from spkv_nas.model.weights import is_finite
+from spkv_nas.model.weights import largest
 from spkv_nas.training.callbacks import GatePhaseCallback, InterruptCallback, LogCallback, TokenProgressCallback
 from spkv_nas.training.distillation_callback import DistillationCallback
 from spkv_nas.training.gates_config import GatesConfig
@@ -273,8 +273,8 @@ class SPKVTrainer(Trainer):
         Raises:
             TrainingStoppedError: a number is not finite, or a weight has exploded.
         """
-        states = [(name, p, self.optimizer.state.get(p, {})) for name, p in self.model.named_parameters()]
-        bad_names = [name for name, p, state in states if not all(map(_is_finite, (p, *state.values())))]
+        states = [(name, p, *self.optimizer.state.get(p, {}).values()) for name, p in self.model.named_parameters()]
+        bad_names = [name for name, *tensors in states if not all(math.isfinite(_largest(x)) for x in tensors)]
         if sum_over_processes(torch.tensor(float(len(bad_names)))) > 0:
             self._stop(f"weight {bad_names[0]}" if bad_names else "weight of another process", math.nan)
         self._check_growth()
@@ -307,16 +307,7 @@ class SPKVTrainer(Trainer):
         )
 
 
-def _is_finite(value: Any) -> bool:
-    """Return True if a tensor, or this rank's shard of it, is finite; True for anything else."""
+def _largest(value: Any) -> float:
+    """Return the largest magnitude in a tensor or this rank's shard of it, NaN if one is; 0 for anything else."""
     local = value.to_local() if isinstance(value, DTensor) else value
-    return not isinstance(local, Tensor) or is_finite(local.detach())
-
-
-def _largest(value: Tensor) -> float:
-    """Return the largest magnitude in a tensor or this rank's shard of it; 0 if it is empty or quantized."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if local.is_meta or not local.is_floating_point() or local.numel() == 0 or local.itemsize == 1:
-        return 0.0
-    low, high = torch.aminmax(local.detach())
-    return max(-float(low), float(high))
+    return largest(local.detach()) if isinstance(local, Tensor) else 0.0

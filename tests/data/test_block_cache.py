@@ -146,9 +146,9 @@ class TestDatasets:
             raise ConnectionError("gone")
 
         monkeypatch.setattr(datasets.IterableDataset, "__iter__", broken)
-        with pytest.raises(UserError, match=r"cannot be read after 1 rows: gone$"):
+        with pytest.raises(UserError, match=r"cannot be read after 1 rows: ConnectionError: gone$"):
             list(documents([source], tmp_path))
-        with pytest.raises(UserError, match=r"cannot be read after 1 rows: gone\nrepeat the command: it resumes"):
+        with pytest.raises(UserError, match=r"after 1 rows: ConnectionError: gone\nrepeat the command: it resumes"):
             load_text([source], bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64)
 
     def test_a_split_that_is_not_there(self, source: SourceConfig, tmp_path: Path) -> None:

@@ -222,6 +222,31 @@ class TestRestart:
         write([one, three], finish=True)
         assert [d.name for d in map_blocks(tmp_path / "blocks").documents] == ["one", "three"]
 
+    @pytest.mark.parametrize(
+        ("name", "damage", "message"),
+        [
+            ("tokens.bin", lambda data: data[:-16], "mmap length is greater"),
+            ("document.bin", lambda data: data[:-4] + b"\x7f" * 4, "their documents do not match their tokens"),
+            ("documents.jsonl", lambda data: data[: len(data) // 2], r"documents.jsonl, line \d is damaged"),
+            ("documents.jsonl", lambda data: data.splitlines(keepends=True)[0], "it has 1 documents, not 3"),
+            ("blocks.json", lambda data: data.replace(b'"num_blocks": 3', b'"num_blocks": [3]'), "key 'num_blocks'"),
+            ("blocks.json", lambda data: data.replace(b"num_documents", b"documents"), "'num_documents' is missing"),
+        ],
+    )
+    def test_files_that_do_not_fit_together_are_named(
+        self, name: str, damage: Any, message: str, tmp_path: Path
+    ) -> None:
+        """With a manifest made to fit, they ended commands with a ValueError of mmap, a KeyError or an IndexError."""
+        with BlockWriter(tmp_path / "partial", 4, "text") as writer:
+            for number in range(3):
+                writer.add(Document(str(number), "a", str(number)), np.arange(4, dtype=np.int32))
+            writer.finish(tmp_path / "blocks")
+        assert len(list(map_blocks(tmp_path / "blocks").documents)) == 3
+        file = tmp_path / "blocks" / name
+        file.write_bytes(damage(file.read_bytes()))
+        with pytest.raises(UserError, match=message):
+            list(map_blocks(tmp_path / "blocks").documents)
+
     def test_commits_survive_a_kill(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A writer that is killed keeps what it committed."""
         monkeypatch.setattr(block_files, "_COMMIT", 10)

@@ -272,7 +272,18 @@ def test_impossible_samples(task: str, length: int, message: str, tokenizer: Pre
         generate(task, 0, 0, length, tokenizer)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "[1]", '{"data": [{}]}', "nonsense"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        "[1]",
+        '{"data": [{}]}',
+        "nonsense",
+        '[{"context": [["t", ["a"]]], "question": "b", "answer": null}]',
+        '[{"context": [["t", ["a"]]], "question": "\\ud800", "answer": "c"}]',
+    ],
+)
 def test_invalid_question_files(content: str, tmp_path: Path) -> None:
     (tmp_path / "qa.json").write_text(content)
     with pytest.raises(UserError, match=r"--qa .*qa.json: (neither|no question)"):

@@ -15,7 +15,15 @@ import torch
 import spkv_nas
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.alarms import Circumstances, alarm, changes_alarm, check_text, control_alarm, frequency_nll
+from spkv_nas.evaluation.alarms import (
+    Circumstances,
+    alarm,
+    changes_alarm,
+    check_text,
+    control_alarm,
+    frequency_nll,
+    packing_warning,
+)
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference
 from spkv_nas.evaluation.separators import SeparatorReport
 
@@ -43,7 +51,7 @@ class TestTables:
     @pytest.mark.parametrize(
         ("factors", "symptom"),
         [
-            ((1.03, 0.92, 0.90, 0.95), "3 of 4 layouts without training have a lower NLL than full attention"),
+            ((1.03, 0.92, 0.90, 0.95), "3 of 4 layouts without training: lower NLL than full attention"),
             ((1.06, 1.02, 1.03, 1.0), "densest loses more without training than random layouts of as many heads"),
         ],
     )
@@ -71,6 +79,15 @@ class TestTables:
         sentence = control_alarm(_WELL, nll(factor), nll(1.0))
         assert (sentence is not None) == raised
         assert not raised or "improved full attention (the control) by 10" in str(sentence)
+
+
+@pytest.mark.parametrize(("owners", "warned"), [([0, 0, 0, 0], False), ([0, 1, 1, 1], True), ([0, 0, 0, 1], False)])
+def test_packing_is_warned_of_where_documents_share_blocks(owners: list[int], warned: bool) -> None:
+    """It costs nothing where documents fill blocks of their own."""
+    document = np.array([owners] * 5, dtype=np.int32)
+    blocks = TokenBlocks(np.zeros_like(document), document, ())
+    warning = packing_warning(replace(_KNOWN, alone=1.96), blocks)  # 2 % less than packed
+    assert (warning is not None) == warned
 
 
 @pytest.mark.parametrize(
@@ -113,6 +130,7 @@ def _shuffled(text: str) -> str:
     ],
     ids=["its text", "shuffled words", "another tokenizer", "twice its context"],
 )
+@pytest.mark.filterwarnings("ignore:sequences of 1024 tokens are longer")
 def test_a_text_that_a_model_does_not_know(
     change: Callable[[str], str] | str | None, size: int, symptom: str | None
 ) -> None:

@@ -64,6 +64,16 @@ class TestWeights:
             load(tmp_path)
         assert logging.get_verbosity() == before
 
+    @pytest.mark.parametrize("kind", ["gated", "dense"])
+    def test_weights_too_large_to_compute_with(
+        self, kind: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """With one weight of 1e38 all logits were 0, and the NLL was that of a uniform guess."""
+        write(tmp_path, tiny_tokenizer, kind)
+        change_weights(tmp_path, lambda w: w[f"{Q}.weight"][0, :1].fill_(-1e38))
+        with pytest.warns(UserWarning, match=rf"1 tensors hold numbers as large as 1e\+38, such as {Q}\.weight"):
+            load(tmp_path)
+
     def test_a_dense_model_with_missing_weights(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         write(tmp_path, tiny_tokenizer, "dense")
         change_weights(tmp_path, without("layers.2."))

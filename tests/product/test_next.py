@@ -35,6 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("spkv_nas.stages.probe.stage.PRICED_STEPS", 3)
     monkeypatch.setattr("spkv_nas.evaluation.alarms._MAX_SHARE", 100.0)  # random models know no text
     monkeypatch.setattr("spkv_nas.evaluation.alarms._MIN_GAIN", 100.0)
+    monkeypatch.setattr("spkv_nas.evaluation.alarms._MAX_CONTROL_GAIN", 100.0)
     return tmp_path
 
 

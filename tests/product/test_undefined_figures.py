@@ -221,3 +221,4 @@ class TestErrors:
         assert first_line(ValueError("one line\nanother")) == "one line"
         assert first_line(ValueError("a list:")) == "a list:"
         assert first_line(ValueError()) == "ValueError"
+        assert first_line(KeyError("key")) == "KeyError: 'key'"

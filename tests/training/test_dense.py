@@ -225,7 +225,7 @@ def test_a_typo_in_the_config_of_a_new_model(recipe_file: Path, capsys: pytest.C
     [
         ("rms_norm_eps: 1", r"model\.config\.rms_norm_eps: no model can be built with 1: .*expected float, got int"),
         ("hidden_act: null", r"model\.config\.hidden_act: .*expected str, got NoneType"),
-        ("hidden_act: nope", r"model\.config\.hidden_act: .*KeyError 'nope'"),
+        ("hidden_act: nope", r"model\.config\.hidden_act: .*KeyError: 'nope'"),
         ("dtype: fp16", r"model\.config\.dtype: no model can be built with 'fp16'"),
         ("layer_types: [full_attention]", r"model\.config\.layer_types: .*must be equal to the number of"),
         ("rope_theta: null", r"model\.config\.rope_theta: no model can be built with None"),

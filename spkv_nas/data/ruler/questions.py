@@ -48,6 +48,8 @@ class Questions:
         try:
             content = parse_json(read_text(file, "questions", max_bytes=_MAX_BYTES))
             questions = _squad(content["data"]) if isinstance(content, dict) else _hotpot(content)
+            for text in (*questions.documents, *(t for q in questions.questions for t in (q.text, *q.answers))):
+                text.encode()  # fails for what a tokenizer does not encode: other types, and lone surrogates
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
