@@ -134,6 +134,7 @@ class TestName:
         assert "densest (densest-0123456789abcdef)" in page.texts["th"]
 
     @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore:sequences of")  # the questions are longer than the model's context
     def test_every_evaluation_takes_the_recipe_name(self, workspace: Path, text: Path) -> None:
         """--name takes precedence, and a checkpoint without a run has its folder's name."""
         hybrid, _ = checkpoints(workspace)

@@ -139,12 +139,12 @@ def stretches(
     texts: list[LongText] = []
     num_seen, length = 0, length - len(tokens_before(tokenizer))
     for number, document in enumerate(documents):
-        cuts, start = _Cuts.of(tokenizer, document.text), 0
+        start, ends = 0, _ends(tokenizer, document.text)
         while start < len(document.text):
             limit = length if most is None else min(length, most - num_seen)
             if limit <= short:
                 return texts
-            end, num_tokens = cuts.longest(start, limit)
+            end, num_tokens = _longest(tokenizer, document.text, ends, start, limit)
             if num_tokens > short:
                 texts.append(LongText(number, document.domain, document.label, document.text[start:end]))
                 num_seen += num_tokens
@@ -152,48 +152,36 @@ def stretches(
     return texts
 
 
-@dataclass(frozen=True)
-class _Cuts:
-    """Positions of a text between two tokens that are not of the same character.
+def _ends(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int64]:
+    """Return where a text may end, between two tokens that are not of the same character.
 
-    Attributes:
-        tokenizer: tokenizer of the text.
-        text: the text.
-        positions: index of the character after each, ascending; the last is the end of the text.
-        counts: number of tokens before each.
+    Returns:
+        [2, N], ascending: index of the character after each end, the last after the text, and the tokens before it.
     """
+    starts, stops = np.array(_encoded(tokenizer, text)[1], dtype=np.int64).reshape(-1, 2).T
+    stops = np.maximum.accumulate(stops)
+    last = np.flatnonzero(starts[1:] >= stops[:-1])
+    return np.array([[*stops[last], len(text)], [*last + 1, len(stops)]])
 
-    tokenizer: PreTrainedTokenizerBase
-    text: str
-    positions: NDArray[np.int64]
-    counts: NDArray[np.int64]
 
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, text: str) -> _Cuts:
-        """Find the positions by the offsets of the tokens."""
-        _, offsets = _encoded(tokenizer, text)
-        starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-        ends = np.maximum.accumulate(ends)
-        last = np.flatnonzero(starts[1:] >= ends[:-1])
-        return cls(tokenizer, text, np.append(ends[last], len(text)), np.append(last + 1, len(ends)))
+def _longest(
+    tokenizer: PreTrainedTokenizerBase, text: str, ends: NDArray[np.int64], start: int, limit: int
+) -> tuple[int, int]:
+    """Return the end of the longest text from ``start`` on of at most ``limit`` tokens, and its number of tokens.
 
-    def longest(self, start: int, limit: int) -> tuple[int, int]:
-        """Return the end of the longest text from ``start`` on of at most ``limit`` tokens, and its number of tokens.
-
-        The number is 0 for a first character of more tokens, after which the text then ends.
-        """
-        first = int(np.searchsorted(self.positions, start, "right"))
-        most = limit + (int(self.counts[first - 1]) if first else 0)
-        while True:
-            index = max(first, int(np.searchsorted(self.counts, most, "right")) - 1)
-            end = int(self.positions[index])
-            # Encoded by itself, a text may have other tokens at its ends
-            num_tokens = len(_encoded(self.tokenizer, self.text[start:end])[0])
-            if num_tokens <= limit:
-                return end, num_tokens
-            if index == first:
-                return end, 0
-            most = int(self.counts[index]) - (num_tokens - limit)
+    The number is 0 for a first character of more tokens, after which the text then ends.
+    """
+    positions, counts = ends
+    first = int(np.searchsorted(positions, start, "right"))
+    most = limit + (int(counts[first - 1]) if first else 0)
+    while True:
+        index = max(first, int(np.searchsorted(counts, most, "right")) - 1)
+        end = int(positions[index])
+        # Encoded by itself, a text may have other tokens at its ends
+        num_tokens = len(_encoded(tokenizer, text[start:end])[0])
+        if num_tokens <= limit or index == first:
+            return end, num_tokens if num_tokens <= limit else 0
+        most = int(counts[index]) - (num_tokens - limit)
 
 
 @torch.inference_mode()
