@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 
 def warn_of_windows(windows: Mapping[str, int | None], sinks: Mapping[str, int | None], *, remedy: str) -> None:
@@ -19,6 +20,29 @@ def warn_of_windows(windows: Mapping[str, int | None], sinks: Mapping[str, int |
     """
     _warn_if_different("local windows", "{} keys", windows, "a longer window lowers", remedy.format("--window"))
     _warn_if_different("numbers of sink tokens", "sinks {}", sinks, "sink tokens lower", remedy.format("--sinks"))
+
+
+def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Warn if members of a comparison were measured with different separators of documents.
+
+    Args:
+        records: record of each member, by name; older ones do not have the separator.
+
+    Warns:
+        UserWarning: the separators differ; names each and its members.
+    """
+    members: dict[str, list[str]] = {}
+    for name, record in records.items():
+        separator = record.get("separator")
+        if isinstance(separator, Mapping):
+            members.setdefault(str(separator.get("best")), []).append(name)
+    if len(members) > 1:
+        listed = "; ".join(f"'{separator}': {', '.join(names)}" for separator, names in members.items())
+        warnings.warn(
+            f"results on text with different separators of documents are compared ({listed}), which change what heads "
+            "attend to: measure all with the same --separator",
+            stacklevel=3,
+        )
 
 
 def _warn_if_different(subject: str, label: str, numbers: Mapping[str, int | None], cause: str, remedy: str) -> None:

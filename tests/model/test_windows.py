@@ -145,6 +145,16 @@ class TestMixedWindows:
             compare(CompareOptions(probes=["gates", "none"], budget="2", workspace=tmp_path))
         compare(CompareOptions(probes=["gates", "densities"], budget="2", workspace=tmp_path))
 
+    def test_compare_warns_of_separators(self, tmp_path: Path) -> None:
+        """Except of those of older records, which do not have them."""
+        table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))
+        for name, separator in {"one": {"best": "eos"}, "other": {"best": "bos"}, "older": None}.items():
+            metadata = {} if separator is None else {"separator": separator}
+            replace(table, name=name, window=8, metadata=metadata).write(Workspace(tmp_path).probe_dir(name))
+        with pytest.warns(UserWarning, match=r"different separators .*\('eos': one; 'bos': other\)"):
+            compare(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
+        compare(CompareOptions(probes=["one", "older"], budget="2", workspace=tmp_path))
+
     def test_propose_names_the_recommended_probe_of_another_window(self, tmp_path: Path) -> None:
         self.probes(Workspace(tmp_path), gates=16, mine=8)
         sentences = propose(ProposeOptions(probe="mine", budget="2", workspace=tmp_path)).sentences

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.windows import warn_of_windows
+from spkv_nas.artifacts.windows import warn_of_separators, warn_of_windows
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
@@ -57,5 +57,6 @@ def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementRe
     windows = {label: table.window for label, table in tables.items()}
     sinks = {label: table.local_sinks for label, table in tables.items()}
     warn_of_windows(windows, sinks, remedy="probe all of them with the same {}")
+    warn_of_separators({label: table.metadata for label, table in tables.items()})
     write_agreement(folder, rows, windows, reporter=reporter)
     return AgreementResult(rows, folder, save_figure(folder, agreement_charts(rows)))

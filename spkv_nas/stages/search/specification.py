@@ -11,7 +11,7 @@ from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.proposal import Proposal, distinct
-from spkv_nas.artifacts.windows import warn_of_windows
+from spkv_nas.artifacts.windows import warn_of_separators, warn_of_windows
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Announce, Reporter
 from spkv_nas.proposal.budget import parse_budget, parse_budgets
@@ -88,6 +88,7 @@ def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecif
     warn_of_windows(
         {"the search": window, **windows}, {"the search": space.sinks, **sinks}, remedy="probe all with one {}"
     )
+    warn_of_separators({each.name: each.metadata for each in (table, *space.signals)})
     # Read the recipe
     file = chosen_recipe(options, table, "search.yaml")
     recipe = Recipe.read(file).with_precision(options.dtype)
