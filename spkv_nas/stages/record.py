@@ -59,7 +59,7 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | N
         record: content of ``probe.yaml``, which users may have edited.
         workspace: folder for the commands to be made from the options.
     """
-    if not (content := record.get(OPTIONS)):
+    if (content := record.get(OPTIONS)) is None:
         return None
     renamed = {_RENAMED.get(name, name): value for name, value in content.items()}
     try:

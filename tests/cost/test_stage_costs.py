@@ -243,7 +243,7 @@ class TestCommand:
         assert opening["tokens"] == 12_288 * (1 + 33 / 2 * 8)
         assert opening["seconds"] == pytest.approx(opening["flops"] / (0.4 * 312e12))
         kept = stages["generate, 64 of 256 global"]["memory"]["cache"]
-        assert kept == 2 * 128 * 2 * (64 * 32768 + 192 * 32)
+        assert kept == 2 * 128 * 2 * (64 * 32768 + 192 * 128)
         assert stages["evaluate"]["bytes"] == sum(stages["evaluate"]["memory"].values())
 
     def test_of_a_recipe(self, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -277,7 +277,7 @@ class TestRefused:
         model = tiny_model("lfm2", layer_types=kinds)
         apply_layout(model, Layout(("GL", "LG"), 6))
         ids = prompts()[0][1:2]
-        with pytest.raises(UserError, match="have no attention, and SPKVCache does not hold their state"):
+        with pytest.raises(UserError, match="have no attention, or no keys of their own"):
             generate(model, ids, torch.ones_like(ids))
         assert generate(model, ids, torch.ones_like(ids), use_cache=False, max_new_tokens=2).shape == (1, 33)
 

@@ -94,7 +94,7 @@ class TestReading:
             (b"", "the file is empty"),
             (b"\n# a comment\n\n", "the file is empty"),
             (b"\x93NUMPY\x01\xff\xfe", "cannot read head scores"),
-            (b"\x00\x01\x02", "line 1, column 1: expected tab-separated numbers in [0, 1]"),
+            (b"\x00\x01\x02", "it is UTF-16, UTF-32 or binary: save it as UTF-8"),
             (b"0.1\t0.2\n0.3\n", "line 2: expected 2 values, as in the first line; found 1"),
             (b"0.1\t0.2\n0.3\tmany\n", "line 2, column 2: expected tab-separated numbers in [0, 1]; found 'many'"),
             (b"0.1 0.2\n", "found '0.1 0.2'"),

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
@@ -127,6 +126,8 @@ def load_suite(
 
 def seed_generators(seed: int | None = None) -> None:
     """Seed the generators that tasks and sampling draw from; None takes the default seeds of lm-eval."""
+    import torch  # after lm-eval, whose absence is named first
+
     random.seed(DEFAULT_RANDOM_SEED if seed is None else seed)
     np.random.seed(DEFAULT_OTHER_SEED if seed is None else seed)
     torch.manual_seed(DEFAULT_OTHER_SEED if seed is None else seed)
