@@ -26,7 +26,7 @@ CHOSEN, RANDOM = "densest", "random-"  # names of the layout of the highest scor
 _SIGNIFICANT, _MIN_GAIN = 2.0, 0.1  # standard errors, percent of NLL
 _MAX_CONTROL_GAIN = 2.0  # percent of NLL
 _MAX_SHARE = 0.7  # of the NLL of token frequencies; models that know a text are below .5 (reports/LOG.md)
-_COUNTED, _SAMPLE = 1 << 20, 4096  # tokens for frequencies, and for a pass over a text
+_COUNTED, _SAMPLE = 1 << 20, 2048  # tokens for frequencies, and for a pass over a text
 
 
 @dataclass(frozen=True)
