@@ -6,7 +6,7 @@ a model. A layout is a small YAML file whose grid of letters can be read and edi
 The file contains a hash of its window, sinks and grid (``provenance: {hash: ...}``) to detect edits. Edits are allowed,
 so an edited layout is read as it is. But its strategy, budget and coverage still describe the original grid, and labels
 such as "densest" would then be wrong in a comparison. So reading it warns until the hash is removed or the layout is
-written again.
+written again. ``check`` is the corresponding hash of the provenance, to detect damage; the strategy may be renamed.
 """
 
 from __future__ import annotations
@@ -144,6 +144,11 @@ class Layout(OnGrid):
         """Return the first 8 digits of ``content_hash``, the short id in the file."""
         return self.content_hash[:8]
 
+    @property
+    def check(self) -> str:
+        """Return 8 hexadecimal digits that hash the provenance; stored in the file beside ``hash``."""
+        return hashlib.sha256(yaml_line(dict(self.provenance)).encode()).hexdigest()[:8]
+
     def _repr_html_(self) -> str:
         """Return an HTML grid with G for every global head, for notebooks."""
         caption = f"{self.strategy}: {self.num_global} of {self.num_heads} KV heads global, {self.reach}"
@@ -177,7 +182,7 @@ class Layout(OnGrid):
 
     @classmethod
     def read(cls, path: StrPath) -> Layout:
-        """Read a layout from a YAML file and verify its hash, which is not part of ``provenance``.
+        """Read a layout from a YAML file and verify its hash and check, which are not part of ``provenance``.
 
         Raises:
             UserError: the file is invalid; names the key or layer, and what was expected.
@@ -201,8 +206,8 @@ class Layout(OnGrid):
                 "if this is intended, also remove the comment after 'heads'",
                 stacklevel=2,
             )
-        # Build the layout without the hash
-        provenance = {key: value for key, value in content.provenance.items() if key != "hash"}
+        # Build the layout without hash and check
+        provenance = {key: value for key, value in content.provenance.items() if key not in ("hash", "check")}
         try:
             layout = cls(tuple(content.heads), content.window, content.strategy, provenance, sinks=content.sinks)
         except UserError as error:
@@ -214,6 +219,12 @@ class Layout(OnGrid):
                 f"{where} was edited after it was written (its hash was {recorded_hash}, now {layout.hash}): "
                 f"its strategy '{layout.strategy}' and provenance describe the previous grid\n"
                 "if the edit is intended, rename the strategy and remove the hash from the file",
+                stacklevel=2,
+            )
+        elif str(content.provenance.get("check") or layout.check) != layout.check:
+            warnings.warn(
+                f"{where}: its provenance was changed after it was written\n"
+                "if this is intended, remove the key 'check' from the file",
                 stacklevel=2,
             )
         return layout
@@ -238,7 +249,7 @@ class Layout(OnGrid):
             comment=_GRID_COMMENT,
             rows=self.rows,
             strategy=yaml_line(self.strategy),
-            provenance=yaml_line({**self.provenance, "hash": self.hash}),
+            provenance=yaml_line({**self.provenance, "hash": self.hash, "check": self.check}),
         )
 
     def write(self, path: StrPath) -> None:

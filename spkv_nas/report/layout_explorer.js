@@ -73,7 +73,8 @@ function startExplorer(explorer) {
     };
     const entries = origin.map(([key, entry]) => entry || key + ": " + varying[key]).join(", ");
     const content = window + "\n" + rows.join("/") + (sinks ? "\nsinks " + sinks : "");
-    const provenance = "{" + entries + ", hash: " + yamlText(shortHash(content)) + "}\n";
+    const hash = shortHash(content), check = shortHash("{" + entries + "}");
+    const provenance = "{" + entries + ", hash: " + yamlText(hash) + ", check: " + yamlText(check) + "}\n";
     return { name: "densest-" + state.budget, text: before + text + between + provenance, hash };
   }
   function rowsOf(mask) {

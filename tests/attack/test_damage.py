@@ -151,13 +151,15 @@ def _matching(state: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
 
 
 def hurt(file: Path, cut: bool, random: Random) -> str:
-    """Flip a bit or cut off the end; return a description."""
+    """Flip a bit or cut off the end; return a description. A layout's strategy may be renamed, so it is left alone."""
     content = bytearray(file.read_bytes())
     if cut:
         length = random.randrange(len(content))
         file.write_bytes(content[:length])
         return f"cut to {length} of {len(content)} bytes"
-    position, bit = random.randrange(len(content)), random.randrange(8)
+    name = re.search(rb"\nstrategy: .*", content)
+    renamed = range(*name.span()) if name else range(0)
+    position, bit = random.choice([i for i in range(len(content)) if i not in renamed]), random.randrange(8)
     content[position] ^= 1 << bit
     file.write_bytes(content)
     return f"bit {bit} of byte {position} of {len(content)} flipped"
