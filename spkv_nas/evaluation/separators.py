@@ -20,7 +20,6 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
-from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.progress import SILENT, Reporter
@@ -117,20 +116,17 @@ def measure_separator(
     }
     groups = _groups(documents, block_size - max(len(each.opening) for each in variants.values()))
 
-    def measure() -> SeparatorReport:
-        with evaluation_mode(model):
-            sums = {name: _sums(model, groups, limits) for name, limits in variants.items()}
-            openings = {limits.opening for limits in variants.values()}
-            alone = [_sums(model, [[each] for each in documents], Boundaries(opening)) for opening in openings]
-        count = sum(len(each) - 1 for each in documents)
-        convention = default_separator(tokenizer, bos)
-        return SeparatorReport(
-            _best(sums, convention),
-            {name: float(values.sum()) / count for name, values in sums.items()},
-            min(float(values.sum()) for values in alone) / count,
-        )
-
-    return on_main(measure)
+    with evaluation_mode(model):
+        sums = {name: _sums(model, groups, limits) for name, limits in variants.items()}
+        openings = {limits.opening for limits in variants.values()}
+        alone = [_sums(model, [[each] for each in documents], Boundaries(opening)) for opening in openings]
+    count = sum(len(each) - 1 for each in documents)
+    convention = default_separator(tokenizer, bos)
+    return SeparatorReport(
+        _best(sums, convention),
+        {name: float(values.sum()) / count for name, values in sums.items()},
+        min(float(values.sum()) for values in alone) / count,
+    )
 
 
 def shared_separator(
