@@ -117,7 +117,7 @@ class TestRefused:
             ([], "no prompt: give one as an argument, or a file with --file"),
             ([PROMPT, "--file", "x"], "not both"),
             ([""], "the prompt is empty"),
-            (["caf\udce9"], "the prompt is not UTF-8 text"),
+            (["a\udce9"], "the prompt is not UTF-8 text"),
             (["--file", "nowhere.txt"], "nowhere.txt"),
             ([PROMPT, "--tau", "1.5"], "--tau must lie in [0, 1]; found 1.5"),
             ([PROMPT, "--tau", "0.5"], "no gates, so tau has no effect"),
