@@ -31,7 +31,7 @@ _COUNTED, _SAMPLE = 1 << 20, 2048  # tokens for frequencies, and for a pass over
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a model is measured on and how, which names the likely cause of an alarm.
+    """Describe what a model is measured on and how, which tells the likely cause of an alarm.
 
     Attributes:
         block_size: tokens per block.
