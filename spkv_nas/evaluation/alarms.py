@@ -140,8 +140,8 @@ def changes_alarm(circumstances: Circumstances, changes: Sequence[PairedDifferen
     if circumstances.symptom is not None:
         return _sentence(circumstances.symptom, circumstances)
     better = sum(change.percent < -max(_MIN_GAIN, _SIGNIFICANT * change.standard_error) for change in changes)
-    number = f"{better} of {len(changes)} layouts" if len(changes) > 1 else "a layout"
-    symptom = f"{number} without training: lower NLL than full attention"
+    subject = f"{better} of {len(changes)} layouts have" if len(changes) > 1 else "a layout has"
+    symptom = f"{subject} a lower NLL than full attention without training"
     return _sentence(symptom, circumstances) if better else None
 
 
