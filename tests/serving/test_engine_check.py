@@ -297,8 +297,7 @@ class TestVllm:
     def test_families_are_exact(
         self, family: str, layout: Layout, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        model = lively(family)
-        save(model, tiny_tokenizer, tmp_path / "dense")
+        save_with_tokenizer(lively(family), tiny_tokenizer, tmp_path / "dense")
         export(layout, tmp_path / "dense", tmp_path / "out", to="spkv")
         check = self.run(tmp_path / "out")
         assert check.passed, str(check)

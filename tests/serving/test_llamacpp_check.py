@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine_cases import LAYERS, lively, swap
+from helpers import save_with_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
@@ -60,7 +61,7 @@ class TestLlamaCpp:
     def test_families_are_exact(
         self, family: str, target: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        save(lively(family), tiny_tokenizer, tmp_path / "dense")
+        save_with_tokenizer(lively(family), tiny_tokenizer, tmp_path / "dense")
         export(LAYERS, tmp_path / "dense", tmp_path / "out", to=target)
         self.convert(tmp_path / "out")
         check = self.run(tmp_path / "out")
