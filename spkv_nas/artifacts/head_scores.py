@@ -29,6 +29,7 @@ from spkv_nas.artifacts.local_layers import ConfigLayer, candidate_layers, confi
 from spkv_nas.artifacts.positions import read_positions
 from spkv_nas.artifacts.probe_file import ProbeFile
 from spkv_nas.artifacts.score_kind import Measure
+from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, digest, read_selection, write_selection
 from spkv_nas.artifacts.views import grid_html
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath, is_file, is_folder
@@ -58,6 +59,7 @@ class HeadScores(OnGrid):
         metadata: where the table comes from (``probe.yaml``).
         probe_hash: ``content_hash`` of the table at the probe's threshold; None: this table is at it.
         gains: individual gain of each head, to validate the ranking; None if not measured.
+        selected_on: documents that the heads were scored on (``TokenBlocks.text_ids``); None if unknown.
     """
 
     name: str
@@ -71,6 +73,7 @@ class HeadScores(OnGrid):
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     probe_hash: str | None = None
     gains: Gains | None = field(default=None, repr=False)
+    selected_on: Selection | None = field(default=None, repr=False)
 
     @cached_property
     def grid(self) -> Grid:
@@ -86,6 +89,11 @@ class HeadScores(OnGrid):
     def sinks(self) -> int:
         """Return how many first tokens a local head saw besides its window while the scores were measured."""
         return int(self.metadata.get("sinks", 0))
+
+    @cached_property
+    def selection(self) -> str | None:
+        """Return the digest of the documents that the heads were scored on; None if unknown."""
+        return self.metadata.get(SELECTION) if self.selected_on is None else digest(self.selected_on)
 
     @cached_property
     def layers(self) -> list[int]:
@@ -317,6 +325,7 @@ class HeadScores(OnGrid):
             histogram=LogitHistogram.read(folder / _HISTOGRAM, table.domains, table.grid),
             documents=_read_documents(folder / _DOCUMENTS, table),
             gains=Gains.read(folder / _GAINS, table.grid),
+            selected_on=read_selection(metadata[SELECTION], [folder]) if SELECTION in metadata else None,
         )
 
     def write(self, folder: StrPath) -> None:
@@ -337,7 +346,8 @@ class HeadScores(OnGrid):
         }
         # Earlier versions wrote density in these keys for every kind of score
         metadata = {key: value for key, value in self.metadata.items() if key not in ("mean_density", "std_density")}
-        with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS)) as new:
+        earlier = [file.name for file in Path(folder).glob(PATTERN)]
+        with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS, *earlier)) as new:
             write_csv(new / _TABLE, file_rows(self.rows, self.kind))
             if self.positions is not None and self.tau_of_positions == self.tau:
                 write_csv(new / _POSITIONS, self.positions)
@@ -347,6 +357,8 @@ class HeadScores(OnGrid):
                 self.documents.write(new / _DOCUMENTS)
             if self.gains is not None:
                 self.gains.write(new / _GAINS)
+            if self.selected_on is not None:
+                record[SELECTION] = write_selection(new, self.selected_on)
             write_record(new / RECORD, {**metadata, **record})
 
     def _need_histogram(self) -> LogitHistogram:

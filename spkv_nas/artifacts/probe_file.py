@@ -34,6 +34,8 @@ class ProbeFile(Section):
     budget: int | None = Field(default=None, ge=1)
     options: dict[str, Any] | None = None
     gains: dict[str, Any] | None = None
+    selection: str | None = None
+    inputs: str | None = None
 
     @field_validator("name")
     @classmethod

@@ -6,7 +6,9 @@ measurements, because the report shows them even where the libraries that measur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +16,15 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import Field
 
+from spkv_nas.base.files import yaml_text
 from spkv_nas.base.limits import MAX_SHOWN
-from spkv_nas.base.records import read_record, write_record
-from spkv_nas.base.replace import replacing
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.records import read_record, read_unchecked, write_record
+from spkv_nas.base.replace import replacing, settle
 from spkv_nas.base.schema import Recorded
 from spkv_nas.base.tables import Column, read_table, write_csv
 
+_RESULTS = ("environment", "alarm", "answers", "inputs", "num_selection")  # keys of records that are no inputs
 ALARM = "alarm"  # key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
 
 
@@ -30,15 +35,16 @@ class AlarmRecord(Recorded):
 
 
 class LeftOut(Recorded):
-    """Documents that a verdict left out because they chose a layout."""
+    """Documents that a verdict left out because a layout was selected on them."""
 
     documents: int | None = None
-    chose: list[str] = Field([])
+    selected_by: list[str] = Field([])
 
 
 class ResultRecord(Recorded):
     """Keys of the records beside result tables that are read back."""
 
+    inputs: str | None = None
     model: str | None = None
     against: str | dict[str, Any] | None = None
     block_size: int | None = None
@@ -47,11 +53,55 @@ class ResultRecord(Recorded):
     limit: int | float | None = None
     evaluator: dict[str, Any] | None = None
     withheld: dict[str, str] | None = None
+    candidates: dict[str, str] = Field({})
     answers: dict[str, Literal["passes", "fails", "open"]] = Field({})
     nouns: dict[str, str] = Field({})
     risk: float | None = None
     left_out: LeftOut | None = None
     unrecorded: list[str] = Field([])
+
+
+def inputs_of(origin: Mapping[str, Any]) -> str:
+    """Return 8 hexadecimal digits of what a result was made from: its record, without results and environment."""
+    content = {key: value for key, value in origin.items() if key not in _RESULTS}
+    return hashlib.sha256(yaml_text(content).encode()).hexdigest()[:8]
+
+
+def keep_earlier(folder: Path, record: str, tables: Iterable[str], inputs: str, reporter: Reporter) -> None:
+    """Copy an earlier result that was made from other inputs to files beside it, such as ``verdict-1a2b3c4d.csv``.
+
+    Args:
+        folder: folder of the result.
+        record: name of its record, such as ``verdict.yaml``, which names its ``inputs``.
+        tables: names of its other files.
+        inputs: inputs of the result that will replace it (``inputs_of``).
+        reporter: receives the name of the copy.
+    """
+    settle(folder)
+    content = read_unchecked(folder / record, "record", ResultRecord)
+    content.pop("sha256", None)
+    earlier = content.get("inputs") or inputs_of(content)
+    if not content or earlier == inputs:
+        return
+    copies = {name: f"{Path(name).stem}-{earlier}{Path(name).suffix}" for name in (*tables, record)}
+    with replacing(folder) as new:
+        for name in tables:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, new / copies[name])
+        write_record(new / copies[record], content)
+    reporter.announce(f"kept the earlier result, of other inputs, as {folder / copies[record]}")
+
+
+def write_result(
+    folder: Path, name: str, rows: pd.DataFrame, origin: Mapping[str, Any], reporter: Reporter = SILENT
+) -> None:
+    """Write NAME.csv and NAME.yaml, a record of its ``origin``; an earlier table of other inputs is kept beside it."""
+    origin = {"inputs": inputs_of(origin), **origin}
+    table, record = f"{name}.csv", f"{name}.yaml"
+    keep_earlier(folder, record, [table], origin["inputs"], reporter)
+    with replacing(folder) as new:
+        write_csv(new / table, rows)
+        write_record(new / record, origin)
 
 
 @dataclass(frozen=True)
@@ -71,11 +121,9 @@ class ResultTable:
         """Return the names of the columns."""
         return [column.name for column in self.columns]
 
-    def write(self, folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-        """Write the table and a record of its ``origin``."""
-        with replacing(folder) as new:
-            write_csv(new / f"{self.name}.csv", rows)
-            write_record(new / f"{self.name}.yaml", origin)
+    def write(self, folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any], reporter: Reporter = SILENT) -> None:
+        """Write the table and a record of its ``origin``; an earlier table of other inputs is kept beside it."""
+        write_result(folder, self.name, rows, origin, reporter)
 
     def read(self, folder: Path) -> tuple[pd.DataFrame, dict[str, Any]] | None:
         """Read the table and its record; None if there is no table.
@@ -108,6 +156,19 @@ def _paired(low: float) -> tuple[Column, ...]:
     )
 
 
+ZERO_SHOT = ResultTable(
+    "zero-shot",
+    (
+        Column("strategy"),
+        Column("hash", default=""),  # of the layout; empty for full attention
+        Column("num_global", "whole"),
+        _number("density_percent", high=100.0),
+        _number("coverage_percent", high=MAX_SHOWN),
+        _number("nll"),  # nats per token
+        _number("delta_nll_percent", -100.0),  # against full attention, paired by document
+        _number("delta_nll_standard_error"),  # in percentage points
+    ),
+)
 BASELINES = ResultTable(
     "baselines",
     (

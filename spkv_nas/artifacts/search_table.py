@@ -61,6 +61,7 @@ class SearchRecord(Recorded):
     block_size: int | None = Field(None, ge=2)
     num_documents: int | None = None
     documents: SelectionDocuments | None = None
+    selection: str | None = None
 
 
 def whole_scores(rows: pd.DataFrame) -> pd.DataFrame:

@@ -55,8 +55,8 @@ class DocumentInfo:
 
     @property
     def text_id(self) -> str:
-        """Return the identity of the whole text, which does not depend on whether and where it was cut."""
-        return self.whole or self.id
+        """Return 16 digits that identify the whole text, which do not depend on whether and where it was cut."""
+        return (self.whole or self.id)[:16]
 
     @classmethod
     def of(cls, document: Document) -> DocumentInfo:
@@ -109,6 +109,17 @@ class TokenBlocks:
     def domains(self) -> tuple[str, ...]:
         """Return the domains of the documents, sorted."""
         return tuple(sorted({document.domain for document in self.documents}))
+
+    @property
+    def present(self) -> list[DocumentInfo]:
+        """Return the documents that the blocks have tokens of."""
+        infos = tuple(self.documents)
+        return [infos[index] for index in np.unique(self.document)]
+
+    @property
+    def text_ids(self) -> frozenset[str]:
+        """Return the identities of the texts that the blocks have tokens of (``DocumentInfo.text_id``)."""
+        return frozenset(info.text_id for info in self.present)
 
     def feed(self, key: Digest) -> None:
         """Update a hash with the ids of all documents and the number of tokens, which identify the text."""

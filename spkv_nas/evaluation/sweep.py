@@ -7,10 +7,9 @@ changes the utilities in all later ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,9 +18,7 @@ from transformers import PreTrainedModel
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.progress import Progress
-from spkv_nas.base.records import write_record
-from spkv_nas.base.replace import replacing
-from spkv_nas.base.tables import Column, read_table, write_csv
+from spkv_nas.base.tables import Column, read_table
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
@@ -132,15 +129,8 @@ def sweep_table(sweep: Sequence[Evaluation]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def write_sweep(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write the table of ``sweep_table`` to ``tau-sweep.csv``, and its provenance to ``tau-sweep.yaml``."""
-    with replacing(folder) as new:
-        write_csv(new / "tau-sweep.csv", rows)
-        write_record(new / "tau-sweep.yaml", origin)
-
-
 def read_sweep(path: Path) -> pd.DataFrame:
-    """Read a table written by ``write_sweep``.
+    """Read a table of ``sweep_table``.
 
     Raises:
         UserError: if a column is missing, or a cell is not a number.

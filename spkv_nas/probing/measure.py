@@ -128,7 +128,7 @@ def measure_signal(
         windows = native_windows(states)
     table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}
     cache_facts = {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}  # of a cached key
-    return replace(table, metadata={**cache_facts, **table.metadata, **table_facts})
+    return replace(table, metadata={**cache_facts, **table.metadata, **table_facts}, selected_on=blocks.text_ids)
 
 
 def _check_heads(model: PreTrainedModel) -> None:

@@ -17,6 +17,7 @@ from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.selection import SELECTION
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.version import __version__
 from spkv_nas.proposal.ranking import densest_first
@@ -101,6 +102,8 @@ def provenance(table: HeadScores, layout: Layout, budget: float, seed: int | Non
         "seed": seed,
         "created_by": f"spkv-nas {__version__}",
     }
+    if table.selection is not None:
+        origin[SELECTION] = table.selection
     if not table.is_density:
         origin |= {"signal": table.signal, "source": table.metadata.get("source")}
     return origin

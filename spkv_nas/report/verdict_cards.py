@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by, unrecorded_warning
+from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by
 from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import Band, Chart, Line, Mark, Points, Rule, Shape, Tone, numbers
 from spkv_nas.report.formatting import capitalized, listed, number, short, signed
@@ -145,12 +145,10 @@ def _sentences(rows: pd.DataFrame, record: Record) -> Iterable[str]:
     for candidate, answer in answers.items():
         verb, reason = conclusion(rows[rows["candidate"] == candidate], answer, record.get("nouns", {}))
         yield f"{candidate} {verb}: {reason}."
-    risk, left_out, unrecorded = record.get("risk"), record.get("left_out"), record.get("unrecorded")
+    risk, left_out, unknown = record.get("risk"), record.get("left_out"), record.get("unrecorded", ())
     if risk is not None and left_out is not None:
-        words = basis(risk, shared_by(len(answers)), left_out.get("documents", 0), left_out.get("chose", ()))
-        yield f"{capitalized(words)}."
-    if unrecorded:
-        yield f"{capitalized(unrecorded_warning(unrecorded))}."
+        documents, selected_by = left_out.get("documents", 0), left_out.get("selected_by", ())
+        yield f"{capitalized(basis(risk, shared_by(len(answers)), documents, selected_by, unknown))}."
 
 
 def _loss(loss: float) -> str:

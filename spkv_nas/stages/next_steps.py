@@ -133,7 +133,7 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
     return [
         Suggestion.of(
             scored,
-            "compare the NLL of the layouts before any training; other text is fairer, as this one chose the heads",
+            "compare the NLL of the layouts before any training; other text is fairer, as this one selected the heads",
         )
     ]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.defaults import CONTEXT
+from spkv_nas.artifacts.selection import SELECTION, digest
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import after_main, connect, on_main
@@ -76,8 +77,8 @@ class NLLTable:
         folder: folder of the table.
         num_documents: documents measured on.
         effective_documents: number of equally long documents that would give the same standard error.
-        chosen_by: what chose a layout on some of these documents, such as "probe mine".
-        num_chosen: number of these documents.
+        selected_by: what selected a layout on some of these documents, such as "probe mine".
+        num_selection: number of these documents.
         alarm: sentence if the scores make no sense (``evaluation.alarms``).
     """
 
@@ -86,8 +87,8 @@ class NLLTable:
     folder: Path
     num_documents: int
     effective_documents: float
-    chosen_by: tuple[str, ...] = ()
-    num_chosen: int = 0
+    selected_by: tuple[str, ...] = ()
+    num_selection: int = 0
     alarm: str | None = None
 
 
@@ -347,6 +348,7 @@ def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: 
         **measured.dtypes,
         "separator": measured.separator.as_mapping(),
         "block_size": measured.blocks.block_size,
+        SELECTION: digest(measured.blocks.text_ids),
         "num_tokens": int(nll.num_tokens.sum()),
         "num_documents": nll.num_documents,
         "effective_documents": round(nll.effective_documents, 1),

@@ -135,7 +135,7 @@ def make_results(name: str) -> Callable[[Path], Path]:
             "answers": {"a": "open", "b": "fails"},
             "risk": 0.05,
             "nouns": {"nll": "documents"},
-            "left_out": {"documents": 7, "chose": ["probe p", "search q"]},
+            "left_out": {"documents": 7, "selected_by": ["probe p", "search q"]},
             "unrecorded": ["b"],
         },
     }

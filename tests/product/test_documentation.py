@@ -79,9 +79,9 @@ gates: {window: 8}
 """
 
 
-def write_text(folder: Path, number: int = 30, words: int = 200) -> None:
+def write_text(folder: Path, number: int = 30, words: int = 200, first: int = 0) -> None:
     folder.mkdir()
-    for document in range(number):
+    for document in range(first, first + number):
         text = " ".join(f"fox{(document * word) % 97} jumps" for word in range(words))
         (folder / f"{document}.txt").write_text(f"document {document}: {text}.\n")
 
@@ -100,6 +100,7 @@ def write_models(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     for name in ("corpus", "essays", "unseen", "FILES"):
         write_text(folder / name)
     write_text(folder / "long", 4, 1500)
+    write_text(folder / "held-out", first=100)
 
 
 def write_results(folder: Path) -> None:

@@ -183,7 +183,7 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("name", "old", "new", "message"),
         [
-            ("verdict.yaml", '"probe p"', "3", r"key 'left_out\.chose\.0': should be a valid string; found 3"),
+            ("verdict.yaml", '"probe p"', "3", r"key 'left_out\.selected_by\.0': should be a valid string; found 3"),
             ("verdict.yaml", '"documents"', "null", r"key 'nouns\.nll': should be a valid string"),
             ("comparison.yaml", "0.2", '"x"', r"key 'rank_correlation\.interval\.1': .*number; found 'x'"),
             ("search.yaml", "120", "[1]", r"key 'steps\.full': should be a valid number"),

@@ -28,7 +28,7 @@ RECORD: dict[str, Any] = {
     "risk": 0.05,
     "against": "teacher",
     "nouns": {"nll": "documents", "ruler": "questions"},
-    "left_out": {"documents": 7, "chose": ["probe mine"]},
+    "left_out": {"documents": 7, "selected_by": ["probe mine"]},
     "unrecorded": ["<other>"],
 }
 
@@ -75,8 +75,10 @@ def test_the_sentences(section: Section) -> None:
         "<other> fails: its loss is above 1 % (nll).",
     )
     assert section.findings[2].startswith("Risk of a wrong pass, and of a wrong failure, 5 % each for all 2 candidates")
-    assert "chosen by probe mine: 7 documents of the text that chose are excluded" in section.findings[2]
-    assert section.findings[3].startswith("No record says which text chose <other>")
+    assert "selected by probe mine: 7 documents of this text excluded" in section.findings[2]
+    assert section.findings[2].endswith(
+        "which documents <other> were selected on is not known, so they may be in this text."
+    )
 
 
 def test_a_running_verdict_without_samples() -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import VERDICT
+from spkv_nas.artifacts.selection import SELECTION, write_selection
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import write_record
 from spkv_nas.cli import main
@@ -181,18 +182,18 @@ class TestResuming:
 
 
 class TestChoice:
-    """Documents that chose a layout never judge it."""
+    """Documents that a layout was selected on are never used for its verdict."""
 
     def chosen(self, data: str) -> str:
-        """Write a layout that a probe on a text chose, and return its file."""
+        """Write a layout that was selected by a probe on a text, and return its file."""
         table = probe(ProbeOptions(model="dense", data=[data], block_size=32, signal="attention-mass", name="mine"))
-        origin = {"probe": table.name, "probe_hash": table.content_hash}
+        origin = {"probe": table.name, SELECTION: table.selection}
         Layout(("GL",) * 4, window=4, strategy="chosen", provenance=origin).write("chosen.yaml")
         return "chosen.yaml"
 
     def test_the_text_of_the_probe_is_refused(self, folder: Path) -> None:
         layout = self.chosen("text")
-        with pytest.raises(UserError, match=r"all 60 documents of the text chose a layout \(probe mine"):
+        with pytest.raises(UserError, match=r"all 60 documents .* select a layout \(probe mine\)"):
             run(layout)
 
     def test_shared_documents_are_left_out(self, folder: Path) -> None:
@@ -202,12 +203,15 @@ class TestChoice:
         assert result.rows["num_samples"].item() <= 60
         assert not result.unrecorded
 
-    def test_score_says_how_many_documents_chose(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_score_says_how_many_documents_were_used(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         layout = self.chosen("text")
-        for data, sentence in (("text", "60 of these documents chose a layout (probe mine)"), ("other", None)):
+        for data, sentence in (
+            ("text", "60 of these documents were used to select a layout (probe mine)"),
+            ("other", None),
+        ):
             main(["score", layout, "--model", "dense", "--data", data, "--block-size", "32"])
             printed = " ".join(capsys.readouterr().out.split())
-            assert "chose a layout" not in printed if sentence is None else sentence in printed
+            assert "used to select" not in printed if sentence is None else sentence in printed
 
     def test_pieces_of_a_text_are_known_by_the_text(self, folder: Path) -> None:
         """Fewer than twenty documents are cut into pieces, and more are not, so that pieces differ from documents."""
@@ -217,7 +221,7 @@ class TestChoice:
                 words = " ".join(f"{name}{(index * word) % 23} returns" for word in range(900))
                 Path(name, f"{index}.txt").write_text(f"document {index}: {words}\n")
         layout = self.chosen("few")
-        with pytest.raises(UserError, match=r"documents of the text chose a layout \(probe mine"):
+        with pytest.raises(UserError, match=r"documents of the text were used to select a layout \(probe mine"):
             run(layout, data=["few"])
         result = run(layout, data=["few", "many"], max_tokens=4096)
         assert result.num_left_out == 5
@@ -232,12 +236,12 @@ class TestChoice:
         model = tiny_model(vocab_size=300)
         apply_layout(model, layout)
         save(model, tiny_tokenizer, folder / "hybrid")
-        with pytest.raises(UserError, match=r"all 60 documents of the text chose a layout \(probe mine"):
+        with pytest.raises(UserError, match=r"all 60 documents .* select a layout \(probe mine\)"):
             run("hybrid")
 
     def test_the_text_of_score_is_refused(self, folder: Path) -> None:
         main(["score", "mixed.yaml", "--model", "dense", "--data", "text", "--block-size", "32"])
-        with pytest.raises(UserError, match=r"chose a layout \(score dense among 1 layout scored on 60 documents\)"):
+        with pytest.raises(UserError, match=r"select a layout \(score dense among 1 layout scored on 60 documents\)"):
             run("mixed.yaml")
 
     def test_the_sentence_says_among_how_many_layouts_it_was_chosen(
@@ -246,24 +250,28 @@ class TestChoice:
         main(["score", "mixed.yaml", "full.yaml", "--model", "dense", "--data", "text", "--block-size", "32"])
         sentence = document(run("mixed.yaml", data=["other", "text"]))["sentences"][-1]
         assert (
-            "chosen by score dense among 2 layouts scored on 60 documents: 60 documents of the text "
-            "that chose are excluded" in sentence
+            "selected by score dense among 2 layouts scored on 60 documents: 60 documents of this text excluded"
+            in sentence
         )
 
     def test_a_search_counts_its_layouts(self, folder: Path) -> None:
-        """Count the layouts of an older search too, whose record lacks the number of documents."""
         layout, other = Layout.read("mixed.yaml"), Layout.read("full.yaml")
-        data = {"sources": ["text"], "block_size": 32}
-        for name, more in (("new", {"documents": {"chosen_on": 30}}), ("old", {})):
-            reports = folder / "reports" / name
-            reports.mkdir(parents=True)
-            hashes = (layout.hash, other.hash, layout.hash)  # two samplers found the same layout
-            (reports / "search.csv").write_text("\n".join(["hash", *hashes]) + "\n")
-            write_record(reports / "search.yaml", {"recipe": {"data": data}, "num_documents": 7, **more})
-        assert list(run("mixed.yaml", data=["other"]).records) == [
-            "search new among 2 layouts scored on 30 documents",
-            "search old among 2 layouts scored",
-        ]
+        reports = folder / "reports" / "new"
+        selection = write_selection(reports, frozenset(["0" * 16]))
+        hashes = (layout.hash, other.hash, layout.hash)  # two samplers found the same layout
+        (reports / "search.csv").write_text("\n".join(["hash", *hashes]) + "\n")
+        write_record(reports / "search.yaml", {"documents": {"chosen_on": 30}, "selection": selection})
+        assert list(run("mixed.yaml", data=["other"]).records) == ["search new among 2 layouts scored on 30 documents"]
+
+    def test_missing_evidence_is_said(self, folder: Path) -> None:
+        """A verdict says "on other text" only if the documents of all that selected the layout are known."""
+        layout = self.chosen("text")
+        known = document(run(layout, data=["other"]))["sentences"][-1]
+        assert known.endswith("selected by probe mine: on other text")
+        for file in Path("probes").rglob("selection-*.txt"):
+            file.write_text(file.read_text() + "0" * 16)  # damaged
+        unknown = document(run(layout, data=["other"]))["sentences"][-1]
+        assert unknown.endswith("which documents chosen were selected on is not known, so they may be in this text")
 
     def test_a_layout_without_a_record_is_named(self, folder: Path) -> None:
         assert list(run("mixed.yaml").unrecorded) == ["mixed"]

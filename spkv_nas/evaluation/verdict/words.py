@@ -32,33 +32,36 @@ def conclusion(rows: pd.DataFrame, answer: str, nouns: Mapping[str, str]) -> tup
     return "is open", ", and ".join(parts) or "its samples are not measured yet"
 
 
-def basis(risk: float, shared: str, num_left_out: int | None, chose: Sequence[str]) -> str:
+def basis(
+    risk: float, shared: str, num_left_out: int | None, selected_by: Sequence[str], unrecorded: Sequence[str] = ()
+) -> str:
     """Return what the error rate is, and what was left out for it to hold.
 
     Args:
         risk: largest probability of a wrong pass, and of a wrong failure, as a share.
         shared: who shares the risk, such as " for all 2 candidates together (Holm)"; empty if nobody does.
-        num_left_out: number of documents of the text that chose a layout; None if no text is evaluated on.
-        chose: what chose the layouts, such as "probe mine".
+        num_left_out: number of documents of the text that a layout was selected on; None if no text is evaluated on.
+        selected_by: what selected the layouts, such as "probe mine".
+        unrecorded: layouts whose selection documents are not known, or not all of them.
     """
     words = f"risk of a wrong pass, and of a wrong failure, {100 * risk:g} % each{shared}, checked after every sample"
     if num_left_out is None:
         return words
-    if not chose:
-        return f"{words}; the workspace has no record of a text that chose a layout"
-    noun = "document" if num_left_out == 1 else "documents"
-    exclusion = f"{num_left_out} {noun} of the text that chose are excluded" if num_left_out else "on other text"
-    return f"{words}; chosen by {', and by '.join(chose)}: {exclusion}"
+    parts = [words]
+    if selected_by:
+        noun = "document" if num_left_out == 1 else "documents"
+        nothing = "none of their documents is in this text" if unrecorded else "on other text"
+        exclusion = f"{num_left_out} {noun} of this text excluded" if num_left_out else nothing
+        parts.append(f"selected by {', and by '.join(selected_by)}: {exclusion}")
+    if unrecorded or not selected_by:
+        layouts = ", ".join(unrecorded) or "the candidates"
+        parts.append(f"which documents {layouts} were selected on is not known, so they may be in this text")
+    return "; ".join(parts)
 
 
 def shared_by(num_candidates: int) -> str:
     """Return ``shared`` of ``basis`` for candidates of one verdict."""
     return f" for all {num_candidates} candidates together (Holm)" if num_candidates > 1 else ""
-
-
-def unrecorded_warning(layouts: Sequence[str]) -> str:
-    """Return a warning of layouts without a record of the text that chose them."""
-    return f"no record says which text chose {', '.join(layouts)}: check that it was not this text"
 
 
 def _margins(rows: pd.DataFrame) -> str:

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, RECOMMENDED, SCORING_TOKENS
@@ -18,6 +19,7 @@ from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.alarms import check_text
 from spkv_nas.evaluation.micro_batch import fitting_batch, require_logits
 from spkv_nas.evaluation.zero_shot import cache_folder
@@ -36,7 +38,7 @@ from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.options import REFERENCE
 from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.record import OPTIONS, recorded
+from spkv_nas.stages.record import OPTIONS, probe_records, recorded
 from spkv_nas.stages.subject import Measured, Subject
 from spkv_nas.stages.train.options import TrainOptions
 from spkv_nas.stages.train.stage import train, train_dense_model
@@ -80,7 +82,9 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
         sinks = learned.get("sinks", 0)  # those that the gates keep
     elif signal.needs_gates and (unused := [name for name in _LEARNING if getattr(options, name) is not None]):
         raise UserError(f"--{unused[0]} has no effect, because {subject.source} has gates already: remove it")
-    # Measure the signal
+    # Measure the signal, under a name that no table of other inputs has
+    inputs = on_main(lambda: _inputs(subject, measured, options))
+    name = on_main(lambda: _free_name(options.folders, subject.name, inputs, reporter))
     with reporter.bar("probing") as progress:
         table = measure_signal(
             signal.name,
@@ -88,18 +92,46 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
             measured.blocks,
             window=options.window,
             sinks=sinks,
-            name=subject.name,
-            metadata={**origin, **learned, OPTIONS: recorded(options), "environment": environment()},
+            name=name,
+            metadata={**origin, **learned, OPTIONS: recorded(options), "environment": environment(), "inputs": inputs},
             progress=progress,
             **measured_values,
         )
+    if measured.train is not None:
+        table = replace(table, selected_on=measured.blocks.text_ids | measured.train.text_ids)
     # Write the table, then measure gains
-    folder = options.folders.probe_dir(subject.name)
+    folder = options.folders.probe_dir(name)
     on_main(lambda: table.write(folder))
     if signal.option(_GAINS) and (table_with_gains := _add_gains(table, measured, options, reporter)) is not table:
         on_main(lambda: table_with_gains.write(folder))
         return table_with_gains
     return table
+
+
+def _inputs(subject: Subject, measured: Measured, options: ProbeOptions) -> str:
+    """Return 8 hexadecimal digits of what a table is made from: model, dtype, text, and options."""
+    places = ("model", "data", "recipe", "name")  # of what is hashed by content
+    settings = {key: value for key, value in recorded(options).items() if key not in places}
+    parts = [checkpoint_hash(subject.source), str(measured.model.dtype), settings]
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    for blocks in (measured.blocks, measured.train):
+        if blocks is not None:
+            blocks.feed(key)
+    return key.hexdigest()[:8]
+
+
+def _free_name(workspace: Workspace, name: str, inputs: str, reporter: Reporter) -> str:
+    """Return the first of NAME, NAME-2, NAME-3, ... that no probe has, or one of the same inputs, which is replaced."""
+    records = probe_records(workspace)
+    for number in count(1):
+        free = name if number == 1 else f"{name}-{number}"
+        if free not in records or records[free].get("inputs") == inputs:
+            break
+    if free != name:
+        reporter.announce(
+            f"probe '{name}' is of another model, other text or other options and is kept: this one is called '{free}'"
+        )
+    return free
 
 
 def _origin(subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter) -> dict[str, Any]:
@@ -155,7 +187,8 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
     except UserError as error:
         reporter.caution(f"the ranking was not validated: {first_line(error)}")
         return table
-    return replace(table, gains=gains, metadata={**table.metadata, "gains": gains_record})
+    documents = (table.selected_on or frozenset()) | blocks.text_ids
+    return replace(table, gains=gains, metadata={**table.metadata, "gains": gains_record}, selected_on=documents)
 
 
 def _rename(subject: Subject, options: ProbeOptions) -> Subject:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spkv_nas.artifacts.defaults import RECOMMENDED, SOLUTIONS_APART
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.selection import write_selection
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
@@ -82,6 +84,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     table = with_sinks(measured, options.sinks)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
+    others = [with_sinks(other, options.sinks) for other in _recommended(options.folders, measured)]
     # Solve for the layouts
     with reporter.bar("resampling") as progress:
         answer = propose_for(
@@ -92,13 +95,14 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
             window=options.window,
             seed=options.seed,
             num_random=options.num_random,
-            others=[with_sinks(other, options.sinks) for other in _recommended(options.folders, measured)],
+            others=others,
             solutions=_several_solutions(options),
             progress=progress,
         )
     # Write layouts and judge the ranking
     folder = options.folders.layout_dir(table.name)
     write_proposal(folder, answer, reporter)
+    _keep_selection(folder, [table, *others])
     if answer.solutions is not None:
         write_solutions(folder, answer.solutions, reporter)
     table_trust = trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
@@ -122,6 +126,13 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
         folder,
         tuple(steps),
     )
+
+
+def _keep_selection(folder: Path, tables: Sequence[HeadScores]) -> None:
+    """Write the documents that the heads of tables were scored on, where they are known, beside layouts."""
+    for table in tables:
+        if table.selected_on is not None:
+            write_selection(folder, table.selected_on)
 
 
 def _recommended(workspace: Workspace, table: HeadScores) -> list[HeadScores]:
@@ -238,5 +249,6 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     # Write layouts, curve and figure
     folder = options.folders.layout_dir(table.name)
     write_budgets(folder, curve, reporter)
+    _keep_selection(folder, [table])
     figure = save_figure(folder, budgets_chart(curve.rows, curve.knee.budget, num_domains=len(table.domains)))
     return BudgetsResult(curve, caution(curve.table), folder, figure)

@@ -30,10 +30,10 @@ def show(result: NLLTable) -> None:
     if (uneven := uneven_budgets(rows, int(rows["num_global"].mode().max()))) is not None:
         say(uneven)
     about_errors(result.num_documents, result.effective_documents)
-    if result.num_chosen:
-        chosen_by = ", ".join(result.chosen_by)
+    if result.num_selection:
+        selected_by = ", ".join(result.selected_by)
         out.print(
-            f"{result.num_chosen} of these documents chose a layout ({escape(chosen_by)}), which may favour it; "
-            "verdict leaves such documents out"
+            f"{result.num_selection} of these documents were used to select a layout ({escape(selected_by)}), which "
+            "may favour it; verdict leaves such documents out"
         )
     print_path("scores", result.folder / "zero-shot.csv")

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from spkv_nas.artifacts.defaults import SCORE_TOKENS
-from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import ZERO_SHOT
+from spkv_nas.artifacts.selection import write_selection
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_seconds
 from spkv_nas.evaluation.alarms import Circumstances, alarm
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.separators import SeparatorReport
-from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
+from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.stages.choice import find_choice
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.score.options import ScoreOptions
+from spkv_nas.stages.selection import find_selected
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 
@@ -47,7 +50,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     workspace.check_writable()
     measured = subject.load(reporter, tokens=SCORE_TOKENS)
     _announce_size(measured, len(proposal.layouts), reporter)
-    root = workspace.run_dir(name) / "zero-shot"
+    root = workspace.run_dir(family) / "zero-shot"  # shared with probes and searches
     cache = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
     full_attention, *scores = zero_shot(
         measured.model,
@@ -62,7 +65,9 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     circumstances = Circumstances.of(measured.model, measured.blocks, full_attention, measured.separator)
     found_alarm = alarm(circumstances, full_attention, by_name, proposal.layouts)
     rows = score_table(proposal.layouts, by_name, full_attention, covered)
-    chosen_by, num_chosen = _chosen(options, proposal.layouts, measured, reporter)
+    selected = find_selected(workspace, proposal.layouts, near=proposal.files.values(), with_scores=False)
+    num_selection = selected.count(measured.blocks)
+    selected_by = selected.by if num_selection else ()
     sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
     origin = measured_on(
         subject,
@@ -71,26 +76,27 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
         probe=None if table is None else table.name,
         windows=proposal.windows,
         **sinks,
-        chosen_by=list(chosen_by),
-        num_chosen=num_chosen,
+        selected_by=list(selected_by),
+        num_selection=num_selection,
         alarm=found_alarm,
+        inputs=cache.name[:8],
     )
     folder = workspace.report_dir(name)
-    on_main(lambda: write_scores(folder, rows, origin))
+    on_main(lambda: _write(folder, rows, origin, measured, reporter))
     counts = (full_attention.num_documents, full_attention.effective_documents)
-    return NLLTable(name, rows, folder, *counts, chosen_by, num_chosen, found_alarm)
+    return NLLTable(name, rows, folder, *counts, selected_by, num_selection, found_alarm)
 
 
-def _chosen(
-    options: ScoreOptions, layouts: Mapping[str, Layout], measured: Measured, reporter: Reporter
-) -> tuple[tuple[str, ...], int]:
-    """Return what chose layouts on documents that were measured, which may favour them, and the number of these."""
-    try:
-        choice = find_choice(options.folders, layouts, measured.tokenizer, reporter, with_scores=False)
-    except UserError as error:
-        reporter.caution(f"warning: {first_line(error)}: its documents may be among those measured")
-        return (), 0
-    return choice.records, choice.count(measured.blocks)
+def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], measured: Measured, reporter: Reporter) -> None:
+    """Write the table, with the layouts that were scored earlier on the same text, and the documents of the text."""
+    earlier = ZERO_SHOT.read(folder)
+    if earlier is not None and earlier[1].get("inputs") == origin["inputs"]:
+        others = earlier[0][~earlier[0]["hash"].isin(rows["hash"])]
+        taken = others["strategy"].isin(rows["strategy"])
+        others.loc[taken, "strategy"] += "-" + others["num_global"].astype(str) + "-heads-" + others["hash"]
+        rows = pd.concat([rows.head(1), pd.concat([rows[1:], others]).sort_values("nll")])
+    write_selection(folder, measured.blocks.text_ids)
+    ZERO_SHOT.write(folder, rows, origin, reporter)
 
 
 def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> None:

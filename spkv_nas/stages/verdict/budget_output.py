@@ -12,7 +12,7 @@ from spkv_nas.base.console import out, print_path
 from spkv_nas.base.units import format_bytes
 from spkv_nas.evaluation.verdict.words import basis
 from spkv_nas.stages.verdict.budgets import BudgetVerdict
-from spkv_nas.stages.verdict.output import format_loss, show_unrecorded
+from spkv_nas.stages.verdict.output import format_loss
 
 
 def show(result: BudgetVerdict) -> None:
@@ -33,7 +33,6 @@ def show(result: BudgetVerdict) -> None:
     out.print(grid)
     for line in _sentences(result):
         out.print(line)
-    show_unrecorded(result.unrecorded)
     print_path("critical budget", result.folder / "critical-budget.csv")
 
 
@@ -54,7 +53,7 @@ def document(result: BudgetVerdict) -> dict[str, Any]:
         "memory": result.memory,
         "sentences": [Text.from_markup(line).plain for line in _sentences(result)],
         "risk": result.risk,
-        "left_out": {"documents": result.num_left_out, "chose": result.records},
+        "left_out": {"documents": result.num_left_out, "selected_by": result.records},
         "unrecorded": result.unrecorded,
         "folder": result.folder,
     }
@@ -71,7 +70,7 @@ def _sentences(result: BudgetVerdict) -> list[str]:
     """Return the answer, what it saves, and what it rests on."""
     number, looks = len(result.budgets), len(result.critical.looks)
     shared = f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
-    rests_on = escape(basis(result.risk, shared, result.num_left_out, result.records))
+    rests_on = escape(basis(result.risk, shared, result.num_left_out, result.records, result.unrecorded))
     return [*filter(None, (_answer(result), _order(result), _saving(result))), rests_on]
 
 

@@ -64,7 +64,7 @@ class BudgetVerdict:
     Attributes:
         name: name of the results.
         against: the dense checkpoint.
-        probe: name of the head scores that chose the layouts.
+        probe: name of the head scores that the layouts are selected by.
         num_heads: KV heads that can be global.
         risk: largest probability that any budget passes wrongly, and that any fails wrongly, as a share.
         margins: margins with unit and criterion, for people.
@@ -73,9 +73,9 @@ class BudgetVerdict:
         rows: columns of ``CRITICAL_BUDGET``.
         nouns: what a sample is, by criterion.
         memory: cache at the critical budget; None if no budget passes.
-        num_left_out: number of documents that chose a layout, so that they were left out; None: no text was read.
-        records: what chose the layouts.
-        unrecorded: layouts of which the workspace has no record of what chose them.
+        num_left_out: number of documents that a layout was selected on, which were left out; None: no text was read.
+        records: what selected the layouts.
+        unrecorded: layouts whose selection documents are not known, or not all of them.
         folder: folder of the table.
         next: commands to run next.
     """
@@ -124,7 +124,7 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
     """Bisect budgets of global heads for the smallest whose layout keeps up with the dense model.
 
     Raises:
-        UserError: all documents of the text chose a layout, the budgets are invalid, or something cannot be read.
+        UserError: all documents were used to select a layout, the budgets are invalid, or something cannot be read.
     """
     quiet_transformers(reporter)
     check(options)
@@ -133,7 +133,7 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
     table, requirements = _table(options, reporter), _requirements(options)
     layouts = _layouts(options, table, requirements)
     budgets = [layout.num_global for layout in layouts]
-    # Prepare the samples, without the documents that chose the table
+    # Prepare the samples, without the documents that the heads were scored on
     candidates = [Contender(layout.strategy, options.model, layout, layout) for layout in layouts]
     trial = prepare(options, Contender("dense", options.model), candidates, reporter)
     RunningTable(trial.store.folder / PROGRESS.name).remove()  # of an interrupted verdict
@@ -156,11 +156,11 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
     if smallest is not None and (reason := price_advice(table, smallest.num_global)) is not None:
         reporter.caution(reason)
     # Write the table; the layouts come from one probe, so it is named in their place
-    unrecorded = [f"the layouts of {table.name}"] if trial.choice.unrecorded else []
+    unrecorded = [f"the layouts of {table.name}"] if trial.selected.unknown else []
     answers = {candidates[look.position].name: look.answer for look in bisection.looks}
     record = {**_record(bisection, layouts, table), **origin(options, trial, answers), "unrecorded": unrecorded}
     folder = options.folders.report_dir(trial.name)
-    CRITICAL_BUDGET.write(folder, rows, record)
+    CRITICAL_BUDGET.write(folder, rows, record, reporter)
     return BudgetVerdict(
         trial.name,
         options.model,
@@ -174,7 +174,7 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
         {criterion.name: criterion.noun for criterion, _ in trial.margins},
         None if smallest is None else _memory(cost, requirements, table, smallest.num_global, options.window),
         trial.num_left_out,
-        trial.choice.records,
+        trial.selected.by,
         unrecorded,
         folder,
         () if smallest is None else (_proposal(options, table, smallest),),

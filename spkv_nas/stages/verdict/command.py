@@ -15,8 +15,8 @@ def verdict(options: VerdictOptions, reporter: Reporter) -> Result:
     Candidates are checkpoints, or layout files, which are tried on the weights of --against without training. Both
     models are measured sample by sample, in random order, until the answer is known: passes if the loss is below every
     margin of --margin, fails if it is above one, else open. That any candidate passes wrongly, and that any fails
-    wrongly, has a probability of at most --risk each, however early it stops. Documents that chose a layout are left
-    out.
+    wrongly, has a probability of at most --risk each, however early it stops. Documents that a
+    layout was selected on are left out, whatever became of the record that says so.
 
     With --budgets, candidates are the layouts of one probe at each budget. A bisection finds the smallest budget that
     passes, with the same error rate for all of them together. Constraints and memory apply to it alone. Writes
@@ -61,7 +61,7 @@ def check(options: VerdictOptions) -> None:
             check_checkpoint(candidate)
     reads_text = any(criterion.reads_text for criterion, _ in margins)
     if reads_text and not options.model.startswith(EMBEDDED_PREFIX) and not options.data:
-        raise UserError("--against needs --data: files or folders with the text to judge on, which chose no candidate")
+        raise UserError("--against needs --data: files or folders with text that no candidate was selected on")
     Subject.of(options, DENSE, "judge on", reads_text=reads_text).check()
     for criterion, _ in margins:
         criterion.check(options)

@@ -43,7 +43,7 @@ class Contender:
         name: name in the verdict.
         source: checkpoint with its weights.
         layout: layout that is put on them; None: the checkpoint as it is, with hard gates if it has any.
-        chosen: the layout that somebody chose, which is the candidate or was trained into it.
+        chosen: the layout that was selected, which is the candidate or was trained into it.
     """
 
     name: str

@@ -29,8 +29,8 @@ class Setting:
         options: options of the command.
         dense: the model to keep up with.
         tokenizer: tokenizer of all models.
-        text: blocks of the text with its documents in random order, none of which chose a candidate; None if no
-            criterion reads text.
+        text: blocks of the text, its documents in random order, on none of which a candidate was selected; None if
+            no criterion reads text.
         reporter: receives messages.
     """
 

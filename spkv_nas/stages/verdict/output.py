@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from spkv_nas.base.console import caution, out, print_path
-from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by, unrecorded_warning
+from spkv_nas.base.console import out, print_path
+from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by
 from spkv_nas.stages.printing import show_alarm
 from spkv_nas.stages.verdict.stage import VerdictResult
 
@@ -45,7 +44,6 @@ def show(result: VerdictResult) -> None:
     out.print(grid)
     for line in _sentences(result):
         out.print(line)
-    show_unrecorded(result.unrecorded)
     print_path("verdict", result.folder / "verdict.csv")
 
 
@@ -60,7 +58,7 @@ def document(result: VerdictResult) -> dict[str, Any]:
         "criteria": result.rows.astype(object).where(result.rows.notna(), None),
         "sentences": [Text.from_markup(line).plain for line in _sentences(result)],
         "risk": result.risk,
-        "left_out": {"documents": result.num_left_out, "chose": result.records},
+        "left_out": {"documents": result.num_left_out, "selected_by": result.records},
         "unrecorded": result.unrecorded,
         "folder": result.folder,
     }
@@ -68,7 +66,9 @@ def document(result: VerdictResult) -> dict[str, Any]:
 
 def _sentences(result: VerdictResult) -> list[str]:
     """Return the verdict on each candidate, and what it rests on."""
-    rests_on = basis(result.risk, shared_by(len(result.answers)), result.num_left_out, result.records)
+    rests_on = basis(
+        result.risk, shared_by(len(result.answers)), result.num_left_out, result.records, result.unrecorded
+    )
     return [*(_sentence(result, name) for name in result.answers), escape(rests_on)]
 
 
@@ -77,12 +77,6 @@ def _sentence(result: VerdictResult, name: str) -> str:
     rows = result.rows[result.rows["candidate"] == name]
     verb, reason = conclusion(rows, result.answers[name], result.nouns)
     return f"[bold]{escape(name)} {verb}[/bold]: {escape(reason)}"
-
-
-def show_unrecorded(unrecorded: Sequence[str]) -> None:
-    """Warn of layouts without a record of the text that chose them."""
-    if unrecorded:
-        caution(f"warning: {unrecorded_warning(unrecorded)}")
 
 
 def format_loss(number: float) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from spkv_nas.artifacts.result_tables import ALARM, VERDICT
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.base.version import environment
@@ -29,9 +30,9 @@ from spkv_nas.model.checkpoint import model_origin
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.model.windows import default_window
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.choice import Choice, documents_of, find_choice
 from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, load
 from spkv_nas.stages.options import DENSE
+from spkv_nas.stages.selection import Selected, find_selected
 from spkv_nas.stages.subject import Subject
 from spkv_nas.stages.verdict.contenders import Contender, ScoreStore, contenders
 from spkv_nas.stages.verdict.criterion import Criterion, Setting
@@ -56,9 +57,9 @@ class VerdictResult:
         answers: answer about each candidate, by name.
         rows: columns of ``VERDICT``, one row per candidate and criterion that was measured.
         nouns: what a sample is, by criterion.
-        num_left_out: number of documents that chose a layout, so that they were left out; None: no text was read.
-        records: what chose the layouts.
-        unrecorded: layouts of which the workspace has no record of what chose them.
+        num_left_out: number of documents that a layout was selected on, which were left out; None: no text was read.
+        records: what selected the layouts.
+        unrecorded: layouts whose selection documents are not known, or not all of them.
         folder: folder of the table.
         alarm: sentence if the numbers make no sense (``evaluation.alarms``).
     """
@@ -89,20 +90,22 @@ class Trial:
     Attributes:
         name: name of the results.
         dense: the dense model.
+        candidates: hash of each candidate's layout, or its checkpoint, by name.
         margins: criteria with their margins.
         samples: samples of each criterion.
         store: scores that were measured.
-        choice: documents that chose the candidates, which ``samples`` do not have.
+        selected: documents that the candidates were selected on, which ``samples`` do not have.
         num_left_out: number of these documents in the text; None: no criterion reads text.
         circumstances: of measurements on the text; None without one.
     """
 
     name: str
     dense: Contender
+    candidates: Mapping[str, str]
     margins: Sequence[tuple[Criterion, float]]
     samples: Mapping[str, Rounds]
     store: ScoreStore
-    choice: Choice
+    selected: Selected
     num_left_out: int | None
     circumstances: Circumstances | None = None
 
@@ -111,8 +114,8 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     """Measure candidates and the dense model until the answer about every candidate is known.
 
     Raises:
-        UserError: all documents of the text chose a layout, two models differ in their tokenizer, or something cannot
-            be read.
+        UserError: all documents were used to select a layout, two models differ in their tokenizer, or something
+            cannot be read.
     """
     quiet_transformers(reporter)
     check(options)
@@ -154,59 +157,70 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     # Decide over all candidates
     rows, decided = judge()
     alarm = _alarm(trial, candidates, pairs)
-    VERDICT.write(folder, rows, {**origin(options, trial, decided), **({} if alarm is None else {ALARM: alarm})})
+    record = {**origin(options, trial, decided), **({} if alarm is None else {ALARM: alarm})}
+    VERDICT.write(folder, rows, record, reporter)
     running.remove()
     nouns = {criterion.name: criterion.noun for criterion, _ in margins}
-    left_out = (trial.num_left_out, trial.choice.records, trial.choice.unrecorded)
+    left_out = (trial.num_left_out, trial.selected.by, trial.selected.unknown)
     return VerdictResult(trial.name, options.model, risk, decided, rows, nouns, *left_out, folder, alarm)
 
 
 def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Contender], reporter: Reporter) -> Trial:
-    """Load the dense model, and the documents that chose no candidate; prepare the samples of every criterion.
+    """Load the dense model, and the documents that no candidate was selected on; prepare the samples of each criterion.
 
     Raises:
-        UserError: all documents of the text chose a layout, or something cannot be read.
+        UserError: a layout was selected on all documents of the text, or something cannot be read.
     """
     options.folders.check_writable()
-    # Load the dense model, and the documents that chose no candidate
+    # Load the dense model, and the documents that no candidate was selected on
     margins = parse_margins(options.margin)
     reads_text = any(criterion.reads_text for criterion, _ in margins)
     subject = Subject.of(options, DENSE, "judge on", reads_text=reads_text)
     loaded = load(options, options.model, reporter)
-    blocks, choice, num_left_out, circumstances = None, Choice(frozenset(), (), ()), None, None
+    blocks, selected, num_left_out, circumstances = None, Selected(), None, None
     if reads_text:
-        blocks, choice, num_left_out, separator = _text(subject, options, candidates, loaded, reporter)
+        blocks, selected, num_left_out, separator = _text(subject, options, candidates, loaded, reporter)
         window = default_window(loaded[0], blocks.block_size)
         circumstances, _ = check_text(loaded[0], blocks, window, separator)
     # Prepare the samples of every criterion
     setting = Setting(options, *loaded, blocks, reporter)
     samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
-    store = ScoreStore(options, options.folders.run_dir(subject.name) / "verdict", loaded, reporter)
-    return Trial(subject.name, dense, margins, samples, store, choice, num_left_out, circumstances)
+    store = ScoreStore(options, options.folders.run_dir(subject.family) / "verdict", loaded, reporter)
+    name = options.name or _probe_of(candidates) or subject.name
+    contents = {each.name: each.source if each.chosen is None else each.chosen.hash for each in candidates}
+    return Trial(name, dense, contents, margins, samples, store, selected, num_left_out, circumstances)
+
+
+def _probe_of(candidates: Sequence[Contender]) -> str | None:
+    """Return the probe of all candidates that are layouts; None without any, or if they have several."""
+    probes = {each.layout.provenance.get("probe") for each in candidates if each.layout is not None}
+    name = probes.pop() if len(probes) == 1 else None
+    return None if name is None else check_name(str(name), "the probe of the layouts")
 
 
 def _text(
     subject: Subject, options: VerdictOptions, candidates: Sequence[Contender], loaded: Loaded, reporter: Reporter
-) -> tuple[TokenBlocks, Choice, int, SeparatorReport]:
-    """Return the documents to judge on in random order, what chose the layouts, how many it left out, the separator."""
+) -> tuple[TokenBlocks, Selected, int, SeparatorReport]:
+    """Return the text in random order, what selected the layouts, how many documents it left out, the separator."""
     model, tokenizer = loaded
     separator = subject.separator(model, tokenizer, reporter)
     _, whole = subject.read(tokenizer, separator.best, reporter)
     check_positions(model, whole.block_size, "--block-size")
     require_logits(model, 1, whole.block_size)
     layouts = {each.name: each.chosen for each in candidates if each.chosen is not None}
-    choice = find_choice(options.folders, layouts, tokenizer, reporter)
-    # Leave out what chose
-    number, num_left_out = len(documents_of(whole)), choice.count(whole)
+    files = [Path(candidate) for candidate in options.candidates or ()]
+    selected = find_selected(options.folders, layouts, near=files)
+    # Leave out the documents that a layout was selected on
+    number, num_left_out = len(whole.present), selected.count(whole)
     if num_left_out == number:
         raise UserError(
-            f"all {number} documents of the text chose a layout ({', '.join(choice.records)}), so none can judge "
-            "it\ngive other text with --data"
+            f"all {number} documents of the text were used to select a layout ({', '.join(selected.by)})\n"
+            "give held-out text with --data"
         )
-    blocks = whole.in_random_order(options.seed, choice.texts)
+    blocks = whole.in_random_order(options.seed, selected.documents)
     # Spread over the documents, as further blocks of a document tell less than those of another
     max_tokens = options.max_tokens or min(max(MIN_BLOCKS, len(blocks.documents)) * blocks.block_size, MAX_TOKENS)
-    return blocks.spread(max(1, max_tokens // blocks.block_size)), choice, num_left_out, separator
+    return blocks.spread(max(1, max_tokens // blocks.block_size)), selected, num_left_out, separator
 
 
 def measure(
@@ -317,6 +331,7 @@ def origin(options: VerdictOptions, trial: Trial, decided: Mapping[str, Answer])
     """Return the record of the verdict: answers, risk, samples, and what was left out."""
     return {
         "answers": dict(decided),
+        "candidates": dict(trial.candidates),
         "risk": parse_risk(options.risk),
         "margin": options.margin,
         **{
@@ -327,7 +342,7 @@ def origin(options: VerdictOptions, trial: Trial, decided: Mapping[str, Answer])
         "seed": options.seed,
         "nouns": {criterion.name: criterion.noun for criterion, _ in trial.margins},
         "samples": {name: rounds.num_samples for name, rounds in trial.samples.items()},
-        "left_out": {"documents": trial.num_left_out, "chose": list(trial.choice.records)},
-        "unrecorded": list(trial.choice.unrecorded),
+        "left_out": {"documents": trial.num_left_out, "selected_by": list(trial.selected.by)},
+        "unrecorded": list(trial.selected.unknown),
         "environment": environment(),
     }

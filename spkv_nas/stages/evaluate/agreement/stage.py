@@ -91,7 +91,7 @@ def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> Agreeme
         "environment": environment(),
     }
     folder = options.folders.report_dir(subject.name)
-    on_main(lambda: AGREEMENT.write(folder, rows, record))
+    on_main(lambda: AGREEMENT.write(folder, rows, record, reporter))
     return AgreementResult(subject.name, options.dense, rows, folder, samples)
 
 

@@ -77,7 +77,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTabl
     settings = {"window": window, "chunk": chunk, "protocol": options.protocol, "seed": options.seed, **fit_record}
     if options.against is not None:
         settings["against"] = model_origin(options.against)
-    _write(folder, rows, {**measured_on(subject, measured, measurements[0].nll), **settings})
+    _write(folder, rows, {**measured_on(subject, measured, measurements[0].nll), **settings}, reporter)
     nll = measurements[0].nll
     return NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents)
 
@@ -104,12 +104,12 @@ def _measure(measured: Measured, plan: Plan, seed: int, reporter: Reporter) -> t
     return measurements, fit_record
 
 
-def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> None:
+def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:
     """Write table, origin and figure."""
     from spkv_nas.report.plot import save_chart
     from spkv_nas.report.result_charts import baselines_chart
 
-    BASELINES.write(folder, rows, origin)
+    BASELINES.write(folder, rows, origin, reporter)
     save_chart(folder, baselines_chart(rows))
 
 

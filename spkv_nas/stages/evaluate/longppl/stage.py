@@ -95,7 +95,7 @@ def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResu
         "withheld": withheld,
         "environment": environment(),
     }
-    on_main(lambda: LONGPPL.write(folder, rows, record))
+    on_main(lambda: LONGPPL.write(folder, rows, record, reporter))
     return LongPPLResult(name, rows, withheld, folder, samples)
 
 

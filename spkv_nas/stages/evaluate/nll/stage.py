@@ -123,9 +123,6 @@ def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter
     with locked(folder, "writes evaluation.csv", reporter.announce):
         earlier = EVALUATION.read(folder)
         if earlier is not None:
-            dropped = int((earlier[0]["text"] != rows["text"].iloc[0]).sum())
-            if dropped:
-                reporter.announce(f"removed {dropped} rows measured on another text from {folder / 'evaluation.csv'}")
             rows = merged(earlier[0], rows)
-        EVALUATION.write(folder, rows, origin)
+        EVALUATION.write(folder, rows, {**origin, "inputs": rows["text"].iloc[0]}, reporter)
     return rows

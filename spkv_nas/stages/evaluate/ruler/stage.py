@@ -100,7 +100,7 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> RulerResult:
     rows = ruler_table(
         [Cell(*sheet, checkpoint, local, baseline) for sheet, checkpoint, local, baseline in answers_by_sheet]
     )
-    on_main(lambda: RULER.write(folder, rows, origin))
+    on_main(lambda: RULER.write(folder, rows, origin, reporter))
     return RulerResult(name, rows, folder, samples)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 
+from spkv_nas.artifacts.result_tables import write_result
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.evaluation.sweep import Evaluation, sweep_table, tau_sweep, write_sweep
+from spkv_nas.evaluation.sweep import Evaluation, sweep_table, tau_sweep
 from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
@@ -52,14 +53,14 @@ def sweep(options: SweepOptions, reporter: Reporter = SILENT) -> SweepResult:
     # Write the table
     rows = sweep_table(evaluations)
     origin = measured_on(subject, measured, evaluations[0].nll)
-    on_main(lambda: _write(folder, rows, origin))
+    on_main(lambda: _write(folder, rows, origin, reporter))
     return SweepResult(subject.name, evaluations[0], rows, folder)
 
 
-def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> None:
+def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:
     """Write table, origin and figure."""
     from spkv_nas.report.plot import save_chart
     from spkv_nas.report.result_charts import tau_sweep_chart
 
-    write_sweep(folder, rows, origin)
+    write_result(folder, "tau-sweep", rows, origin, reporter)
     save_chart(folder, tau_sweep_chart(rows))

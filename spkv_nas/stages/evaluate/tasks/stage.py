@@ -84,7 +84,7 @@ def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> TasksResult:
         "limit": options.limit,
         "environment": {**environment(), "lm-eval": version("lm-eval")},
     }
-    on_main(lambda: TASKS.write(folder, rows, record))
+    on_main(lambda: TASKS.write(folder, rows, record, reporter))
     return TasksResult(name, rows, folder, samples)
 
 

@@ -1,0 +1,125 @@
+"""Find the documents that layouts were selected on, which a verdict on these layouts must not use.
+
+A layout was selected on the documents that its probe, ``score`` or a search measured. They are found by content: its
+provenance, and that of equal layouts of the workspace, names the file with the documents of the probe, and the tables
+of scores and searches list the layouts that they compared.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.search_table import SearchRecord
+from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, read_selection
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.records import read_unchecked
+from spkv_nas.base.tables import Column, read_table
+from spkv_nas.base.workspace import Workspace
+
+if TYPE_CHECKING:
+    from spkv_nas.data.blocks import TokenBlocks
+
+_TABLES = {"search": "search", "zero-shot": "score"}  # tables of layouts, and the commands that write them
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Documents that layouts were selected on.
+
+    Attributes:
+        documents: identities of the texts that they are, or are pieces of (``DocumentInfo.text_id``).
+        by: what selected the layouts, such as "probe mine" or "search mine among 248 layouts scored on 9 documents".
+        unknown: names of layouts of which no record, or not every record, has its documents.
+    """
+
+    documents: Selection = frozenset()
+    by: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    def count(self, blocks: TokenBlocks) -> int:
+        """Return how many of the documents that blocks have tokens of are these, or pieces of the same texts."""
+        return sum(info.text_id in self.documents for info in blocks.present)
+
+
+def find_selected(
+    workspace: Workspace, layouts: Mapping[str, Layout], *, near: Iterable[Path] = (), with_scores: bool = True
+) -> Selected:
+    """Find the documents that ``layouts``, by name, were selected on.
+
+    Args:
+        workspace: workspace with layouts and results.
+        layouts: layouts by name.
+        near: layout files, beside which there may be documents too.
+        with_scores: whether the documents of ``score`` count, whose table shows which layout is best.
+    """
+    folders = [*(folder for file in near for folder in (file.parent, file.parent.parent)), *_folders(workspace)]
+    equal = _provenances(workspace)
+    documents: set[str] = set()
+    by: dict[str, None] = {}
+    unknown = []
+    for name, layout in layouts.items():
+        origins = [layout.provenance, *equal.get(layout.content, ())]
+        evidence = [*_probes(origins), *_comparisons(workspace, layout, with_scores=with_scores)]
+        selections = [read_selection(selection, folders) for _, selection in evidence]
+        for (record, _), selection in zip(evidence, selections, strict=True):
+            if selection is not None:
+                documents |= selection
+                by[record] = None
+        if not evidence or None in selections:
+            unknown.append(name)
+    return Selected(frozenset(documents), tuple(by), tuple(unknown))
+
+
+def _folders(workspace: Workspace) -> list[Path]:
+    """Return the folders of a workspace that have files of documents."""
+    patterns = (f"{kind}/{PATTERN}" for kind in ("probes/*", "layouts/*", "layouts/*/*", "reports/*"))
+    return list(dict.fromkeys(file.parent for pattern in patterns for file in workspace.root.glob(pattern)))
+
+
+def _provenances(workspace: Workspace) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the provenance of all layouts of a workspace, by their content."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of files that were edited, and are not candidates
+        for file in sorted((workspace.root / "layouts").rglob("*.yaml")):
+            with suppress(UserError):
+                layout = Layout.read(file)
+                found.setdefault(layout.content, []).append(layout.provenance)
+    return found
+
+
+def _probes(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
+    """Yield the probes that selected a layout, for people, each with the digest of its documents."""
+    for origin in origins:
+        if "probe" in origin:
+            yield f"probe {origin['probe']}", origin.get(SELECTION)
+
+
+def _comparisons(workspace: Workspace, layout: Layout, *, with_scores: bool) -> Iterator[tuple[str, object]]:
+    """Yield the scores and searches that have a layout, for people, each with the digest of its documents."""
+    for table, command in _TABLES.items():
+        for file in sorted(workspace.reports.glob(f"*/{table}*.csv")):
+            hashes = _hashes(file)
+            if layout.hash in hashes and (with_scores or command != "score"):
+                record = read_unchecked(file.with_suffix(".yaml"), table, SearchRecord)
+                yield f"{command} {file.parent.name}{_among(len(hashes), record)}", record.get(SELECTION)
+
+
+def _hashes(table: Path) -> set[str]:
+    """Return the hashes of the layouts in a table of a search or of scores."""
+    rows = read_table(table, "table of layouts", (Column("hash", default=""),), others=True, empty=True)
+    return set(rows["hash"]) - {""}
+
+
+def _among(num_layouts: int, record: Mapping[str, Any]) -> str:
+    """Return the words for the layouts that were compared, and for the number of documents if it is known."""
+    layouts = f"{num_layouts} layout{'s' if num_layouts != 1 else ''}"
+    number = (record.get("documents") or {}).get("chosen_on") or record.get("num_documents")
+    documents = f" on {number} document{'s' if number != 1 else ''}" if number else ""
+    return f" among {layouts} scored{documents}"
