@@ -56,6 +56,7 @@ class ResultRecord(Recorded):
     candidates: dict[str, str] = Field({})
     answers: dict[str, Literal["passes", "fails", "open"]] = Field({})
     nouns: dict[str, str] = Field({})
+    num_samples: dict[str, int] = Field({})
     risk: float | None = None
     left_out: LeftOut | None = None
     unrecorded: list[str] = Field([])

@@ -43,6 +43,15 @@ def _no_bar(_: str) -> Iterator[Bar]:
     yield no_progress
 
 
+def part_of(bar: Bar, index: int, number: int, title: str = "") -> Bar:
+    """Return a bar for part ``index`` of ``number`` equal parts of a bar, whose notes begin with ``title``."""
+
+    def show(done: int, total: int, note: str = "") -> None:
+        bar(round(1000 * (index + done / total)), 1000 * number, " ".join(filter(None, (title, note))))
+
+    return show
+
+
 @dataclass(frozen=True)
 class Reporter:
     """Receiver of messages, which it logs, and of progress.

@@ -151,11 +151,8 @@ class TokenBlocks:
         last_round = int(np.searchsorted(np.cumsum(per_round), num_blocks))
         missing = num_blocks - int(per_round[:last_round].sum())
         candidates = np.flatnonzero(rank == last_round)
-        chosen = [
-            np.flatnonzero(rank < last_round),
-            candidates[np.arange(missing) * len(candidates) // max(missing, 1)],
-        ]
-        return self._part(np.sort(np.concatenate(chosen)))
+        some = candidates[np.arange(missing) * len(candidates) // max(missing, 1)]
+        return self._part(np.sort(np.concatenate([np.flatnonzero(rank < last_round), some])))
 
     def _part(self, blocks: NDArray[np.intp] | slice) -> TokenBlocks:
         """Return the blocks with these indices."""

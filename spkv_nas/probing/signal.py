@@ -64,10 +64,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Work:
-    """Cost of a signal: ``passes`` forward passes, or as much, over ``tokens`` tokens."""
+    """Cost of a signal: ``passes`` over ``tokens`` tokens, each of ``effort`` forward passes, or as much."""
 
     passes: float
     tokens: int
+    effort: float = 1.0
 
 
 class Signal(ABC):

@@ -200,8 +200,8 @@ def _halves(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
     documents = table.documents
     if documents is None:
         raise UserError(
-            f"the probe '{table.name}' has no per-document counts, so it cannot be split into halves\n"
-            "run the probe again"
+            f"the probe '{table.name}' ({table.signal}) has no scores by document, so it cannot be split into halves\n"
+            "probe two parts of the text under different names (--data, --name), and compare these"
         )
     # Keep the domains with two documents or more
     counts = np.bincount(documents.domain, minlength=len(documents.domains))

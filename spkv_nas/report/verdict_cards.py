@@ -143,7 +143,8 @@ def _sentences(rows: pd.DataFrame, record: Record) -> Iterable[str]:
     """Yield the answer about each candidate, and what the error rate rests on."""
     answers = record.get("answers", {})
     for candidate, answer in answers.items():
-        verb, reason = conclusion(rows[rows["candidate"] == candidate], answer, record.get("nouns", {}))
+        nouns, samples = record.get("nouns", {}), record.get("num_samples", {})
+        verb, reason = conclusion(rows[rows["candidate"] == candidate], answer, nouns, samples)
         yield f"{candidate} {verb}: {reason}."
     risk, left_out, unknown = record.get("risk"), record.get("left_out"), record.get("unrecorded", ())
     if risk is not None and left_out is not None:

@@ -73,7 +73,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan | For
     name = "probe" if signal is DENSITY else signal.name
     variant = Variant.sp_kv() if signal.needs_gates else Variant.full_attention()
     trained = reference_runs(planner) if signal.needs_gates else planner.dense()
-    return planner.plan([*trained, planner.heldout_pass(name, variant, work.passes, work.tokens)])
+    return planner.plan([*trained, planner.heldout_pass(name, variant, work.passes, work.tokens, work.effort)])
 
 
 def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> Plan:

@@ -15,7 +15,7 @@ from spkv_nas.stages.propose.options import ProposeOptions
 
 
 def find_table(workspace: Workspace, probe: str) -> HeadScores:
-    """Read head scores by name (``probes/<name>/``) or file; a ``.tsv`` file is read too.
+    """Read head scores by name (``probes/<name>/``), folder or file; a ``.tsv`` file is read too.
 
     Raises ``UserError`` if it does not exist or cannot be read.
     """
@@ -23,11 +23,13 @@ def find_table(workspace: Workspace, probe: str) -> HeadScores:
         return HeadScores.read(Path(probe))
     if probe.endswith(".tsv"):
         return read_score_table(Path(probe))
-    folder = workspace.probe_dir(probe)
+    is_path = Path(probe).name != probe
+    folder = Path(probe) if is_path else workspace.probe_dir(probe)
     if not (folder / "density.csv").is_file():
         names = ", ".join(workspace.probes()) or "none"
         raise UserError(
-            f"no probe '{probe}' in {workspace.root / 'probes'}\navailable: {names}; or give --probe FILE.csv"
+            f"no probe '{probe}'{'' if is_path else f' in {folder.parent}'}\n"
+            f"available: {names}; or give a table of head scores, FILE.csv"
         )
     return HeadScores.read(folder)
 

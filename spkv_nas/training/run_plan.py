@@ -209,10 +209,12 @@ class Planner:
         """Plan a new branch of a variant, whose layout may not be known yet."""
         return self._run(name, self.recipe.branch, 0, variant)
 
-    def heldout_pass(self, name: str, variant: Variant, times: float = 1, tokens: int | None = None) -> PlannedRun:
-        """Plan ``times`` forward passes over the held-out text, or over ``tokens`` of it, without training."""
+    def heldout_pass(
+        self, name: str, variant: Variant, times: float = 1, tokens: int | None = None, effort: float = 1
+    ) -> PlannedRun:
+        """Plan ``times`` passes over held-out text, or ``tokens`` of it, each as costly as ``effort`` forward ones."""
         num_tokens = round(times * (self.text.heldout(self.recipe.data) if tokens is None else tokens))
-        return PlannedRun(name, 0, num_tokens, self._forward_seconds(variant, num_tokens))
+        return PlannedRun(name, 0, num_tokens, effort * self._forward_seconds(variant, num_tokens))
 
     def cost(self, variant: Variant) -> StepCost:
         """Return the cost of a training step, measured once per kind of variant: all hybrids cost about the same."""

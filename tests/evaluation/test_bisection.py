@@ -68,6 +68,14 @@ def test_a_candidate_gets_no_answer_that_its_bisection_does_not_ask_for() -> Non
     assert result.fails == 2
 
 
+def test_a_look_has_levels_of_the_answers_that_were_asked_for() -> None:
+    """Below an open candidate only failing is looked for, so that one that passes there is no more than open."""
+    looks = {look.position: look for look in find("PPPPPoooPPPPPPP").looks}
+    assert {position for position, look in looks.items() if look.passes} == {11, 9, 8, 7, 6}
+    assert {position for position, look in looks.items() if look.fails} == {7, 3, 1, 0}
+    assert all((look.answer == "passes") == (look.position >= 8) for look in looks.values())
+
+
 def draw(random: np.random.Generator, kind: str, number: int) -> np.ndarray:
     """Return p-values of true hypotheses: independent, all equal, or of candidates beside each other alike."""
     if kind == "independent":

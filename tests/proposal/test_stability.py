@@ -316,19 +316,29 @@ class TestCommands:
         assert "selected in % % of the resamples" in page.texts["script"][0]
         assert "95\u00a0% interval" in text
 
+    def test_a_table_of_the_same_name_is_called_by_its_file(
+        self, workspace: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        make_probe(2).write(workspace / "elsewhere")
+        for given in ("elsewhere/density.csv", "elsewhere"):
+            path = str(workspace / given)
+            main(["compare", "p", path, "--budget=3", "--name", "both", "--workspace", str(workspace)])
+            assert pd.read_csv(workspace / "reports/both/agreement.csv")["second"].tolist() == [path]
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             (["p"], "at least two probes"),
             (["p", "p"], "'p' is given twice"),
             (["p", "none"], "no probe 'none'"),
+            (["p", "mistyped/density"], "no probe 'mistyped/density'"),
             (["p", "other"], "the probe 'other' is for 3 layers x 2 KV heads, 'p' has 4 layers x 2 KV heads"),
             (["p", "p@x"], "must be a number in [0, 1]"),
             (["p", "p@2"], "[0, 1]"),
             (["p", "q", "--split-by=layer"], "--split-by must be domain or half; found 'layer'"),
             (["p", "q", "--budget=9"], "the model has 8"),
             (["p", "p@1"], "every head density of 'p@1' is 0"),
-            (["bare", "--split-by=half"], "no per-document counts"),
+            (["bare", "--split-by=half"], "probe two parts of the text under different names"),
             (["bare", "--split-by=domain"], "has a single domain"),
         ],
     )

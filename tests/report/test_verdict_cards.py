@@ -81,6 +81,11 @@ def test_the_sentences(section: Section) -> None:
     )
 
 
+def test_a_text_without_more_samples_is_said() -> None:
+    sentences = verdict_part(rows(), RECORD | {"num_samples": {"ruler": 16}}).sentences
+    assert sentences[0] == "mine is open: ruler after 16 questions, all that there are; about 120 more would tell."
+
+
 def test_a_running_verdict_without_samples() -> None:
     part = verdict_part(rows().iloc[:0], RECORD | {"answers": {"mine": "open"}})
     assert "mine is open: its samples are not measured yet." in part.sentences

@@ -106,7 +106,7 @@ class TestPair:
         assert rows["against"].fillna("").to_dict() == against
         capsys.readouterr()
         evaluate(workspace, text, hybrid, "--against", dense, "--max-tokens", 64)
-        assert "removed 3 rows measured on another text" in capsys.readouterr().err
+        assert "kept the earlier result, of other inputs, as" in capsys.readouterr().err
         assert len(pd.read_csv(workspace / "reports/mine/evaluation.csv")) == 2
 
     def test_checkpoints_that_cannot_be_paired(

@@ -110,6 +110,15 @@ class TestAnswer:
             assert len(decided)
             assert (decided[column] <= decided["level"]).all()
 
+    def test_rows_say_what_their_intervals_and_the_answers_say(self, folder: Path) -> None:
+        """An end that no bisection asked for is not determined, so no open budget shows a loss below the margin."""
+        result = run(margin="nll=12%")
+        assert {"passes", "open"} <= set(result.rows["result"])
+        for row in result.rows.itertuples():
+            assert row.result == row.answer == result.answers[row.num_global]
+            assert (row.high <= row.margin) == (row.result == "passes")
+            assert (row.low >= row.margin) == (row.result == "fails")
+
     def test_no_budget_passes(self, folder: Path) -> None:
         result = run(budgets="1..3")
         assert (result.passes, result.fails, result.answer) == (None, 3, "fails")

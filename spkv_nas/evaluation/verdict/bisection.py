@@ -17,7 +17,8 @@ same candidates until one is open. A candidate that only one of them looks at ge
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from spkv_nas.evaluation.verdict.decision import Answer
 
@@ -30,13 +31,15 @@ class Look:
 
     Attributes:
         position: position of the candidate.
-        level: largest p-value at which it passes, and at which it fails.
         answer: answer that holds at the risk of the whole bisection.
+        passes: largest p-value at which it passes; 0 if no bisection asked whether it does.
+        fails: largest p-value at which it fails; 0 if no bisection asked whether it does.
     """
 
     position: int
-    level: float
     answer: Answer
+    passes: float = 0.0
+    fails: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,13 @@ def critical(number: int, risk: float, test: Test) -> Critical:
     """
     looks: dict[int, Look] = {}
 
-    def look(position: int, level: float, wanted: Answer) -> bool:
+    def look(position: int, level: float, wanted: Literal["passes", "fails"]) -> bool:
         """Test a candidate and return whether it has the answer that this bisection asks for."""
         has_answer = test(position, level) == wanted
-        if position not in looks or has_answer:
-            looks[position] = Look(position, level, wanted if has_answer else "open")
+        earlier = looks.get(position, Look(position, "open"))
+        answer = wanted if has_answer else earlier.answer
+        asked = replace(earlier, passes=level) if wanted == "passes" else replace(earlier, fails=level)
+        looks[position] = replace(asked, answer=answer)
         return has_answer
 
     # Smallest that passes, and those below it

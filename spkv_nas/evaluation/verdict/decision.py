@@ -19,7 +19,7 @@ Answer = Literal["passes", "fails", "open"]
 
 @dataclass(frozen=True)
 class Levels:
-    """Largest p-values at which a candidate passes, and at which one of its criteria fails."""
+    """Largest p-values at which a candidate passes, and at which one of its criteria fails; 0: not tested."""
 
     passes: float
     fails: float
@@ -32,9 +32,9 @@ class Levels:
 
     def answer(self, evidence: Evidence) -> Answer:
         """Return the answer about one criterion."""
-        if evidence.p_fails <= self.fails:
+        if self.fails and evidence.p_fails <= self.fails:
             return "fails"
-        return "passes" if evidence.p_passes <= self.passes else "open"
+        return "passes" if self.passes and evidence.p_passes <= self.passes else "open"
 
 
 def decide(evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[str], risk: float) -> dict[str, Answer]:

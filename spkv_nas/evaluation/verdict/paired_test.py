@@ -137,19 +137,24 @@ class MeanShortfall(MeanDrop):
         return Evidence(passes, betting_log_e(1.0 - pairs[:, 0] - allowed, allowed))
 
 
-def loss_interval(test: PairedTest, pairs: Float, risk: float) -> tuple[float, float]:
-    """Return an interval of the loss whose ends are each wrong with a probability of at most ``risk``, at any time.
+def loss_interval(test: PairedTest, pairs: Float, low_risk: float, high_risk: float) -> tuple[float, float]:
+    """Return an interval of the loss whose ends are wrong with a probability of at most these risks, at any time.
 
     It holds the margins that the candidate has neither passed nor failed after any of these samples (the intersection
-    of a confidence sequence), so that it agrees with the answer. An end that the samples do not determine is infinite,
-    or the smallest or the largest possible loss.
+    of a confidence sequence), so that it agrees with the answer. An end that the samples do not determine, or whose
+    risk is 0, is infinite, or the smallest or the largest possible loss.
     """
     if not len(pairs):
         return -math.inf, math.inf
-    loss, target = test.loss(pairs), -math.log(risk)
-    passing = _smallest(lambda distance: test.evidence(pairs, loss + distance).passes.max() >= target)
-    failing = _smallest(lambda distance: test.evidence(pairs, loss - distance).fails.max() >= target)
+    loss = test.loss(pairs)
+    passing = _smallest(lambda distance: test.evidence(pairs, loss + distance).passes.max() >= _target(high_risk))
+    failing = _smallest(lambda distance: test.evidence(pairs, loss - distance).fails.max() >= _target(low_risk))
     return max(loss - failing, test.lowest), min(loss + passing, test.highest)
+
+
+def _target(level: float) -> float:
+    """Return the logarithm of the e-value whose p-value is ``level``; infinite for 0."""
+    return -math.log(level) if level else math.inf
 
 
 def _smallest(is_enough: Callable[[float], bool]) -> float:
@@ -179,7 +184,7 @@ def more_samples(test: PairedTest, pairs: Float, margin: float, *, passes: float
     """
     for repeats in _REPEATS if len(pairs) else ():
         evidence = test.evidence(np.tile(pairs, (repeats, 1)), margin)
-        decides = (evidence.passes >= -math.log(passes)) | (evidence.fails >= -math.log(fails))
+        decides = (evidence.passes >= _target(passes)) | (evidence.fails >= _target(fails))
         decides[: len(pairs)] = False
         if decides.any():
             return int(decides.argmax()) + 1 - len(pairs)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
 
-def conclusion(rows: pd.DataFrame, answer: str, nouns: Mapping[str, str]) -> tuple[str, str]:
+def conclusion(
+    rows: pd.DataFrame, answer: str, nouns: Mapping[str, str], samples: Mapping[str, int]
+) -> tuple[str, str]:
     """Return the answer about a candidate and its reason, such as ("passes", "its loss is below 1 % (nll)").
 
     Args:
         rows: rows of the candidate, columns of ``VERDICT``.
         answer: passes, fails or open.
         nouns: what a sample is, by criterion.
+        samples: how many samples there are, by criterion.
     """
     if answer == "passes":
         return "passes", f"its loss is below {_margins(rows)}"
@@ -28,7 +32,9 @@ def conclusion(rows: pd.DataFrame, answer: str, nouns: Mapping[str, str]) -> tup
             about = "its loss is too near the margin to say how many more would tell"
         else:
             about = f"about {int(more):,} more would tell"
-        parts.append(f"{row['criterion']} after {row['num_samples']} {nouns.get(row['criterion'], 'samples')}; {about}")
+        all_of_them = ", all that there are" if row["num_samples"] >= samples.get(row["criterion"], math.inf) else ""
+        counted = f"{row['num_samples']} {nouns.get(row['criterion'], 'samples')}{all_of_them}"
+        parts.append(f"{row['criterion']} after {counted}; {about}")
     return "is open", ", and ".join(parts) or "its samples are not measured yet"
 
 

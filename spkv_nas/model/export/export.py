@@ -52,8 +52,9 @@ class Exported:
         for name, reason in self.rejected.items():
             names.setdefault(reason, []).append(name)
         reasons = [f"not exported as {' and '.join(targets)}: {reason}" for reason, targets in names.items()]
-        engines = [f"{engine}: {outcome}" for engine, outcome in self.engines.items()]
-        return "\n".join([f"{self.folder}: {self.form}", *reasons, *engines])
+        engines = [f"  {engine}: {outcome}" for engine, outcome in self.engines.items()]
+        heading = ["by the support matrix, not run here (serve-check runs an engine):"] if engines else []
+        return "\n".join([f"{self.folder}: {self.form}", *reasons, *heading, *engines])
 
 
 def export(

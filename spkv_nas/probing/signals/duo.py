@@ -31,7 +31,7 @@ class Duo(Signal):
 
     def work(self, grid: Grid, tokens: int, block_size: int, *, steps: int = DUO_STEPS, **options: Any) -> Work:
         """Return the passes over the blocks of a step."""
-        return Work(FROZEN_STEP_PASSES * steps, min(tokens, DUO_STEP_BLOCKS * block_size))
+        return Work(steps, min(tokens, DUO_STEP_BLOCKS * block_size), FROZEN_STEP_PASSES)
 
     def cost(self, stages: Stages, tokens: int, *, steps: int = DUO_STEPS, **options: Any) -> StageCost:
         """Return the cost of training alphas on a frozen model."""

@@ -31,7 +31,7 @@ class HeadGates(Signal):
 
     def work(self, grid: Grid, tokens: int, block_size: int, *, steps: int = HEAD_GATE_STEPS, **options: Any) -> Work:
         """Return the passes over the tokens of a step."""
-        return Work(FROZEN_STEP_PASSES * steps, LEARNING_TOKENS)
+        return Work(steps, LEARNING_TOKENS, FROZEN_STEP_PASSES)
 
     def cost(self, stages: Stages, tokens: int, *, steps: int = HEAD_GATE_STEPS, **options: Any) -> StageCost:
         """Return the cost of training gates of heads on a frozen model."""

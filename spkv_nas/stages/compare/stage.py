@@ -43,9 +43,9 @@ def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementRe
     tables: dict[str, HeadScores] = {}
     for probe in options.probes:
         for label, table in parse_probe(probe, lambda source: find_table(options.folders, source), options.split_by):
-            if label in tables:
+            if label in tables and tables[label].content_hash == table.content_hash:
                 raise UserError(f"probe '{label}' is given twice")
-            tables[label] = table
+            tables[label if label not in tables else probe] = table
     if len(tables) < 2:
         raise UserError(
             "compare needs at least two probes: give another, or split this one (--split-by domain or half)"

@@ -132,7 +132,7 @@ def _heldout_passes(planner: Planner) -> tuple[PlannedRun, PlannedRun]:
     scored = 1 + _num_layouts()
     return (
         planner.heldout_pass(
-            RECOMMENDED, Variant.full_attention(), FROZEN_STEP_PASSES * HEAD_GATE_STEPS, LEARNING_TOKENS
+            RECOMMENDED, Variant.full_attention(), HEAD_GATE_STEPS, LEARNING_TOKENS, FROZEN_STEP_PASSES
         ),
         planner.heldout_pass("zero-shot scores", Variant.full_attention(), scored),
     )

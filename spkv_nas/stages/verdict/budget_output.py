@@ -94,6 +94,9 @@ def _answer(result: BudgetVerdict) -> str:
         note = f" ({', '.join(map(str, unseen))} not looked at)" if unseen else ""
         verb = "is" if len(unknown) == 1 else "are"
         parts.append(f"{_range(unknown)} {verb} open{note}")
+        rows = result.rows[result.rows["num_global"].isin(unknown)]
+        if len(rows) and (rows["num_samples"] >= rows["criterion"].map(result.num_samples)).all():
+            parts.append("all samples were used, more may tell")
     if passes == result.budgets[0]:
         parts.append("it is the smallest of the range")
     return "; ".join(parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
 from spkv_nas.base.device import dtype_name
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.progress import SILENT, Reporter, part_of
 from spkv_nas.cost.cache_memory import CacheCost
 from spkv_nas.evaluation.verdict.bisection import Critical, critical
 from spkv_nas.evaluation.verdict.decision import Answer, Levels
@@ -72,6 +71,7 @@ class BudgetVerdict:
         critical: the bisection of ``budgets``.
         rows: columns of ``CRITICAL_BUDGET``.
         nouns: what a sample is, by criterion.
+        num_samples: how many samples there are, by criterion.
         memory: cache at the critical budget; None if no budget passes.
         num_left_out: number of documents that a layout was selected on, which were left out; None: no text was read.
         records: what selected the layouts.
@@ -90,6 +90,7 @@ class BudgetVerdict:
     critical: Critical
     rows: pd.DataFrame
     nouns: Mapping[str, str]
+    num_samples: Mapping[str, int]
     memory: Memory | None
     num_left_out: int | None
     records: Sequence[str]
@@ -137,18 +138,20 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
     candidates = [Contender(layout.strategy, options.model, layout, layout) for layout in layouts]
     trial = prepare(options, Contender("dense", options.model), candidates, reporter)
     RunningTable(trial.store.folder / PROGRESS.name).remove()  # of an interrupted verdict
-    measured: dict[tuple[int, float], Pairs] = {}  # by position and level
+    measured: dict[int, Pairs] = {}  # by position
+    with reporter.bar("judging") as bar:
 
-    @cache
-    def test(position: int, level: float) -> Answer:
-        """Measure a budget until its answer at a level is known."""
-        levels = Levels(level, level / len(trial.margins))
-        measured[position, level], answer = measure(candidates[position], trial, levels, reporter)
-        reporter.announce(f"{budgets[position]} of {table.num_candidates} KV heads: {answer}")
-        return answer
+        def test(position: int, level: float) -> Answer:
+            """Measure a budget until its answer at a level is known; keep the larger number of samples."""
+            levels = Levels(level, level / len(trial.margins))
+            progress = part_of(bar, len(measured), 1 + 2 * len(budgets).bit_length(), f"{budgets[position]} heads")
+            pairs, answer = measure(candidates[position], trial, levels, progress)
+            if _size(pairs) > _size(measured.get(position, {})):
+                measured[position] = pairs
+            return answer
 
-    # Look at budgets, and decide
-    bisection = critical(len(budgets), risk, test)
+        # Look at budgets, and decide
+        bisection = critical(len(budgets), risk, test)
     cost = requirements.cache_cost(table, options.window)
     assert cost is not None  # there is a default context
     rows = _rows(bisection, budgets, measured, trial, cost, table)
@@ -172,6 +175,7 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
         bisection,
         rows,
         {criterion.name: criterion.noun for criterion, _ in trial.margins},
+        trial.num_samples,
         None if smallest is None else _memory(cost, requirements, table, smallest.num_global, options.window),
         trial.num_left_out,
         trial.selected.by,
@@ -179,6 +183,11 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
         folder,
         () if smallest is None else (_proposal(options, table, smallest),),
     )
+
+
+def _size(pairs: Pairs) -> int:
+    """Return the number of samples of all criteria."""
+    return sum(map(len, pairs.values()))
 
 
 def _table(options: VerdictOptions, reporter: Reporter) -> HeadScores:
@@ -212,26 +221,27 @@ def _layouts(options: VerdictOptions, table: HeadScores, requirements: Requireme
 def _rows(
     bisection: Critical,
     budgets: Sequence[int],
-    measured: Mapping[tuple[int, float], Pairs],
+    measured: Mapping[int, Pairs],
     trial: Trial,
     cost: CacheCost,
     table: HeadScores,
 ) -> pd.DataFrame:
-    """Return the table, columns of ``CRITICAL_BUDGET``; the interval of a budget holds at the level of its look."""
+    """Return the table, columns of ``CRITICAL_BUDGET``; an end of an interval holds at the level of its bisection."""
     rows = []
     for number, look in enumerate(bisection.looks, 1):
-        levels = Levels(look.level, look.level / len(trial.margins))
-        pairs = measured[look.position, look.level]
+        levels = Levels(look.passes, look.fails / len(trial.margins))
+        pairs = measured.get(look.position, {})
         for criterion, margin in trial.margins:
             if criterion.name not in pairs:
                 continue
             scores = pairs[criterion.name]
             tested = criterion.test.evidence(scores, margin)
             answer = levels.answer(tested)
-            row = describe(criterion, margin, scores, tested, answer, levels=levels, risk=look.level)
-            size = {"kv_bytes": cost.total(budgets[look.position], table.num_heads)}
-            head = {"num_global": budgets[look.position], "look": number, "level": look.level, "result": look.answer}
-            rows.append({**head, **row, **size})
+            risks = (look.fails, look.passes)
+            row = describe(criterion, margin, scores, tested, answer, levels=levels, risks=risks)
+            row["kv_bytes"] = cost.total(budgets[look.position], table.num_heads)
+            head = {"num_global": budgets[look.position], "look": number, "level": max(risks), "result": look.answer}
+            rows.append({**head, **row})
     return pd.DataFrame(rows, columns=CRITICAL_BUDGET.header).astype({"more_samples": "Int64"})
 
 

@@ -75,7 +75,7 @@ def _sentences(result: VerdictResult) -> list[str]:
 def _sentence(result: VerdictResult, name: str) -> str:
     """Return the verdict on a candidate."""
     rows = result.rows[result.rows["candidate"] == name]
-    verb, reason = conclusion(rows, result.answers[name], result.nouns)
+    verb, reason = conclusion(rows, result.answers[name], result.nouns, result.num_samples)
     return f"[bold]{escape(name)} {verb}[/bold]: {escape(reason)}"
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.result_tables import ALARM, VERDICT
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.progress import SILENT, Bar, Reporter, part_of
 from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.base.version import environment
 from spkv_nas.data.blocks import TokenBlocks
@@ -57,6 +57,7 @@ class VerdictResult:
         answers: answer about each candidate, by name.
         rows: columns of ``VERDICT``, one row per candidate and criterion that was measured.
         nouns: what a sample is, by criterion.
+        num_samples: how many samples there are, by criterion.
         num_left_out: number of documents that a layout was selected on, which were left out; None: no text was read.
         records: what selected the layouts.
         unrecorded: layouts whose selection documents are not known, or not all of them.
@@ -70,6 +71,7 @@ class VerdictResult:
     answers: Mapping[str, Answer]
     rows: pd.DataFrame
     nouns: Mapping[str, str]
+    num_samples: Mapping[str, int]
     num_left_out: int | None
     records: Sequence[str]
     unrecorded: Sequence[str]
@@ -109,6 +111,11 @@ class Trial:
     num_left_out: int | None
     circumstances: Circumstances | None = None
 
+    @property
+    def num_samples(self) -> dict[str, int]:
+        """Return how many samples there are, by criterion."""
+        return {name: rounds.num_samples for name, rounds in self.samples.items()}
+
 
 def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResult:
     """Measure candidates and the dense model until the answer about every candidate is known.
@@ -142,18 +149,20 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
 
     # Measure one candidate after another
     answers: list[Answer] = []
-    for candidate in candidates:
-        levels = Levels.of(risk, answers, num_candidates=len(candidates), num_criteria=len(margins))
+    with reporter.bar("judging") as bar:
+        for index, candidate in enumerate(candidates):
+            levels = Levels.of(risk, answers, num_candidates=len(candidates), num_criteria=len(margins))
 
-        def show_progress(measured: Pairs, name: str = candidate.name) -> None:
-            """Show on a watched page how far a candidate is."""
-            pairs[name] = measured
-            if running.is_due():
-                rows, so_far = judge()
-                running.write(rows, origin(options, trial, so_far))
+            def show_progress(measured: Pairs, name: str = candidate.name) -> None:
+                """Show on a watched page how far a candidate is."""
+                pairs[name] = measured
+                if running.is_due():
+                    rows, so_far = judge()
+                    running.write(rows, origin(options, trial, so_far))
 
-        pairs[candidate.name], answer = measure(candidate, trial, levels, reporter, show_progress)
-        answers.append(answer)
+            progress = part_of(bar, index, len(candidates), candidate.name)
+            pairs[candidate.name], answer = measure(candidate, trial, levels, progress, show_progress)
+            answers.append(answer)
     # Decide over all candidates
     rows, decided = judge()
     alarm = _alarm(trial, candidates, pairs)
@@ -162,7 +171,8 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     running.remove()
     nouns = {criterion.name: criterion.noun for criterion, _ in margins}
     left_out = (trial.num_left_out, trial.selected.by, trial.selected.unknown)
-    return VerdictResult(trial.name, options.model, risk, decided, rows, nouns, *left_out, folder, alarm)
+    counts = trial.num_samples
+    return VerdictResult(trial.name, options.model, risk, decided, rows, nouns, counts, *left_out, folder, alarm)
 
 
 def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Contender], reporter: Reporter) -> Trial:
@@ -181,7 +191,8 @@ def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Cont
     if reads_text:
         blocks, selected, num_left_out, separator = _text(subject, options, candidates, loaded, reporter)
         window = default_window(loaded[0], blocks.block_size)
-        circumstances, _ = check_text(loaded[0], blocks, window, separator)
+        with reporter.bar("checking the text"):
+            circumstances, _ = check_text(loaded[0], blocks, window, separator)
     # Prepare the samples of every criterion
     setting = Setting(options, *loaded, blocks, reporter)
     samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
@@ -227,7 +238,7 @@ def measure(
     candidate: Contender,
     trial: Trial,
     levels: Levels,
-    reporter: Reporter,
+    progress: Bar,
     on_round: Callable[[Pairs], None] | None = None,
 ) -> tuple[Pairs, Answer]:
     """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples.
@@ -236,20 +247,21 @@ def measure(
     """
     pairs: Pairs = {}
     answers: list[Answer] = []
-    for criterion, margin in trial.margins:
+    for index, (criterion, margin) in enumerate(trial.margins):
         rounds = trial.samples[criterion.name]
         answer: Answer = "open"
-        with reporter.bar(f"judging {candidate.name} by {criterion.name}") as progress:
-            for number in range(1, rounds.num_rounds + 1):
-                scores = [trial.store.score(each, rounds, number) for each in (candidate, trial.dense)]
-                measured = pairs[criterion.name] = np.stack(scores, 1)
-                answer = levels.answer(criterion.test.evidence(measured, margin))
-                loss = f"loss {criterion.test.loss(measured):+.3g} {criterion.test.unit}" if len(measured) else ""
-                progress(len(measured), rounds.num_samples, loss)
-                if on_round is not None:
-                    on_round(pairs)
-                if answer != "open":
-                    break
+        show = part_of(progress, index, len(trial.margins), criterion.name)
+        show(0, 1)
+        for number in range(1, rounds.num_rounds + 1):
+            scores = [trial.store.score(each, rounds, number) for each in (candidate, trial.dense)]
+            measured = pairs[criterion.name] = np.stack(scores, 1)
+            answer = levels.answer(criterion.test.evidence(measured, margin))
+            loss = f"loss {criterion.test.loss(measured):+.3g} {criterion.test.unit}" if len(measured) else ""
+            show(number, rounds.num_rounds, loss)
+            if on_round is not None:
+                on_round(pairs)
+            if answer != "open":
+                break
         answers.append(answer)
         if answer == "fails":
             return pairs, answer
@@ -274,7 +286,7 @@ def _rows(
     risk: float,
 ) -> pd.DataFrame:
     """Return the table, columns of ``VERDICT``; intervals hold for all candidates together."""
-    rows = []
+    rows, share = [], risk / len(decided)
     for name, by_criterion in evidence.items():
         others = [answer for other, answer in decided.items() if other != name]
         levels = Levels.of(risk, others, num_candidates=len(decided), num_criteria=len(margins))
@@ -283,7 +295,7 @@ def _rows(
                 continue
             measured, tested = pairs[name][criterion.name], by_criterion[criterion.name]
             answer = levels.answer(tested)
-            row = describe(criterion, margin, measured, tested, answer, levels=levels, risk=risk / len(decided))
+            row = describe(criterion, margin, measured, tested, answer, levels=levels, risks=(share, share))
             rows.append({"candidate": name, **row})
     return pd.DataFrame(rows, columns=VERDICT.header).astype({"more_samples": "Int64"})
 
@@ -296,7 +308,7 @@ def describe(
     answer: Answer,
     *,
     levels: Levels,
-    risk: float,
+    risks: tuple[float, float],
 ) -> dict[str, Any]:
     """Return the columns of ``VERDICT`` from "criterion" on.
 
@@ -307,10 +319,10 @@ def describe(
         tested: evidence of these scores.
         answer: answer about the candidate by this criterion.
         levels: p-values at which the candidate passes, and at which one of its criteria fails.
-        risk: largest probability that an end of the interval is wrong.
+        risks: largest probabilities that the lower and the upper end of the interval are wrong; 0 for an end unknown.
     """
     test = criterion.test
-    low, high = loss_interval(test, measured, risk)
+    low, high = loss_interval(test, measured, *risks)
     more = more_samples(test, measured, margin, passes=levels.passes, fails=levels.fails) if answer == "open" else None
     return {
         "criterion": criterion.name,
@@ -341,7 +353,7 @@ def origin(options: VerdictOptions, trial: Trial, decided: Mapping[str, Answer])
         "data": None if trial.num_left_out is None else options.data or "held-out text of the embedded models",
         "seed": options.seed,
         "nouns": {criterion.name: criterion.noun for criterion, _ in trial.margins},
-        "samples": {name: rounds.num_samples for name, rounds in trial.samples.items()},
+        "num_samples": trial.num_samples,
         "left_out": {"documents": trial.num_left_out, "selected_by": list(trial.selected.by)},
         "unrecorded": list(trial.selected.unknown),
         "environment": environment(),

@@ -12,7 +12,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.progress import SILENT, Bar, Reporter
+from spkv_nas.base.progress import SILENT, Reporter, part_of
 from spkv_nas.base.version import environment
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
@@ -113,15 +113,10 @@ def _run_tasks(
             results.append([])
             for task in group.tasks:
                 num_done = sum(map(len, results))
-                lm.progress = _share(bar, num_done, num_tasks, task.task_name)
+                lm.progress = part_of(bar, num_done, num_tasks, task.task_name)
                 results[-1].append(
                     run_task(lm, task, samples, answer_identity, limit=options.limit, allow_code=options.allow_code)
                 )
     num_reused = sum(result.was_kept for group_results in results for result in group_results)
     reporter.reused(num_reused, num_tasks, "tasks")
     return results, origin_record
-
-
-def _share(bar: Bar, index: int, num_tasks: int, name: str) -> Any:
-    """Return a ``Progress`` that maps one of ``num_tasks`` tasks to an equal part of the bar."""
-    return lambda done, total: bar(round(1000 * (index + done / total)), 1000 * num_tasks, name)
