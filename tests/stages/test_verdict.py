@@ -227,7 +227,7 @@ class TestChoice:
         assert result.num_left_out == 5
 
     def test_a_checkpoint_has_the_choice_of_its_layout(
-        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase
+        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """A hybrid's config names no probe, but the workspace has its layout."""
         layout = Layout.read(self.chosen("text"))
@@ -238,6 +238,8 @@ class TestChoice:
         save(model, tiny_tokenizer, folder / "hybrid")
         with pytest.raises(UserError, match=r"all 60 documents .* select a layout \(probe mine\)"):
             run("hybrid")
+        main(["evaluate", "nll", "--model", "hybrid", "--data", "text", "--block-size", "32"])
+        assert "60 of these documents were used to select a layout (probe mine)" in capsys.readouterr().out
 
     def test_the_text_of_score_is_refused(self, folder: Path) -> None:
         main(["score", "mixed.yaml", "--model", "dense", "--data", "text", "--block-size", "32"])

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from spkv_nas.base.console import out, print_path, say
 from spkv_nas.proposal.answer import uneven_budgets
-from spkv_nas.stages.printing import about_errors, change, show_alarm
+from spkv_nas.stages.printing import about_errors, about_selection, change, show_alarm
 from spkv_nas.stages.subject import NLLTable
 
 
@@ -30,10 +30,5 @@ def show(result: NLLTable) -> None:
     if (uneven := uneven_budgets(rows, int(rows["num_global"].mode().max()))) is not None:
         say(uneven)
     about_errors(result.num_documents, result.effective_documents)
-    if result.num_selection:
-        selected_by = ", ".join(result.selected_by)
-        out.print(
-            f"{result.num_selection} of these documents were used to select a layout ({escape(selected_by)}), which "
-            "may favour it; verdict leaves such documents out"
-        )
+    about_selection(result.num_selection, result.selected_by)
     print_path("scores", result.folder / "zero-shot.csv")

@@ -12,7 +12,7 @@ from spkv_nas.base.console import out, print_path
 from spkv_nas.base.units import format_bytes
 from spkv_nas.evaluation.verdict.words import basis
 from spkv_nas.stages.verdict.budgets import BudgetVerdict
-from spkv_nas.stages.verdict.output import format_loss
+from spkv_nas.stages.verdict.output import format_interval, format_loss
 
 
 def show(result: BudgetVerdict) -> None:
@@ -25,7 +25,7 @@ def show(result: BudgetVerdict) -> None:
             str(row.look),
             escape(row.criterion),
             format_loss(row.loss),
-            f"{format_loss(row.low)} to {format_loss(row.high)}",
+            format_interval(row.low, row.high),
             f"{row.margin:g} {row.unit}",
             f"{row.num_samples} {result.nouns[row.criterion]}",
             row.result,

@@ -29,13 +29,12 @@ def show(result: VerdictResult) -> None:
         title=f"{escape(result.name)}: loss against {escape(result.against)}",
     )
     for row in result.rows.itertuples():
-        interval = f"{format_loss(row.low)} to {format_loss(row.high)}"
         samples = f"{row.num_samples} {result.nouns[row.criterion]}"
         cells = (
             row.candidate,
             row.criterion,
             format_loss(row.loss),
-            interval,
+            format_interval(row.low, row.high),
             f"{row.margin:g} {row.unit}",
             samples,
             row.answer,
@@ -82,3 +81,8 @@ def _sentence(result: VerdictResult, name: str) -> str:
 def format_loss(number: float) -> str:
     """Format a loss or an end of its interval; a dash if it is not determined."""
     return "-" if math.isnan(number) else f"{number:+.3g}"
+
+
+def format_interval(low: float, high: float) -> str:
+    """Format an interval of the loss; "not known yet" if neither end is determined."""
+    return "not known yet" if math.isnan(low) and math.isnan(high) else f"{format_loss(low)} to {format_loss(high)}"

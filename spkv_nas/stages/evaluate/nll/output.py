@@ -9,7 +9,7 @@ from rich.markup import escape
 from spkv_nas.base.console import out, print_path
 from spkv_nas.stages.evaluate.cells import evaluation_document
 from spkv_nas.stages.evaluate.nll.stage import NLLResult, Pair
-from spkv_nas.stages.printing import about_errors, change
+from spkv_nas.stages.printing import about_errors, about_selection, change
 
 
 def show(result: NLLResult) -> None:
@@ -23,6 +23,7 @@ def show(result: NLLResult) -> None:
         f"(effective number {nll.effective_documents:.1f})"
     )
     out.print(f"[bold]{escape(result.name)}[/bold]: NLL {nll.mean:.4f}{density}; {text}")
+    about_selection(result.num_selection, result.selected_by)
     if result.pair is not None:
         difference = change(result.pair.change.percent, result.pair.change.standard_error)
         out.print(

@@ -20,11 +20,12 @@ from spkv_nas.evaluation.checkpoint_table import EvaluatedCheckpoint, checkpoint
 from spkv_nas.evaluation.micro_batch import fitting_batch
 from spkv_nas.evaluation.paired import PairedDifference, paired_difference
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
-from spkv_nas.model.config_section import gate_config
+from spkv_nas.model.config_section import gate_config, saved_layout
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.checkpoints import check_pair, evaluated, load
 from spkv_nas.stages.evaluate.nll.options import NLLOptions
+from spkv_nas.stages.selection import Selected, find_selected
 from spkv_nas.stages.subject import Measured, Subject, measured_on
 
 if TYPE_CHECKING:
@@ -56,12 +57,16 @@ class NLLResult:
         name: name of the results.
         evaluation: evaluation of the checkpoint.
         folder: folder of the results.
+        num_selection: number of the documents that the checkpoint's layout was selected on.
+        selected_by: what selected it, such as "probe mine".
         pair: comparison with a baseline; None without one.
     """
 
     name: str
     evaluation: Evaluation
     folder: Path
+    num_selection: int = 0
+    selected_by: tuple[str, ...] = ()
     pair: Pair | None = None
 
 
@@ -80,7 +85,10 @@ def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
     _warn_of_price(measured.model, evaluation, options, reporter)
     # Measure the baseline
     pair = None if options.against is None else _pair(options, subject, measured, evaluation, reporter)
-    return NLLResult(subject.name, evaluation, options.folders.report_dir(subject.name), pair)
+    layout = saved_layout(measured.model.config)
+    selected = Selected() if layout is None else find_selected(options.folders, {subject.name: layout})
+    used = (selected.count(measured.blocks), selected.by)
+    return NLLResult(subject.name, evaluation, options.folders.report_dir(subject.name), *used, pair)
 
 
 def _warn_of_price(model: PreTrainedModel, evaluation: Evaluation, options: NLLOptions, reporter: Reporter) -> None:
