@@ -27,7 +27,7 @@ Weights = dict[str, Tensor]
 def write(
     folder: Path, tokenizer: PreTrainedTokenizerBase, kind: str = "gated", *, stock_type: bool = False, **options: Any
 ) -> Path:
-    """Write a checkpoint without a manifest, as other tools do; with ``stock_type`` as earlier versions wrote it."""
+    """Write a checkpoint without a manifest, as other tools do; with ``stock_type`` under llama's type."""
     model = tiny_model(**options)
     if kind == "gated":
         attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4))

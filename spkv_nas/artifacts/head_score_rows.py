@@ -1,7 +1,7 @@
 """Columns and reader of ``density.csv``.
 
 The column of the scores is called ``density`` in a table of densities and ``score`` in one of another kind; in memory,
-and in the code, it is ``score`` in both. Earlier versions wrote ``density`` for every kind.
+and in the code, it is ``score`` in both.
 
 Densities and scores such as DuoAttention's are in [0, 1]. Gains in nats are signed, because a head may do harm, or
 appear to by chance. ``HeadScores.values`` keeps the sign and ranks heads; ``HeadScores.density``, whose shares add up
@@ -58,10 +58,9 @@ def read_rows(file: Path, kind: str | None = None) -> tuple[pd.DataFrame, str]:
     """
     what = "density table"
     # Find the column of the scores
-    header = _header(file, what)
     if kind is None:
-        kind = SCORE if _SCORE in header else DENSITY
-    name = _column(kind) if _column(kind) in header else DENSITY
+        kind = SCORE if _SCORE in _header(file, what) else DENSITY
+    name = _column(kind)
     # Read and check the rows
     rows = read_table(file, what, [_declared(column, kind, name) for column in _COLUMNS])
     where = f"{what} {file}"

@@ -24,7 +24,7 @@ from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.grid import Grid, OnGrid
 from spkv_nas.artifacts.head_score_rows import file_rows, read_rows
 from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
-from spkv_nas.artifacts.kinds import DENSITY, kind_of
+from spkv_nas.artifacts.kinds import DENSITY
 from spkv_nas.artifacts.local_layers import ConfigLayer, candidate_layers, config_layers
 from spkv_nas.artifacts.positions import read_positions
 from spkv_nas.artifacts.probe_file import ProbeFile
@@ -55,7 +55,7 @@ class HeadScores(OnGrid):
         positions: density by position in the block: layer, kv_head, start, end (tokens), density, num_tokens.
         positions_tau: threshold of ``positions``; None: ``tau``.
         histogram: histogram of the utility logits; None for a table made by hand.
-        documents: counts per document at ``tau``; None for a table made by hand or by an older version.
+        documents: counts per document at ``tau``; None for a table made by hand.
         metadata: where the table comes from (``probe.yaml``).
         probe_hash: ``content_hash`` of the table at the probe's threshold; None: this table is at it.
         gains: individual gain of each head, to validate the ranking; None if not measured.
@@ -134,7 +134,7 @@ class HeadScores(OnGrid):
     @property
     def kind(self) -> str:
         """Return the kind of the scores, one of ``kinds.KINDS``."""
-        return kind_of(self.metadata)
+        return str(self.metadata.get("kind", DENSITY))
 
     @property
     def is_density(self) -> bool:
@@ -308,13 +308,13 @@ class HeadScores(OnGrid):
         has_record = bool(metadata)
         record = validate(ProbeFile, metadata, f"probe {folder / RECORD}")
         # Read the table
-        rows, kind = read_rows(file, kind_of(metadata) if has_record else None)
+        rows, kind = read_rows(file, record.kind)
         table = cls(
             name=record.name or (folder.resolve().name if file.name == _TABLE else file.stem),
             rows=rows,
             tau=record.tau,
             window=record.window,
-            metadata=metadata if has_record or kind == DENSITY else {"kind": kind},
+            metadata=metadata if kind == DENSITY else {**metadata, "kind": kind},
         )
         if not has_record:
             return table
@@ -344,8 +344,6 @@ class HeadScores(OnGrid):
             f"mean_{self.kind}": round(self.mean, 4 if self.is_density else 6),
             f"std_{self.kind}": round(self.std, 4 if self.is_density else 6),
         }
-        # Earlier versions wrote density in these keys for every kind of score
-        metadata = {key: value for key, value in self.metadata.items() if key not in ("mean_density", "std_density")}
         earlier = [file.name for file in Path(folder).glob(PATTERN)]
         with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS, *earlier)) as new:
             write_csv(new / _TABLE, file_rows(self.rows, self.kind))
@@ -359,7 +357,7 @@ class HeadScores(OnGrid):
                 self.gains.write(new / _GAINS)
             if self.selected_on is not None:
                 record[SELECTION] = write_selection(new, self.selected_on)
-            write_record(new / RECORD, {**metadata, **record})
+            write_record(new / RECORD, {**self.metadata, **record})
 
     def _need_histogram(self) -> LogitHistogram:
         """Return the histogram, or raise ``UserError`` without one."""

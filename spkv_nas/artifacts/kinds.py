@@ -5,9 +5,6 @@ The record of a table (``probe.yaml``) names both, so that a table shows without
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 DENSITY = "density"  # share of keys that gates keep, in [0, 1]; depends on a threshold
 SHARE = "share"  # any other number in [0, 1], shown in percent
 GAIN = "gain"  # what a head saves; signed
@@ -20,12 +17,3 @@ GATE_UNIT = "gate in [0, 1]"
 ALPHA_UNIT = "alpha in [0, 1]"
 ATTENTION_UNIT = "share of attention"
 NATS = "nats per token"
-
-
-def kind_of(record: Mapping[str, Any]) -> str:
-    """Return the kind of a table from its record; records of earlier versions name only the signal and nats."""
-    if "kind" in record:
-        return str(record["kind"])
-    if record.get("signal", DENSITY) == DENSITY:
-        return DENSITY
-    return GAIN if record.get("unit") == NATS else SHARE

@@ -103,7 +103,7 @@ class Measure:
         Args:
             kind: one of ``kinds.KINDS``.
             signal: name of the signal, which need not be installed.
-            unit: its unit; None in records of earlier versions.
+            unit: its unit; None for a table made by hand.
             values: [L, Hkv], to choose the range of the scale.
         """
         if kind == kinds.DENSITY:

@@ -9,17 +9,15 @@ class instead of an Auto class fails::
     {"model_type": "spkv", "architectures": ["SPKVLlamaForCausalLM"], "num_hidden_layers": "<what to do>", ...,
      "spkv": {"stock_type": "llama", "num_hidden_layers": 4, ...}}
 
-``import spkv_nas`` registers the type with the Auto classes, and wraps ``AutoConfig.from_pretrained``: a config with
-the section but its original type, as earlier versions saved it, gets the type too, because the Auto classes would build
-a dense model from it. Configs without a section are not changed. An inference engine that has model classes of its
-own reads the same configs as the original class instead (``read_for_engine``).
+``import spkv_nas`` registers the type with the Auto classes. An inference engine that has model classes of its own
+reads the same configs as the original class instead (``read_for_engine``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -51,17 +49,16 @@ def native_class(config: PreTrainedConfig) -> type[PreTrainedConfig]:
 
 
 def register(model_class: Callable[[Any], Any]) -> None:
-    """Let transformers' Auto classes load models of our type, and those saved with a section under their original type.
+    """Let transformers' Auto classes load models of our type.
 
     Args:
         model_class: makes, from an original model class, the class that restores the content of the section.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     global _model_class
     _model_class = model_class
     CONFIG_MAPPING.register(CUSTOM_MODEL_TYPE, SPKVConfig, exist_ok=True)
-    AutoConfig.from_pretrained = staticmethod(_recognising_sections(AutoConfig.from_pretrained))
 
 
 def read_for_engine(prepare: Callable[[PreTrainedConfig], None]) -> None:
@@ -70,28 +67,10 @@ def read_for_engine(prepare: Callable[[PreTrainedConfig], None]) -> None:
     No model class of this package is imported then.
 
     Args:
-        prepare: called with each config that has a section; raises ``UserError`` for one that the engine cannot serve.
+        prepare: called with each config of our type; raises ``UserError`` for one that the engine cannot serve.
     """
     global _prepare_for_engine
     _prepare_for_engine = prepare
-
-
-def _recognising_sections(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``AutoConfig.from_pretrained``, so that a config with a section gets our type."""
-
-    @wraps(read)
-    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        """Read a config, and if it has a section, give it our type or prepare it for the engine."""
-        result = read(*args, **kwargs)
-        config = result[0] if isinstance(result, tuple) else result  # with return_unused_kwargs
-        if hasattr(config, CUSTOM_MODEL_TYPE):
-            if _prepare_for_engine is None:
-                set_custom_model_type(config, True)
-            else:
-                _prepare_for_engine(config)
-        return result
-
-    return from_pretrained
 
 
 class SPKVConfig(PreTrainedConfig):
@@ -103,8 +82,11 @@ class SPKVConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Return a config of the original class from the content of a file of our type."""
         content, native = _stock_form(config_dict)
-        kind = _custom_class(native) if _prepare_for_engine is None else native  # type: ignore[arg-type]  # as above
-        return kind.from_dict(content, **kwargs)
+        if _prepare_for_engine is None:
+            return _custom_class(native).from_dict(content, **kwargs)  # type: ignore[arg-type]  # as above
+        result = native.from_dict(content, **kwargs)
+        _prepare_for_engine(result[0] if isinstance(result, tuple) else result)  # with return_unused_kwargs
+        return result
 
 
 class _Custom:

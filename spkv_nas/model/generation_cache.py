@@ -315,8 +315,8 @@ class SPKVCache(Cache):
             if layer.paged is None:
                 raise UserError("the cache is empty: there is nothing to save")
             tensors |= {f"{index}.{name}": x.contiguous() for name, x in layer.paged.state_dict().items()}
-            values = (layer.window, layer.page_size, layer.tokens, *layer.paged.ring_k.shape[:2], layer.paged.head_dim)
-            values += (layer.local_sinks,) if layer.local_sinks else ()
+            values = (layer.window, layer.page_size, layer.tokens, *layer.paged.ring_k.shape[:2])
+            values += (layer.paged.head_dim, layer.local_sinks)
             sizes[str(index)] = " ".join(str(value) for value in values)
         sizes[_HEADS] = " ".join(layer.heads for layer in self.layers)
         if self.layers[0].mask is not None:
@@ -345,16 +345,14 @@ class SPKVCache(Cache):
                 if sizes.pop("format", None) != _FORMAT or len(sizes.keys() - {_HEADS}) != len(cache.layers):
                     raise UserError(f"cache {path} belongs to another model, or is not a cache of spkv-nas")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if digest is not None and digest != _digest(sizes, tensors):
+            if digest != _digest(sizes, tensors):
                 raise UserError(f"cache {path} is damaged: it differs from its recorded SHA-256")
-            # Restore each layer; earlier versions did not record the heads
-            _check_heads(path, sizes.get(_HEADS, "").split(), [layer.heads for layer in cache.layers])
+            # Restore each layer
+            _check_heads(path, sizes[_HEADS].split(), [layer.heads for layer in cache.layers])
             for index, layer in enumerate(cache.layers):
                 prefix = f"{index}."
                 state = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-                numbers = [int(number) for number in sizes[str(index)].split()]
-                numbers += [0] if len(numbers) < len(_SIZES) else []  # without sink tokens
-                values = dict(zip(_SIZES, numbers, strict=True))
+                values = dict(zip(_SIZES, map(int, sizes[str(index)].split()), strict=True))
                 for name, number in (("window", layer.window), ("sinks", layer.local_sinks)):
                     if values[name] != number:
                         subject = "number of sink tokens" if name == "sinks" else name
@@ -370,7 +368,7 @@ class SPKVCache(Cache):
 
 
 def _check_heads(path: Path | str, saved: list[str], heads: list[str]) -> None:
-    """Raise ``UserError`` if the letters of a file's heads differ from the model's; older files do not have them."""
+    """Raise ``UserError`` if the letters of a file's heads differ from the model's."""
     for layer, (file_row, row) in enumerate(zip(saved, heads, strict=False)):
         if len(file_row) == len(row) and file_row != row:  # other numbers of heads have their own message
             raise UserError(

@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.head_score_rows import COLUMNS
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import SHARE
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import is_file, is_folder, read_json, read_text
 from spkv_nas.base.limits import MAX_WINDOW
@@ -85,7 +86,7 @@ class ForeignScores:
         rows = pd.DataFrame({"layer": layer, "kv_head": head, "score": self.values.ravel()}).assign(
             domain="all", num_tokens=1, num_documents=0, standard_error=math.nan
         )
-        metadata = {"signal": self.origin, "source": self.source, "sinks": self.sink_size or 0}
+        metadata = {"signal": self.origin, "kind": SHARE, "source": self.source, "sinks": self.sink_size or 0}
         return HeadScores(name, rows[list(COLUMNS)], window=self.window, metadata=metadata)
 
     def choose(

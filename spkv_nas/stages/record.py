@@ -30,7 +30,6 @@ from spkv_nas.stages.probe.options import ProbeOptions
 OPTIONS = "options"
 _NOT_RECORDED = ("workspace", "device", "dry_run")  # options that do not affect the result
 _PATHS = ("model", "data", "recipe")
-_RENAMED = {"gain_tokens": "ablation_tokens"}  # options by their names in older records
 
 
 def recorded(options: ProbeOptions) -> dict[str, Any]:
@@ -61,9 +60,8 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | N
     """
     if (content := record.get(OPTIONS)) is None:
         return None
-    renamed = {_RENAMED.get(name, name): value for name, value in content.items()}
     try:
-        options = TypeAdapter(ProbeOptions).validate_python({**renamed, "workspace": workspace})
+        options = TypeAdapter(ProbeOptions).validate_python({**content, "workspace": workspace})
     except ValidationError:
         return None
     is_custom_model = options.model is not None and not options.model.startswith(EMBEDDED_PREFIX)

@@ -40,15 +40,6 @@ class GatesConfig(GateConfig):
     anneal_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps of a linear transition from soft to hard gates")
     start_from: str | None = Field(None, description="checkpoint to initialise the predictors from")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_weight(cls, data: Any) -> Any:
-        """Convert the old key ``density_weight``, the paper's name for the negative price."""
-        if not isinstance(data, dict) or not isinstance(data.get("density_weight"), int | float) or "price" in data:
-            return data
-        others = {key: value for key, value in data.items() if key != "density_weight"}
-        return {**others, "price": -data["density_weight"]}
-
     @model_validator(mode="after")
     def _one_grid(self) -> GatesConfig:
         if self.heads is not None and self.layers is not None:

@@ -156,15 +156,6 @@ class Recipe(Section):
         name = data.get("model") if isinstance(data, dict) else None
         return ladder()[name].recipe(data) if isinstance(name, str) and name in ladder() else data
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_tensorboard(cls, data: Any) -> Any:
-        """Convert the old key ``tensorboard: true`` to ``report_to``."""
-        if not isinstance(data, dict) or not isinstance(data.get("tensorboard"), bool) or "report_to" in data:
-            return data
-        others = {key: value for key, value in data.items() if key != "tensorboard"}
-        return {**others, "report_to": ["tensorboard"]} if data["tensorboard"] else others
-
     @field_validator("model", mode="before")
     @classmethod
     def _known_level(cls, model: Any) -> Any:

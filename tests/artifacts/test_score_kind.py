@@ -7,7 +7,7 @@ import pytest
 from helpers import make_domain_table
 
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.kinds import NATS, kind_of
+from spkv_nas.artifacts.kinds import GAIN, NATS, SHARE
 from spkv_nas.artifacts.score_kind import Measure
 
 GAINS = np.array([[0.0514, 0.0357], [0.0015, -0.0007]])
@@ -15,7 +15,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def measure(values: object = GAINS, signal: str = "opening", unit: str | None = NATS) -> Measure:
-    return Measure.of(kind_of({"signal": signal, "unit": unit}), signal, unit, np.asarray(values, dtype=float))
+    return Measure.of(GAIN if unit == NATS else SHARE, signal, unit, np.asarray(values, dtype=float))
 
 
 def test_densities_are_percent_from_0_to_1() -> None:
@@ -73,7 +73,7 @@ def test_scores_are_shares() -> None:
 
 
 def test_a_notebook_shades_gains() -> None:
-    table: HeadScores = make_domain_table(density=GAINS, metadata={"signal": "opening", "unit": NATS})
+    table: HeadScores = make_domain_table(density=GAINS, metadata={"signal": "opening", "kind": GAIN, "unit": NATS})
     html = table._repr_html_()
     assert "test: opening gain, nats per token / 1,000; mean 22.2" in html
     assert 'rgb(31, 95, 168); color: white; text-align: center">51<' in html

@@ -158,12 +158,12 @@ class TestWorkspace:
         table = put(workspace, "mine", LEFT)
         chosen = densest(table.values, 3)
         assert trust(workspace, table, chosen) is None
-        put(workspace, "elsewhere", GAINS, signal="opening", unit="nats per token", model="other")
-        put(workspace, "layers", GAINS, signal="opening", unit="nats per token", granularity="layer")
-        put(workspace, "small", GAINS[:2], signal="opening", unit="nats per token")
-        put(workspace, "sinks", GAINS, signal="opening", unit="nats per token", sinks=1)
+        put(workspace, "elsewhere", GAINS, signal="opening", kind="gain", unit="nats per token", model="other")
+        put(workspace, "layers", GAINS, signal="opening", kind="gain", unit="nats per token", granularity="layer")
+        put(workspace, "small", GAINS[:2], signal="opening", kind="gain", unit="nats per token")
+        put(workspace, "sinks", GAINS, signal="opening", kind="gain", unit="nats per token", sinks=1)
         assert trust(workspace, table, chosen) is None
-        put(workspace, "mine-opening", GAINS, signal="opening", unit="nats per token")
+        put(workspace, "mine-opening", GAINS, signal="opening", kind="gain", unit="nats per token")
         result = trust(workspace, table, chosen)
         assert result is not None
         assert result.rho == Trust.of(table.values, chosen, gains()).rho
@@ -173,7 +173,7 @@ class TestWorkspace:
     def test_gains_recommend_nothing(self, workspace: Workspace) -> None:
         """The optimum of gains chosen and evaluated on the same tokens is no evidence for a signal."""
         put(workspace, "mine", LEFT, gains(), gains={"documents": 9})
-        put(workspace, "mine-duo", GAINS.clip(0) * 20, signal="duo")
+        put(workspace, "mine-duo", GAINS.clip(0) * 20, signal="duo", kind="share")
         result = propose(ProposeOptions(probe="mine", budget="3", workspace=workspace.root))
         output = " ".join(
             [*result.sentences, *(f"{one.reason} {one.command}" for one in result.next), str(result.advice)]
@@ -187,10 +187,10 @@ class TestWorkspace:
 
     def test_propose_shows_the_recommended_signal_beside_densities(self, workspace: Workspace) -> None:
         put(workspace, "mine", LEFT)
-        put(workspace, "mine-duo", GAINS.clip(0) * 20, signal="duo")
+        put(workspace, "mine-duo", GAINS.clip(0) * 20, signal="duo", kind="share")
         options = ProposeOptions(workspace=workspace.root, probe="mine", budget="3", num_random=0)
         assert RECOMMENDED not in propose(options).answer.layouts
-        gates = put(workspace, "mine-gates", GAINS.clip(0) * 20, signal=RECOMMENDED)
+        gates = put(workspace, "mine-gates", GAINS.clip(0) * 20, signal=RECOMMENDED, kind="share")
         answer = propose(options).answer
         layout = Layout.read(workspace.layout_dir("mine") / f"{RECOMMENDED}.yaml")
         assert np.array_equal(layout.global_mask, densest(gates.values, 3))
@@ -204,7 +204,7 @@ class TestWorkspace:
 
     def test_a_damaged_neighbour_plays_no_part(self, workspace: Workspace) -> None:
         table = put(workspace, "mine", LEFT)
-        put(workspace, "mine-duo", GAINS.clip(0), signal="duo")
+        put(workspace, "mine-duo", GAINS.clip(0), signal="duo", kind="share")
         (workspace.probe_dir("mine-duo") / "density.csv").write_text("layer\n")
         with pytest.warns(UserWarning, match="edited or damaged after|ignoring a probe that cannot be read"):
             result = trust(workspace, table, densest(table.values, 3))
@@ -214,7 +214,7 @@ class TestWorkspace:
         table = make_table(LEFT)
         assert unknown_trust(table) is None
         assert "was not validated" in str(unknown_trust(replace(table, metadata={"model": "m"})))
-        assert unknown_trust(replace(table, metadata={"model": "m", "signal": "duo"})) is None
+        assert unknown_trust(replace(table, metadata={"model": "m", "signal": "duo", "kind": "share"})) is None
 
 
 def trust_without_errors(table: HeadScores, chosen: np.ndarray) -> Trust:
@@ -269,7 +269,9 @@ class TestCommand:
         assert advice.reason.startswith("head gates are recommended for choosing the heads")
         assert advice.command == f"spkv-nas probe --signal head-gates --budget 25% --workspace {tmp_path}"
         for signal in ("head-gates", "duo", "opening"):
-            assert recommend(workspace, replace(table, metadata={**embedded, "signal": signal})) is None
+            assert (
+                recommend(workspace, replace(table, metadata={**embedded, "signal": signal, "kind": "share"})) is None
+            )
         assert recommend(workspace, table) is None
 
     def test_the_default_is_that_of_the_help(self) -> None:

@@ -14,12 +14,11 @@ import torch
 from helpers import gated, logits, tiny_model
 from marks import slow_after
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load
-from spkv_nas.model.custom_model_type import set_custom_model_type
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus
@@ -87,31 +86,6 @@ def test_without_gates_and_layout_it_is_saved_unchanged(make: object, tokens: Te
     assert model_type(tmp_path) == "llama"
     assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path), tokens), logits(model, tokens))
     assert type(model.config) is type(tiny_model().config)
-
-
-@pytest.mark.parametrize("make", [hybrid, gated])
-def test_checkpoints_with_the_family_type_still_load(make: object, tokens: Tensor, tmp_path: Path) -> None:
-    """Checkpoints of earlier versions load correctly, by the Auto class too, and are saved under the custom type."""
-    model = make()  # type: ignore[operator]
-    expected = logits(model, tokens)
-    set_custom_model_type(model.config, False)
-    model.save_pretrained(tmp_path / "old")
-    assert model_type(tmp_path / "old") == "llama"
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "old")
-    assert torch.equal(logits(again, tokens), expected)
-    again.save_pretrained(tmp_path / "new")
-    assert model_type(tmp_path / "new") == "spkv"
-    config, unused = AutoConfig.from_pretrained(tmp_path / "old", return_unused_kwargs=True, other=3)
-    assert (hasattr(config, "spkv"), unused) == (True, {"other": 3})
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "old", config=config), tokens), expected)
-
-
-def test_an_old_checkpoint_loads(tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    model = hybrid()
-    set_custom_model_type(model.config, False)
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    assert torch.equal(logits(load(tmp_path)[0], tokens), logits(model, tokens))
 
 
 @pytest.mark.slow

@@ -131,9 +131,6 @@ class TestRecipe:
     def test_priced_gates_start_at_the_threshold(self, gates: dict[str, Any], expected: float) -> None:
         assert GatesConfig.model_validate(gates).bias == pytest.approx(expected)
 
-    def test_the_paper_s_weight_is_read_as_a_price(self) -> None:
-        assert GatesConfig.model_validate({"density_weight": -0.5}).price == 0.5
-
     def test_price_and_target_exclude_each_other(self) -> None:
         with pytest.raises(ValueError, match="set only one of 'price' and 'target_density'"):
             GatesConfig.model_validate({"price": 0.5, "target_density": 0.3})

@@ -122,7 +122,7 @@ class TestMixedWindows:
     def probes(self, workspace: Workspace, **windows: int) -> None:
         """Write probes of one model: the recommended signal, named ``gates``, and densities."""
         for name, window in windows.items():
-            signal = {"signal": RECOMMENDED} if name == "gates" else {}
+            signal = {"signal": RECOMMENDED, "kind": "share"} if name == "gates" else {}
             table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))
             replace(table, name=name, window=window, metadata={"model": "m", **signal}).write(workspace.probe_dir(name))
 
@@ -137,8 +137,9 @@ class TestMixedWindows:
     def test_compare_warns_of_sink_tokens(self, tmp_path: Path) -> None:
         """Except of those of densities, whose gates decide about the first tokens."""
         table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))
+        gates = {"signal": RECOMMENDED, "kind": "share"}
         for name, metadata in {
-            "gates": {"signal": RECOMMENDED, "sinks": 1}, "none": {"signal": RECOMMENDED}, "densities": {}
+            "gates": {**gates, "sinks": 1}, "none": gates, "densities": {}
         }.items():  # fmt: skip
             replace(table, name=name, window=8, metadata=metadata).write(Workspace(tmp_path).probe_dir(name))
         with pytest.warns(UserWarning, match=r"\(sinks 0: none; sinks 1: gates\)\n.*with the same --sinks"):
@@ -146,7 +147,7 @@ class TestMixedWindows:
         compare(CompareOptions(probes=["gates", "densities"], budget="2", workspace=tmp_path))
 
     def test_compare_warns_of_separators(self, tmp_path: Path) -> None:
-        """Except of those of older records, which do not have them."""
+        """Except of those made by hand, which do not have them."""
         table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))
         for name, separator in {"one": {"best": "eos"}, "other": {"best": "bos"}, "older": None}.items():
             metadata = {} if separator is None else {"separator": separator}

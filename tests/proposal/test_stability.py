@@ -140,14 +140,14 @@ class TestDocumentCounts:
         with pytest.raises(UserError, match=r"documents\.npz is damaged: it does not match probe\.yaml"):
             HeadScores.read(tmp_path)
         record = tmp_path / "probe.yaml"
-        record.write_text(re.sub(r"\Asha256:\n(?: .*\n)*", "", record.read_text()))  # as of an older version
+        record.write_text(re.sub(r"\Asha256:\n(?: .*\n)*", "", record.read_text()))
         with pytest.raises(UserError, match=r"documents\.npz does not belong to the table in its folder"):
             HeadScores.read(tmp_path)
         (tmp_path / "documents.npz").write_text("junk")
         with pytest.raises(UserError, match=r"documents\.npz is damaged"):
             HeadScores.read(tmp_path)
 
-    def test_an_older_probe_gives_no_interval(self, tmp_path: Path) -> None:
+    def test_a_probe_without_documents_gives_no_interval(self, tmp_path: Path) -> None:
         make_probe().write(tmp_path)
         (tmp_path / "documents.npz").unlink()
         table = HeadScores.read(tmp_path)
@@ -272,7 +272,7 @@ class TestAgreement:
         write_agreement(tmp_path, rows)
         pd.testing.assert_frame_equal(read_agreement(tmp_path / "agreement.csv"), rows, check_dtype=False, rtol=1e-5)
         header = ",".join(rows.columns)
-        (tmp_path / "agreement.yaml").unlink()  # an older version wrote none
+        (tmp_path / "agreement.yaml").unlink()
         for text, message in [
             ("first,second\na,b\n", "agreement.csv: column 'budget' is missing"),
             (

@@ -40,7 +40,7 @@ class TestSentence:
         assert "a smaller gates.learning_rate_multiplier" in str(above.missed_price)
 
     def test_other_signals_of_a_gated_model_have_no_price(self) -> None:
-        facts = {"signal": "duo", "target_density": 0.3, "reached_density": 0.01}
+        facts = {"signal": "duo", "kind": "share", "target_density": 0.3, "reached_density": 0.01}
         assert replace(make_table(np.full((2, 2), 0.5)), metadata=facts).missed_price is None
 
 

@@ -1,4 +1,4 @@
-"""Options recorded in ``probe.yaml`` are read back, also from records of earlier versions."""
+"""Options recorded in ``probe.yaml`` are read back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,3 @@ from spkv_nas.stages.record import OPTIONS, read_options, recorded
 def test_recorded_options_are_read_back(tmp_path: Path) -> None:
     options = ProbeOptions(model="org/model", data=["text"], ablation_tokens=64, workspace=tmp_path)
     assert read_options({OPTIONS: recorded(options)}, tmp_path) == options
-
-
-def test_an_option_is_read_by_its_earlier_name(tmp_path: Path) -> None:
-    content = {"model": "org/model", "data": ["text"], "gain_tokens": 64}
-    options = read_options({OPTIONS: content}, tmp_path)
-    assert options == ProbeOptions(model="org/model", data=["text"], ablation_tokens=64, workspace=tmp_path)

@@ -34,14 +34,9 @@ def test_a_finished_run_is_found_whatever_tracks_it(recipe: Recipe) -> None:
     assert parse(recipe, report_to=["wandb"]).content_hash(*HASHED) == recipe.content_hash(*HASHED)
 
 
-@pytest.mark.parametrize(("old", "new"), [(True, ["tensorboard"]), (False, [])])
-def test_recipes_of_the_first_version(recipe: Recipe, old: bool, new: list[str]) -> None:
-    assert parse(recipe, tensorboard=old).report_to == new
-
-
 def test_unknown_keys_and_trackers(recipe: Recipe) -> None:
     with pytest.raises(UserError, match="unknown key 'tensorboard'"):
-        parse(recipe, tensorboard=True, report_to=["wandb"])
+        parse(recipe, tensorboard=True)
     with pytest.raises(UserError, match=r"report_to.0.*'tensorboard', 'wandb', 'mlflow' or 'trackio'"):
         parse(recipe, report_to=["tensorbord"])
 

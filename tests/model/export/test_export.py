@@ -82,7 +82,7 @@ def test_sink_tokens_are_exported_and_restored(
     apply_layout(without, LAYERWISE)
     assert torch.allclose(logits(restored, tokens), logits(expected, tokens), atol=1e-6)
     assert not torch.allclose(logits(restored, tokens), logits(without, tokens), atol=1e-4)
-    assert "sinks" not in without.config.spkv["layout"]  # as files of earlier versions
+    assert "sinks" not in without.config.spkv["layout"]
     export(None, tmp_path / "out", tmp_path / "again")
     assert checkpoint_layout(load(tmp_path / "again")[0]) == checkpoint_layout(restored)
     with pytest.raises(UserError, match=r"(?s)sink tokens.*layout convert --sinks 0.*export to 'auto'"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -83,19 +82,6 @@ def test_layers_with_a_native_window_keep_it(tmp_path: Path, tiny_tokenizer: Pre
     config = AutoConfig.from_pretrained(saved(tmp_path / "hybrid", tiny_tokenizer, "gemma3_text"))
     windows = [layer.windows for layer in served_layers(config.spkv).values()]
     assert windows == [(4, 4), (5, 5), (4, 4), (None, None)]
-
-
-@pytest.mark.usefixtures("engine")
-def test_an_export_of_the_original_type_is_served_with_its_layout(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Earlier exports could keep the original type; inside vLLM they must not run dense."""
-    folder = saved(tmp_path / "hybrid", tiny_tokenizer)
-    file = folder / "config.json"
-    content = json.loads(file.read_text())
-    content |= {"model_type": "llama", "num_hidden_layers": 4, "architectures": ["LlamaForCausalLM"]}
-    file.write_text(json.dumps(content))
-    assert AutoConfig.from_pretrained(folder).architectures == ["SPKVLlamaForCausalLM"]
 
 
 @pytest.mark.usefixtures("engine")
