@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from paths import ROOT
 
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.search_table import BASELINE, COLUMNS
 from spkv_nas.cli import main
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -57,17 +60,32 @@ def open_file(browser: Any) -> Iterator[Any]:
     assert wrong == []
 
 
+def write_search(folder: Path, table: HeadScores) -> None:
+    """Write a search of layouts of 18 heads: ``duo``, ``densest`` up to 3 heads, and 61 at random."""
+    generator, order, rows = np.random.default_rng(0), np.argsort(-table.density.ravel()), []
+    names = ["duo", "densest", "spread", *(f"surrogate-0-{number}" for number in range(60))]
+    for number, name in enumerate(names):
+        mask = np.zeros(len(order), dtype=bool)
+        mask[order[3:21] if name == "densest" else generator.choice(order, 18, replace=False)] = True
+        layout = Layout.from_mask(mask.reshape(table.grid), window=32)
+        delta = 20.0 - table.density.ravel()[mask].sum()
+        retrained = 0.667 + 0.13 * number if number < 3 or number % 10 == 9 else np.nan
+        sampler, trial = (BASELINE, number) if number < 3 else ("surrogate", number - 3)
+        scores = (delta, 0.1, retrained, 0.1, retrained, 0.05, 65_536)
+        rows.append((name, sampler, 0, trial, layout.hash, 18, 50.0, np.nan, *scores, " ".join(layout.heads)))
+    pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(folder / "reports/stdlib-21x3/search.csv", index=False)
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Workspace with the committed example and its search, a second probe of its model, and the report of all."""
+    """Workspace with the committed example, a search, a second probe of its model, and the report of all."""
     folder = tmp_path_factory.mktemp("workspace")
     for part in ("probes", "layouts", "reports"):
         shutil.copytree(ROOT / part / "stdlib-21x3", folder / part / "stdlib-21x3")
-    for part in ("layouts", "reports"):
-        shutil.copytree(ROOT / part / "stdlib-21x3-search", folder / part / "stdlib-21x3", dirs_exist_ok=True)
     table = HeadScores.read(folder / "probes/stdlib-21x3")
+    write_search(folder, table)
     scores = np.random.default_rng(0).uniform(size=len(table.rows)).round(2)  # some are equal
-    metadata = {"signal": "duo", "model": table.metadata["model"]}
+    metadata = {"signal": "duo", "kind": "share", "model": table.metadata["model"]}
     HeadScores(OTHER, table.rows.assign(score=scores), window=table.window, metadata=metadata).write(
         folder / "probes" / OTHER
     )

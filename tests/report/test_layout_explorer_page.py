@@ -241,7 +241,7 @@ def test_a_watched_page_reloads_in_its_state(open_page: Any, tmp_path: Path) -> 
 def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
     page = open_page("#budget=18")
     row = page.locator("#explorer-measured tr").first
-    assert row.inner_text().split("\t")[1:] == ["+0.797 ± 0.069", "densest", "6"]
+    assert row.inner_text().split("\t")[1:] == ["+0.797 ± 0.050", "densest", "6"]
     row.locator("button").click()
     assert "both 15 · only here 3 · only in densest 3" in page.inner_text("form.controls")
 
@@ -256,9 +256,9 @@ def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
         select.press("Home")
         for _ in range(select.locator("option").all_inner_texts().index(name)):
             select.press("ArrowDown")
-    assert page.inner_text("#explorer-difference") == "both 2 \u00b7 only here 16 \u00b7 only in sparsest 16"
+    assert page.inner_text("#explorer-difference") == "both 5 \u00b7 only here 13 \u00b7 only in sparsest 13"
     assert num_outlined(page) == 18
-    assert page.get_attribute(MAP + " .other", "d").count("M") == 16
+    assert page.get_attribute(MAP + " .other", "d").count("M") == 13
     assert [page.inner_text(f"#explorer-pair figure:nth-child({at}) h3") for at in (1, 2)] == ["duo", "sparsest"]
     assert page.inner_text("#explorer-coverage") == "66.74 %"
     with page.expect_download() as download:
