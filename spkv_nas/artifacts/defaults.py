@@ -41,4 +41,4 @@ BASELINE_CHUNK = 16  # tokens between two evictions, as in the paper
 FIRST_STEPS = 160  # per model in a generated recipe
 PALINDROME_STEPS, PALINDROME_BATCH, PALINDROME_WINDOW = 500, 32, 32
 LADDER_DENSITY = 0.2  # density in the figure of FLOPs over the ladder
-SAMPLER, COMPARED_SAMPLER = "surrogate", "random"  # of a search, and the one that it is compared with
+SAMPLER = "surrogate"  # of a search

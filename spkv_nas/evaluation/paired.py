@@ -82,15 +82,13 @@ class Score(PairedDifference):
 
     Attributes:
         num_tokens: number of tokens that the score is based on.
-        stopped: True if scoring stopped early (``evaluation.early_stopping``), so that the score is an estimate.
     """
 
     num_tokens: int
-    stopped: bool = False
 
     @classmethod
     def of(cls, change: PairedDifference, num_tokens: int) -> Score:
-        """Return the score for a change that was measured on the whole text."""
+        """Return the score of a change that was measured on ``num_tokens`` tokens."""
         return cls(change.percent, change.standard_error, num_tokens)
 
 

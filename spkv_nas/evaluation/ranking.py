@@ -70,7 +70,9 @@ def spearman(first: ArrayLike, second: ArrayLike) -> tuple[float, tuple[float, f
 def format_rank_correlation(correlation: Mapping[str, Any]) -> str:
     """Format a result of ``rank_correlation``, for example "-0.60 (4 layouts, exact p = 0.42)"."""
     exact = "exact " if correlation["layouts"] <= _EXACT else ""
-    uncertainty = f"{correlation['layouts']} layouts, {exact}p = {correlation['p_value']:.2g}"
+    p_value = float(correlation["p_value"])
+    shown = f"= {p_value:.2g}" if p_value else "< 0.0001"  # values are recorded to four decimals
+    uncertainty = f"{correlation['layouts']} layouts, {exact}p {shown}"
     if correlation["interval"] is not None:
         low, high = correlation["interval"]
         uncertainty += f", 95 % interval {low:+.2f} to {high:+.2f}"

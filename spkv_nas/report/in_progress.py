@@ -1,21 +1,18 @@
-"""Build the section of unfinished work on a watched page: a running search, trainings at their checkpoints."""
+"""Build the section of unfinished work on a watched page: verdicts, and trainings at their checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.report.axes import round_axis
 from spkv_nas.report.chart import Chart, Line, Numbers, Points, Tone, numbers
-from spkv_nas.report.formatting import number, signed
-from spkv_nas.report.search_charts import progress_chart
+from spkv_nas.report.formatting import number
 from spkv_nas.report.section import Row, Section
 
-_BEST = 5  # best layouts of a search to show
 _CURVES: tuple[tuple[str, str, Tone], ...] = (
     ("heldout_soft_nll", "held-out NLL with soft gates", "accent"),
     ("heldout_hard_nll", "held-out NLL with hard gates", "second"),
@@ -44,50 +41,13 @@ def section(parts: Sequence[Part]) -> Section | None:
     return Section(
         "in-progress",
         "In progress",
-        "Unfinished work of other commands: of a search, every layout scored so far; of a training run, its log up "
-        "to the last checkpoint; of a verdict, the intervals so far.",
+        "Unfinished work of other commands: of a training run, its log up to the last checkpoint; of a verdict, the "
+        "intervals so far.",
         tuple(sentence for part in parts for sentence in part.sentences),
         ("Best layouts so far", "Global KV heads", "Zero-shot ΔNLL, %"),
         tuple(part.rows for part in parts if part.rows),
         charts=tuple(chart for part in parts for chart in part.charts),
     )
-
-
-def searching(scored: pd.DataFrame, retrained: Mapping[Retraining, tuple[int, int]], num_workers: int) -> Part:
-    """Describe a running search.
-
-    Args:
-        scored: columns name, sampler, seed, trial, heads, stopped, zero_shot_delta_percent and cost, a row per layout.
-        retrained: (number finished, total) by fidelity.
-        num_workers: processes that work on it.
-    """
-    workers = _workers(num_workers)
-    if scored.empty:
-        return Part((f"Search: no layout is scored yet; {workers}.",))
-    # Count layouts and retrainings
-    by_sampler = ", ".join(f"{sampler} {len(trials)}" for sampler, trials in scored.groupby("sampler", sort=False))
-    stopped = f"{int(scored['stopped'].sum())} of them stopped"
-    sentences = [f"Search: {len(scored)} layout{'s' * (len(scored) > 1)} scored ({by_sampler}), {stopped}; {workers}."]
-    sentences += [f"Retraining, {kind}: {done} of {number} finished." for kind, (done, number) in retrained.items()]
-    complete = scored[np.isfinite(scored["zero_shot_delta_percent"]) & ~scored["stopped"].astype(bool)]
-    if complete.empty:
-        return Part(tuple(sentences))
-    # Tabulate and plot the layouts that were scored on the whole text
-    ordered = complete.sort_values("zero_shot_delta_percent", kind="stable").head(_BEST)
-    best = tuple(
-        Row(name, (str(heads.count("G")), signed(delta)))
-        for name, heads, delta in zip(
-            *(ordered[column] for column in ("name", "heads", "zero_shot_delta_percent")), strict=True
-        )
-    )
-    cost = "cost" if complete["cost"].notna().all() else None
-    chart = replace(
-        progress_chart(complete, cost),
-        name="in-progress-search",
-        title="Best layouts so far",
-        note="Layouts scored on the whole text only. Thick: mean over seeds; thin: single seeds.",
-    )
-    return Part(tuple(sentences), (chart,), best)
 
 
 def training(name: str, step: int, num_steps: int, log: pd.DataFrame, *, is_held: bool, count: int) -> Part:
@@ -134,10 +94,3 @@ def _curve(log: pd.DataFrame, column: str) -> tuple[Numbers, Numbers]:
     """Return (steps, values) of a column where it has values."""
     rows = log[np.isfinite(log[column])]
     return numbers(rows["step"]), numbers(rows[column])
-
-
-def _workers(number: int) -> str:
-    """Return how many processes work on a search, in words."""
-    if not number:
-        return "no process is running; run the same command again to resume"
-    return "one process is running" if number == 1 else f"{number} processes are running"

@@ -41,7 +41,7 @@ class Evaluator(Protocol):
 
     @property
     def num_selection_documents(self) -> int:
-        """Return the held-out documents used for scores and short retrainings."""
+        """Return the number of held-out documents used for scores and short retrainings."""
 
     @property
     def evaluation_tokens(self) -> NDArray[np.int64]:
@@ -54,23 +54,13 @@ class Evaluator(Protocol):
     def steps(self, fidelity: Retraining) -> int:
         """Return the number of training steps of a retraining."""
 
-    def score(
-        self, layouts: Sequence[Layout], incumbents: Sequence[Layout | None], finished: Sequence[Layout]
-    ) -> list[Score]:
-        """Return the change of NLL of each layout without training; cached for layouts scored before.
-
-        Args:
-            layouts: layouts to score.
-            incumbents: incumbent of each layout, one of ``finished``, or None. A layout that falls behind may be
-                stopped early with an estimate.
-            finished: layouts scored on the whole text. Estimates must depend on the layout, its incumbent and these
-                only.
-        """
+    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[Score]:
+        """Return the change of NLL of each layout without training, against full attention or another; cached."""
 
     def alarm(self, changes: Sequence[PairedDifference]) -> str | None:
         """Return a sentence if changes of NLL without training make no sense (``evaluation.alarms``), else None."""
 
-    def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
+    def run_name(self, layout: Layout | None) -> str:
         """Return a name that changes with everything that determines a retraining; None is full attention."""
 
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
@@ -79,5 +69,7 @@ class Evaluator(Protocol):
     def control(self, fidelity: Retraining) -> PairedDifference:
         """Return the change of NLL of retrained full attention against the dense model. Raises as ``retrained``."""
 
-    def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        """Return the change of NLL of each retrained layout against the control. Raises ``UserError`` if missing."""
+    def retrained(
+        self, fidelity: Retraining, layouts: Sequence[Layout], baseline: Layout | None = None
+    ) -> list[PairedDifference]:
+        """Return the change of NLL of each retrained layout against the control, or another. Raises ``UserError``."""

@@ -6,11 +6,10 @@ from spkv_nas.base.registry import Registry
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.samplers.random_search import RandomSearch
 from spkv_nas.search.samplers.thompson import ThompsonSampling
-from spkv_nas.search.samplers.tpe import TPE
 
 SAMPLERS: Registry[Sampler] = Registry(
     "spkv_nas.samplers",
     "sampler",
     Sampler,  # type: ignore[type-abstract]
-    (ThompsonSampling(), TPE(), RandomSearch()),
+    (ThompsonSampling(), RandomSearch()),
 )

@@ -15,15 +15,15 @@ from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.result_tables import ALARM
-from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining, whole_scores
+from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.statistics import effective_number
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.guidance import correlations, guidance
-from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.coverage import coverage, provenance
+from spkv_nas.search.recommendation import Recommendation, recommend
 from spkv_nas.search.trials import Trial, first_front
 
 if TYPE_CHECKING:  # importing it at run time requires Optuna
@@ -56,44 +56,51 @@ def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
 
 
 def front(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the distinct, fully scored trials on the Pareto front of the zero-shot objectives, lowest NLL first."""
-    fully_scored = [trial for trial in reversed(trials) if not trial.zero_shot.stopped]
-    distinct = list({trial.layout.content_hash: trial for trial in fully_scored}.values())
+    """Return the distinct trials on the Pareto front of the zero-shot objectives, lowest NLL first."""
+    distinct = list({trial.layout.content_hash: trial for trial in reversed(trials)}.values())
     return [distinct[index] for index in first_front(np.array([trial.values for trial in distinct]))]
 
 
 def write_results(
     search: Search, trials: Sequence[Trial], folder: Path, layouts: Path
-) -> tuple[pd.DataFrame, str | None]:
+) -> tuple[pd.DataFrame, str | None, Recommendation | None]:
     """Write ``search.csv`` and ``search.yaml`` to ``folder``, and the layouts worth keeping to ``layouts``.
 
     Returns:
-        (the table in ``search.csv``; a sentence if its numbers make no sense, else None).
+        (the table in ``search.csv``; a sentence if its numbers make no sense, else None; the layout to take, if any).
     """
     rows = result_table(trials, search.space.table)
-    _write_layouts(search, trials, layouts)
-    origin = _origin(search, rows)
+    alarm = search.evaluator.alarm([trial.zero_shot for trial in trials])
+    recommended = recommend(search, trials) if alarm is None else None
+    # Replace the layouts worth keeping: the front, those retrained in full, and the recommended one
+    worth_keeping = (*front(trials), *(trial for trial in trials if trial.full is not None))
+    kept = {trial.name: (trial.layout, trial.seed) for trial in worth_keeping if trial.sampler != BASELINE}
+    if recommended is not None:
+        kept[recommended.layout.strategy] = recommended.layout, search.effort.seed
+    with replacing(layouts, stale=[file.name for file in layouts.glob("*.yaml")]) as new:
+        for name, (layout, seed) in kept.items():
+            origin = provenance(search.space.table, layout, search.space.budgets[1], seed)
+            replace(layout, strategy=name, provenance=origin).write(new / f"{name}.yaml")
+    # Write table and record
     with replacing(folder) as new:
         write_csv(new / "search.csv", rows)
-        write_record(new / "search.yaml", origin)
-    return rows, origin[ALARM]
+        write_record(new / "search.yaml", {ALARM: alarm, **_origin(search, rows)})
+    return rows, alarm, recommended
 
 
 def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
     """Return the content of ``search.yaml``: settings, effort, baselines, and the benefit of guidance."""
     space, effort, evaluator = search.space, search.effort, search.evaluator
     return {
-        ALARM: evaluator.alarm(_whole_scores(rows)),
         "probe": space.table.name,
         "tau": rounded_tau(space.table.tau),
         "budget": list(space.budgets),
         "window": space.window,
         **({"sinks": space.sinks} if space.sinks else {}),
-        "signals": {signal.name: {"window": signal.window} for signal in space.signals},
         "constraints": dict(space.constraints.named),
         "objectives": ["nll", *([search.cost.name] if search.cost else [])],
         "trials": effort.trials,
-        "seeds": list(effort.seeds),
+        "seeds": [effort.seed],
         "tokens": {"chosen_on": evaluator.num_selection_tokens, "judged_on": int(evaluator.evaluation_tokens.sum())},
         "documents": {"chosen_on": evaluator.num_selection_documents},
         "num_documents": int((evaluator.evaluation_tokens > 0).sum()),
@@ -108,22 +115,6 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _whole_scores(rows: pd.DataFrame) -> list[PairedDifference]:
-    """Return the changes of NLL without training that were measured on the whole text."""
-    columns = ["zero_shot_delta_percent", "zero_shot_standard_error"]
-    return [PairedDifference(*row) for row in whole_scores(rows)[columns].dropna().itertuples(index=False)]
-
-
 def _retrained(rows: pd.DataFrame) -> list[Retraining]:
     """Return the fidelities at which layouts, and thus the control, were retrained."""
     return [fidelity for fidelity in get_args(Retraining) if rows[f"{fidelity}_delta_percent"].notna().any()]
-
-
-def _write_layouts(search: Search, trials: Sequence[Trial], folder: Path) -> None:
-    """Replace the layout files by the front and the fully retrained layouts; baselines already have files."""
-    worth_keeping = (*front(trials), *(trial for trial in trials if trial.full is not None))
-    trials_by_name = {trial.name: trial for trial in worth_keeping if trial.sampler != BASELINE}
-    with replacing(folder, stale=[file.name for file in folder.glob("*.yaml")]) as new:
-        for name, trial in trials_by_name.items():
-            origin = provenance(search.space.table, trial.layout, search.space.budgets[1], trial.seed)
-            replace(trial.layout, strategy=name, provenance=origin).write(new / f"{name}.yaml")

@@ -1,9 +1,7 @@
 """Define the search space of layouts.
 
-A study identifies a layout by its point: the rows of letters joined by spaces. ``nearest`` maps the heads that a
-sampler suggests to a layout of the space, by an integer program under budget and constraints in which suggested heads
-come first and the others are ranked at random. ``optimum`` returns the layout of highest total gain, given a gain
-per head.
+A study identifies a layout by its point: the rows of letters joined by spaces. ``optimum`` returns the layout of
+highest total gain, given a gain per head, by an integer program under budget and constraints.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from spkv_nas.proposal.ranking import densest
 
 Float = NDArray[np.float64]
 
-_SUGGESTED, _NOISE = 0.6, 0.2  # weights of suggestion and noise in ``nearest``
 _GAP = 1e-6  # relative MIP gap for the best untried layout: gains are estimates, and do not tie
 
 
@@ -73,28 +70,11 @@ class Space:
         return " ".join(layout.heads)
 
     def random(self, generator: np.random.Generator, suggested: NDArray[np.bool_] | None = None) -> Layout:
-        """Return a random layout, of the budgets with equal probability, and with as many suggested heads as possible.
-
-        Args:
-            generator: source of randomness.
-            suggested: [L, Hkv], true for suggested global heads; None for no suggestion.
-        """
+        """Return a random layout of a random budget with as many of the ``suggested`` heads [L, Hkv] as possible."""
         noise = generator.random(self.grid)
         low, high = self.budgets
-        return self.nearest(suggested, int(generator.integers(low, high + 1)), noise)
-
-    def nearest(self, suggested: NDArray[np.bool_] | None, budget: int, noise: Float) -> Layout:
-        """Return the layout with ``budget`` global heads that contains as many suggested heads as possible.
-
-        Args:
-            suggested: [L, Hkv], true for suggested global heads; None for no suggestion.
-            budget: number of global heads, clipped to ``budgets``.
-            noise: [L, Hkv] in [0, 1], to rank heads that are equally suggested.
-        """
-        gain = _NOISE * noise
-        if suggested is not None:
-            gain = gain + _SUGGESTED * suggested
-        return self._best(gain, min(max(budget, self.budgets[0]), self.budgets[1]))
+        budget = int(generator.integers(low, high + 1))
+        return self._best(noise if suggested is None else noise + 3.0 * suggested, budget)
 
     def optimum(self, gain: Float, budget: int, tried: Collection[tuple[str, ...]] = ()) -> Layout:
         """Return the layout of highest total gain with ``budget`` global heads, among those not in ``tried``.

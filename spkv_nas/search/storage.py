@@ -1,71 +1,160 @@
-"""Open the database of a search's studies, and lock it so that workers take turns.
+"""Keep the studies of a search in a database, and divide the tasks of a study among its workers.
 
-SQLite is a file in the search's folder, next to its lock file. Workers on machines whose file system lacks reliable
-locks share a PostgreSQL server and its advisory locks. Either lock is released when its holder's process or connection
-ends.
+A task is a number below a limit; each becomes a trial of Optuna's ``Study.optimize``. Optuna numbers trials, records a
+heartbeat of each running one and fails those of dead workers, whose tasks are then free again. The database is an
+SQLite file in the search's folder or, for machines that share no file system with reliable locks, a PostgreSQL server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from optuna.exceptions import OptunaError
-from optuna.storages import RDBStorage
-from sqlalchemy import Engine, create_engine, func, make_url, select
+import optuna
+from optuna.exceptions import ExperimentalWarning, OptunaError, TrialPruned
+from optuna.pruners import MedianPruner
+from optuna.storages import RDBStorage, fail_stale_trials
+from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.extras import missing_extra
-from spkv_nas.base.locks import shared_lock
 
-IF_DAMAGED = "if its file is damaged, remove it: scores and retrained checkpoints are kept in other files"
-_SERVER = "postgresql"
-_TURN = 5353118  # key of the server's advisory lock
+HEARTBEAT, GRACE = 20, 120  # seconds between heartbeats, and without one until a trial fails
+STARTUP = 4  # retrainings that are never pruned: a median of fewer says little
+INDEX = "index"  # user attribute of a trial: number of its task
+_SETTINGS = "settings"  # user attribute of a study
+_POLL = 0.2  # seconds between looks at the trials of other workers
+_ATTEMPTS = 10  # to create the tables, which several workers may do at once
+_IF_DAMAGED = "if its file is damaged, remove it: scores and retrained checkpoints are kept in other files"
+_FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 _OPTIONS = {
-    "sqlite": {"connect_args": {"timeout": 60}},
-    _SERVER: {"pool_pre_ping": True},  # reconnect if the server was restarted
+    "sqlite": {"poolclass": NullPool, "connect_args": {"timeout": 60}},
+    "postgresql": {"poolclass": NullPool, "pool_pre_ping": True},  # reconnect if the server was restarted
 }
 
 
-class Storage:
-    """Optuna's studies in a database, whose tables are created if missing.
-
-    Args:
-        url: SQLAlchemy URL of an SQLite file or a PostgreSQL database.
-        lock: path of the lock file, unused with PostgreSQL.
+def open_storage(url: str) -> RDBStorage:
+    """Open the database of a URL of SQLAlchemy, and create its tables if missing.
 
     Raises:
         UserError: the URL cannot be opened.
     """
+    try:
+        dialect = make_url(url).get_backend_name()
+        for attempt in range(_ATTEMPTS):
+            try:
+                with _stable():
+                    return RDBStorage(
+                        url,
+                        engine_kwargs=_OPTIONS.get(dialect, {}),
+                        heartbeat_interval=HEARTBEAT,
+                        grace_period=GRACE,
+                    )
+            except SQLAlchemyError as error:
+                if attempt + 1 == _ATTEMPTS or "exist" not in str(error):
+                    raise
+                time.sleep(random.random())  # another worker creates the tables
+        raise AssertionError
+    except (SQLAlchemyError, ImportError, ValueError, RuntimeError, OSError) as error:
+        raise _cannot_open(url, error) from error
 
-    def __init__(self, url: str, lock: Path) -> None:
-        """Open the database and create its tables."""
-        try:
-            engine = create_engine(url, poolclass=NullPool)
-            self._lock = shared_lock(lock)
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            with self._turn(engine):  # two processes cannot create the tables at once
-                self.studies = RDBStorage(url, engine_kwargs=_OPTIONS.get(engine.dialect.name, {}))
-        except (SQLAlchemyError, ImportError, ValueError, RuntimeError, OSError) as error:
-            raise _cannot_open(url, error) from error
 
-    def turn(self) -> AbstractContextManager[None]:
-        """Hold the lock: one worker at a time is inside the block, others wait."""
-        return self._turn(self.studies.engine)
+def open_study(storage: RDBStorage, name: str, settings: Mapping[str, Any], metrics: Sequence[str]) -> optuna.Study:
+    """Open or create a study.
 
-    @contextmanager
-    def _turn(self, engine: Engine) -> Iterator[None]:
-        """Hold the server's advisory lock, or the lock file."""
-        if engine.dialect.name == _SERVER:
-            with engine.begin() as connection:
-                connection.execute(select(func.pg_advisory_xact_lock(_TURN)))
-                yield
+    Args:
+        storage: database of the studies.
+        name: name of the study.
+        settings: all that results depend on; an existing study with other settings is refused.
+        metrics: names of a task's values, all to be minimised, for viewers of the study.
+
+    Raises:
+        UserError: the study exists with other settings.
+    """
+    study = optuna.create_study(
+        storage=storage,
+        study_name=name,
+        directions=["minimize"] * len(metrics),
+        load_if_exists=True,
+        pruner=MedianPruner(n_startup_trials=STARTUP),
+    )
+    if _SETTINGS not in study.user_attrs:  # new, or its creator was killed between two writes
+        study.set_user_attr(_SETTINGS, dict(settings))
+        with _stable():
+            study.set_metric_names(list(metrics))
+    recorded = study.user_attrs[_SETTINGS]
+    for key in settings:
+        if recorded.get(key) != settings[key]:
+            raise UserError(
+                f"the study '{name}' exists with another {key}: {recorded.get(key)}, not {settings[key]}\n"
+                "use the same options to continue it, or set another --name"
+            )
+    return study
+
+
+def finished(study: optuna.Study, number: int) -> dict[int, FrozenTrial]:
+    """Return the first finished trial, complete or pruned, of each of the tasks 0 to ``number`` - 1, in order."""
+    trials: dict[int, FrozenTrial] = {}
+    for trial in study.get_trials(deepcopy=False, states=_FINISHED):
+        index = trial.user_attrs.get(INDEX)  # None: added by hand, or left without a task
+        if index is not None and index < number:
+            trials.setdefault(index, trial)
+    return dict(sorted(trials.items()))
+
+
+def work(
+    study: optuna.Study,
+    number: int,
+    run: Callable[[Trial, int], Sequence[float]],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[int, FrozenTrial]:
+    """Work on the tasks 0 to ``number`` - 1 of a study until all workers have finished them; return ``finished``.
+
+    Args:
+        study: the study.
+        number: number of tasks.
+        run: returns the values of a task; may report to its trial, and raise ``TrialPruned``.
+        progress: called with the number of finished tasks and ``number``.
+    """
+    while len(done := finished(study, number)) < number:
+        progress(len(done), number)
+        if _free(study, number):
+            study.optimize(partial(_run_free, study, number, run), n_trials=1)
         else:
-            with self._lock:
-                yield
+            time.sleep(_POLL)  # other workers hold the rest
+            with _stable():
+                fail_stale_trials(study)
+    progress(number, number)
+    return done
+
+
+def _run_free(
+    study: optuna.Study, number: int, run: Callable[[Trial, int], Sequence[float]], trial: Trial
+) -> Sequence[float]:
+    """Run a free task as a trial, its first by the order of trials that have none yet."""
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    rank = sum(other.number < trial.number and INDEX not in other.user_attrs for other in running)
+    free = _free(study, number)
+    if rank >= len(free):  # other workers were faster
+        time.sleep(_POLL)
+        raise TrialPruned
+    trial.set_user_attr(INDEX, free[rank])
+    return run(trial, free[rank])
+
+
+def _free(study: optuna.Study, number: int) -> list[int]:
+    """Return the tasks that no trial has finished or is running."""
+    trials = study.get_trials(deepcopy=False, states=(*_FINISHED, TrialState.RUNNING))
+    taken = {trial.user_attrs.get(INDEX) for trial in trials}
+    return [index for index in range(number) if index not in taken]
 
 
 @contextmanager
@@ -76,13 +165,22 @@ def storage_errors() -> Iterator[None]:
     except (SQLAlchemyError, OptunaError) as error:
         raise UserError(
             f"the study cannot be read or written: {first_line(error.__cause__ or error)}\n"
-            f"run the same command again to resume; {IF_DAMAGED}"
+            f"run the same command again to resume; {_IF_DAMAGED}"
         ) from error
+
+
+@contextmanager
+def _stable() -> Iterator[None]:
+    """Silence Optuna's warning that heartbeats and names of metrics are experimental."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        yield
 
 
 def _cannot_open(url: str, error: Exception) -> UserError:
     """Return the error for a database that cannot be opened, without the URL's password."""
-    if isinstance(error, ModuleNotFoundError) and (missing := missing_extra(error)):
+    cause = error.__cause__ or error
+    if isinstance(cause, ModuleNotFoundError) and (missing := missing_extra(cause)):
         return missing
     try:
         shown = make_url(url).render_as_string()  # without its password
@@ -90,5 +188,5 @@ def _cannot_open(url: str, error: Exception) -> UserError:
         shown = url
     remedy = "use an SQLAlchemy URL, such as sqlite:///study.db or postgresql://user@host/database"
     if type(error) is DatabaseError:  # the file exists, but is no database
-        remedy = IF_DAMAGED
+        remedy = _IF_DAMAGED
     return UserError(f"cannot open the storage {shown}: {first_line(error)}\n{remedy}")

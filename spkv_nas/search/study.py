@@ -97,12 +97,12 @@ class Study:
         self._goal = len(self._finished)
 
     def _next_layouts(self) -> list[Layout]:
-        """Return the layouts of the next trials that depend on finished trials only, up to the requested number."""
-        first = len(self._finished)
-        results = [Result(self._space.point(trial.layout), trial.values) for trial in self._finished]
-        end = min(self._goal, self._sampler.first_of_round(first) + TRIALS_PER_ROUND)
-        numbers = [number for number in range(first, end) if self._sampler.num_prior_results(number) <= first]
-        return [self._sampler.layout(number, results) for number in numbers]
+        """Return the layouts of the next trials, to the end of the round or of the requested number."""
+        number = len(self._finished)
+        first = self._sampler.first_of_round(number)
+        results = [Result(self._space.point(trial.layout), trial.values) for trial in self._finished[:first]]
+        end = min(self._goal, first + TRIALS_PER_ROUND)
+        return [self._sampler.layout(index, results) for index in range(number, end)]
 
     @property
     def trials(self) -> pd.DataFrame:

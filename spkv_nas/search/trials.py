@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts import defaults
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
+from spkv_nas.artifacts.search_table import BASELINE, Fidelity
 from spkv_nas.evaluation.paired import PairedDifference, Score
 
 
@@ -22,7 +22,7 @@ class LayoutCost:
     of: Callable[[Layout], float]
 
 
-TRIALS_PER_ROUND = 10  # by default
+TRIALS_PER_ROUND = 10  # layouts sampled together from the scores of all earlier ones
 
 
 @dataclass(frozen=True)
@@ -30,30 +30,24 @@ class Effort:
     """How much to search.
 
     Attributes:
-        trials: layouts to score without training, per sampler and seed.
-        samplers: names of samplers; the main ones first, then the baselines.
-        seeds: random seeds, one study each.
-        num_short: number of best layouts per sampler to retrain briefly.
-        num_full: number of the best of those to retrain in full.
-        trials_per_round: layouts sampled together from the scores of all earlier ones; a property of the study, like
-            its seed.
+        trials: number of layouts to score without training.
+        sampler: name of the sampler.
+        seed: random seed.
+        num_retrained: number of best layouts to retrain, besides those to compare with.
     """
 
     trials: int = 100
-    samplers: tuple[str, ...] = (defaults.SAMPLER,)
-    seeds: tuple[int, ...] = (0,)
-    num_short: int = 8
-    num_full: int = 4
-    trials_per_round: int = TRIALS_PER_ROUND
+    sampler: str = defaults.SAMPLER
+    seed: int = 0
+    num_retrained: int = 4
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a finished task: the layout's point, its objective values, and whether it was stopped early."""
+    """The result of a finished trial: the layout's point, and its objective values."""
 
     point: str
     values: list[float]
-    stopped: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,14 +72,16 @@ class Trial:
         """Return the change of NLL at a fidelity; None if it was not measured."""
         return {"zero_shot": self.zero_shot, "short": self.short, "full": self.full}[fidelity]
 
-    def after(self, retraining: Retraining, change: PairedDifference | None) -> Trial:
-        """Return the trial with the result of a retraining added."""
-        return replace(self, short=change) if retraining == "short" else replace(self, full=change)
-
     @property
     def values(self) -> list[float]:
         """Return the objectives without training: change of NLL in percent, then the cost if there is one."""
         return [self.zero_shot.percent, *([] if self.cost is None else [self.cost])]
+
+
+def best_start(trials: Sequence[Trial], starts: Mapping[str, Layout]) -> Trial | None:
+    """Return the baseline with the lowest NLL without training among the layouts that a search starts from."""
+    baselines = [trial for trial in trials if trial.sampler == BASELINE and trial.layout.strategy in starts]
+    return min(baselines, key=lambda trial: trial.zero_shot.percent, default=None)
 
 
 def ranked(values: NDArray[np.float64]) -> list[int]:

@@ -13,6 +13,7 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signals.density import DENSITY
@@ -104,29 +105,29 @@ def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:
 
 
 def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
-    """Plan ``search``: its retrainings, with upper bounds for the layouts that it has yet to find."""
+    """Plan ``search``: its scores and retrainings, with upper bounds for the layouts that it has yet to find."""
     specification = specify(options, reporter)
-    effort, known_layouts = specification.effort, {**specification.candidates.starts, **specification.candidates.others}
     planner = _planner(options, specification.file, reporter)
-    full_attention = Variant.full_attention()
+    text, data = planner.text, specification.recipe.data
+    heldout = text.heldout(data)
+    num_tokens = min(options.max_tokens, heldout // 2)
+    num_documents = min(num_tokens // data.block_size, round(text.documents * heldout / text.tokens / 2))
+    reporter.announce(
+        f"selects on {num_tokens:,} of {heldout:,} held-out tokens of about {num_documents} documents, with one "
+        f"standard error per layout, paired by document; below {MIN_DOCUMENTS} documents it ranks nothing"
+    )
     # Score the known layouts and those yet to be found
-    num_layouts = len(known_layouts) + effort.trials * len(effort.samplers) * len(effort.seeds)
-    num_tokens = min(options.max_tokens, planner.text.heldout(specification.recipe.data) // 2)
-    short = planner.with_recipe(shortened(specification.recipe, options.short_steps))
+    full_attention = Variant.full_attention()
+    known_layouts = {**specification.starts, **specification.given}
+    num_layouts = len(known_layouts) + options.trials
     runs = [*planner.dense(), planner.heldout_pass("scores (at most)", full_attention, 1 + num_layouts, num_tokens)]
     # Retrain the best, briefly and in full
-    for fidelity, fidelity_planner, number in (("short", short, effort.num_short), ("full", planner, effort.num_full)):
-        if number == 0:
-            break
-        branches = [fidelity_planner.branch(name, Variant.hybrid(layout)) for name, layout in known_layouts.items()]
-        runs.append(
-            summarize_runs(
-                f"{fidelity}, known layouts",
-                [fidelity_planner.branch(FULL_ATTENTION, full_attention), *branches],
-            )
-        )
-        any_branch = fidelity_planner.new_branch("", Variant.hybrid(next(iter(known_layouts.values()))))
-        runs.append(summarize_runs(f"{fidelity}, new layouts (at most)", [any_branch] * number * len(effort.samplers)))
+    number = 1 + len(specification.given) + options.retrain
+    short = planner.with_recipe(shortened(specification.recipe))
+    for fidelity, planned in (("short", short), ("full", planner)) if options.retrain else ():
+        any_branch = planned.new_branch("", Variant.hybrid(next(iter(known_layouts.values()))))
+        runs.append(planned.branch(f"{fidelity}, {FULL_ATTENTION}", full_attention))
+        runs.append(summarize_runs(f"{fidelity}, layouts (at most)", [any_branch] * number))
     return planner.plan(runs)
 
 

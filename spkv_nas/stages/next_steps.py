@@ -29,6 +29,7 @@ from spkv_nas.stages.record import (
 )
 from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.score.options import ScoreOptions
+from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.stages.subject import NLLTable
 from spkv_nas.stages.train.options import TrainOptions
 from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
@@ -169,6 +170,14 @@ def first_recipe(recorded: ProbeOptions) -> InitOptions:
     return InitOptions(
         model=str(recorded.model), data=sources, out=out, separator=recorded.separator, workspace=recorded.workspace
     )
+
+
+def after_search(options: SearchOptions, recipe: Path, file: Path | None) -> list[Suggestion]:
+    """Suggest to compare the layout in ``file`` with the dense model by the search's recipe; nothing without one."""
+    if file is None:
+        return []
+    retrain = TrainHybridOptions(layouts=[file], recipe=recipe, probe=options.probe, workspace=options.workspace)
+    return [Suggestion.of(retrain, "retrain it with full attention beside it; what the search retrained is reused")]
 
 
 def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Suggestion]:

@@ -50,7 +50,7 @@ def search_layouts(
             paper's share.
         trials: layouts to try; 0 returns a study to call ``optimize`` on.
         window: tokens visible to local heads, the query's own included; by default the table's, or ``default_window``.
-        sampler: name of one of ``search.registry.SAMPLERS``: "surrogate", "tpe" or "random".
+        sampler: name of one of ``search.registry.SAMPLERS``: "surrogate" or "random".
         seed: random seed; equal seeds give equal trials.
         signals: further head scores that "surrogate" may use.
         starts: layouts to try first, by name; by default those of the proposal strategies.

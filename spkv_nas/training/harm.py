@@ -5,14 +5,15 @@ good next to it although they cost several times as much relative to the origina
 
 - The control may be at most ``MAX_HARM`` percent worse than the unchanged dense model, and a layout not worse than
   before it was retrained.
-- A difference within its standard error is no evidence of harm. The change of the control is always announced with its
-  error, so that the absence of a warning is not mistaken for no change.
+- A difference within its standard error, or on fewer than ``MIN_DOCUMENTS`` documents, is no evidence of harm. The
+  change of the control is always announced with its error, so that no warning is not mistaken for no change.
 """
 
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
+from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.training.recipe import Recipe
 
 MAX_HARM = 0.1  # percent of NLL
@@ -31,6 +32,9 @@ def compare_control(control: DocumentNLL, dense: DocumentNLL, recipe: Recipe, re
     """
     change = paired_difference(control, dense)
     measured = f"full attention retrained (the control) has {_amount(change)} NLL than the dense model as it is"
+    if (number := control.num_documents) < MIN_DOCUMENTS:
+        reporter.announce(f"{measured}, on {number} documents: too few to say whether retraining harms the model")
+        return
     if is_worse(change, MAX_HARM):
         reporter.caution(f"warning: {measured}: this retraining harms the model, and layouts with it\n{remedy(recipe)}")
         return
@@ -45,13 +49,13 @@ def compare_control(control: DocumentNLL, dense: DocumentNLL, recipe: Recipe, re
 def caution_if_worse(name: str, retrained: DocumentNLL, untrained: DocumentNLL, reporter: Reporter) -> None:
     """Warn about a layout whose held-out NLL is higher after retraining than without training."""
     change = paired_difference(retrained, untrained)
-    if is_worse(change):
+    if is_worse(change) and retrained.num_documents >= MIN_DOCUMENTS:
         reporter.caution(f"warning: {name} has {_amount(change)} NLL retrained than before it was retrained")
 
 
 def is_worse(change: PairedDifference, most: float = 0.0) -> bool:
     """Return True if a change is an increase of more than ``most`` percent and more than its standard error."""
-    return change.percent > most and not change.percent <= change.standard_error  # NaN error with a single document
+    return change.percent > most and change.percent > change.standard_error
 
 
 def remedy(recipe: Recipe) -> str:

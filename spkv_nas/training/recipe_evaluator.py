@@ -25,7 +25,6 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.alarms import Circumstances, changes_alarm
-from spkv_nas.evaluation.early_stopping import Race, RungSchedule
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, Score, paired_difference
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.model.checkpoint import read_shape
@@ -43,17 +42,14 @@ class RecipeEvaluator:
     Args:
         context: context of the recipe's branches.
         max_tokens: maximum number of held-out tokens for selection, capped at half of the held-out text.
-        short_steps: steps of a short retraining; defaults to a fourth of the recipe's.
-        racing: True to stop scoring poor layouts early, on a part of the text.
     """
 
-    def __init__(
-        self, context: BranchContext, *, max_tokens: int, short_steps: int | None = None, racing: bool = True
-    ) -> None:
+    def __init__(self, context: BranchContext, *, max_tokens: int) -> None:
         """Keep one context per fidelity of retraining."""
-        short = shortened(context.recipe, short_steps)
-        self._context, self._max_tokens, self._racing = context, max_tokens, racing
+        short = shortened(context.recipe)
+        self._context, self._max_tokens = context, max_tokens
         self._contexts: dict[Retraining, BranchContext] = {"short": replace(context, recipe=short), "full": context}
+        self._controls: set[Retraining] = set()  # retrained and compared
 
     @classmethod
     def prepare(
@@ -63,8 +59,6 @@ class RecipeEvaluator:
         runs: Path,
         *,
         max_tokens: int,
-        short_steps: int | None = None,
-        racing: bool = True,
         device: str | None = None,
         reporter: Reporter = SILENT,
     ) -> RecipeEvaluator:
@@ -75,14 +69,12 @@ class RecipeEvaluator:
             base: folder that the recipe's relative paths start from.
             runs: folder of checkpoints and caches.
             max_tokens: maximum number of held-out tokens for selection.
-            short_steps: steps of a short retraining; defaults to a fourth of the recipe's.
-            racing: True to stop scoring poor layouts early.
             device: device to use; chosen automatically by default.
             reporter: receives messages and progress.
         """
         join_processes(recipe, device)
         context = BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)
-        return cls(context, max_tokens=max_tokens, short_steps=short_steps, racing=racing)
+        return cls(context, max_tokens=max_tokens)
 
     @cached_property
     def shape(self) -> Shape:
@@ -185,58 +177,41 @@ class RecipeEvaluator:
         """Return the folder of scores on ``text``."""
         return cache_folder(self._context.runs / "zero-shot", self._model, self._context.dense, text)
 
-    @cached_property
-    def _race(self) -> Race | None:
-        """Return the early-stopping race, or None if every layout is scored on the whole text."""
-        schedule = RungSchedule.of(self._scored_on) if self._racing else None
-        if schedule is None:
-            return None
-        batch_size = self._context.recipe.evaluation.batch_size
-        return Race(
-            self._model, schedule, batch_size, self._cache, [self._cache_of(rung) for rung in schedule.rungs[:-1]]
-        )
-
-    def score(
-        self, layouts: Sequence[Layout], incumbents: Sequence[Layout | None], finished: Sequence[Layout]
-    ) -> list[Score]:
-        """Score each layout by its change of NLL on the dense checkpoint without training.
-
-        Args:
-            layouts: layouts to score.
-            incumbents: incumbent of each layout for early stopping, one of ``finished``; None scores on the whole text.
-            finished: layouts scored on the whole text, which estimates are based on.
-
-        Returns:
-            One score per layout; an estimate if it was stopped early.
-        """
-        if self._race is not None:
-            return self._race.run(layouts, incumbents, finished)
-        batch_size = self._context.recipe.evaluation.batch_size
-        full, *scores = zero_shot(
-            self._model, [None, *layouts], self._scored_on, batch_size=batch_size, cache=self._cache
-        )
+    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[Score]:
+        """Return the change of NLL of each layout without training against ``baseline``; None is full attention."""
+        full, *scores = self._zero_shot([baseline, *layouts])
         return [Score.of(paired_difference(score, full), self.num_selection_tokens) for score in scores]
+
+    def _zero_shot(self, layouts: Sequence[Layout | None]) -> list[DocumentNLL]:
+        """Return the NLL of layouts without training on the text that scores are measured on."""
+        batch_size = self._context.recipe.evaluation.batch_size
+        return zero_shot(
+            self._model, layouts, self._scored_on, batch_size=batch_size, cache=self._cache, reporter=_Quiet()
+        )
 
     def alarm(self, changes: Sequence[PairedDifference]) -> str | None:
         """Return a sentence if changes of NLL without training make no sense (``evaluation.alarms``), else None."""
-        full = zero_shot(self._model, [None], self._scored_on, batch_size=1, cache=self._cache)[0]
+        (full,) = self._zero_shot([None])
         separator = self._context.corpus.separator
         return changes_alarm(Circumstances.of(self._model, self._scored_on, full, separator), changes)
 
-    def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
-        """Return the name of the branch's folder, which encodes everything that determines its result.
+    def run_name(self, layout: Layout | None) -> str:
+        """Return the name of the full retraining's folder, which encodes everything that determines its result.
 
         ``layout`` is None for full attention.
         """
-        return self._contexts[fidelity].folder(_variant(layout)).name
+        return self._context.folder(_variant(layout)).name
 
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
         """Train the branch unless it has finished, and report the change of the control by retraining."""
         context = self._contexts[fidelity]
-        branch = context.train(_variant(layout))
-        if layout is None:
+        if layout is not None:
+            context.train(_variant(layout))
+        elif fidelity not in self._controls:
+            branch = context.train(_variant(None))
             control, dense = (self._part(nll, fidelity) for nll in (branch.nll, self._dense))
             compare_control(control, dense, context.recipe, context.reporter)
+            self._controls.add(fidelity)
 
     def control(self, fidelity: Retraining) -> PairedDifference:
         """Return the change of NLL of full attention by retraining, relative to the unchanged dense model.
@@ -246,13 +221,17 @@ class RecipeEvaluator:
         """
         return paired_difference(self._finished(fidelity, None), self._part(self._dense, fidelity))
 
-    def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        """Return the change of NLL of each retrained layout relative to full attention, on the fidelity's documents.
+    def retrained(
+        self, fidelity: Retraining, layouts: Sequence[Layout], baseline: Layout | None = None
+    ) -> list[PairedDifference]:
+        """Return the change of NLL of each retrained layout relative to ``baseline``, on the fidelity's documents.
+
+        ``baseline`` is a retrained layout; None is full attention.
 
         Raises:
             UserError: a branch's folder is missing.
         """
-        full, *others = (self._finished(fidelity, layout) for layout in (None, *layouts))
+        full, *others = (self._finished(fidelity, layout) for layout in (baseline, *layouts))
         return [paired_difference(nll, full) for nll in others]
 
     def _finished(self, fidelity: Retraining, layout: Layout | None) -> DocumentNLL:
@@ -266,9 +245,16 @@ class RecipeEvaluator:
         return self._part(read_branch(final).nll, fidelity)
 
 
-def shortened(recipe: Recipe, steps: int | None = None) -> Recipe:
-    """Return the recipe of short retrainings with ``steps`` steps, by default a fourth of the recipe's."""
-    steps = steps or max(1, recipe.branch.steps // 4)
+class _Quiet(Reporter):
+    """Reporter of one score among many, which logs what it reuses as a detail."""
+
+    def announce(self, line: str) -> None:
+        self.detail(line)
+
+
+def shortened(recipe: Recipe) -> Recipe:
+    """Return the recipe of short retrainings, with a fourth of the steps."""
+    steps = max(1, recipe.branch.steps // 4)
     fewer = {"steps": steps, "warmup_steps": min(recipe.branch.warmup_steps, steps - 1)}
     return recipe.model_copy(update={"branch": recipe.branch.model_copy(update=fewer)})
 

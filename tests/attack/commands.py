@@ -57,8 +57,8 @@ class Command:
 
 
 _RECIPE, _PROPOSE = "project/recipe.yaml", ("propose", "--probe", "tiny", "--num-random", "1", "--budget")
-_SEARCH = ("--window", "4", "--max-tokens", "1280", "--budget", "2")
-_EFFORT = ("--trials", "12", "--num-short", "1", "--num-full", "1", "--short-steps", "2")
+_SEARCH = ("--max-tokens", "1280", "--budget", "2")
+_EFFORT = ("--trials", "12", "--retrain", "1")
 _LAYOUTS = ("w/layouts/tiny/densest.yaml", "w/layouts/tiny/sparsest.yaml")
 COMMANDS = {
     command.name: command

@@ -33,8 +33,7 @@ from spkv_nas.data.blocks import build_blocks
 from spkv_nas.data.sources import Document, documents
 from spkv_nas.proposal.agreement import agreement, write_agreement
 from spkv_nas.report.axes import round_axis
-from spkv_nas.search.queue import Queue
-from spkv_nas.search.storage import Storage, storage_errors
+from spkv_nas.search.storage import open_storage, open_study, storage_errors
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
@@ -279,14 +278,14 @@ def test_a_figure_without_numbers_has_an_axis() -> None:
 class TestResults:
     def test_a_damaged_study_is_named(self, tmp_path: Path) -> None:
         url = f"sqlite:///{tmp_path / 'study.db'}"
-        storage = Storage(url, tmp_path / "lock")
-        Queue(storage, "x", {})
-        storage.studies.engine.dispose()
+        storage = open_storage(url)
+        open_study(storage, "x", {}, ["value"])
+        storage.engine.dispose()
         data = bytearray((tmp_path / "study.db").read_bytes())
         data[100:20_000] = bytes(19_900)
         (tmp_path / "study.db").write_bytes(bytes(data))
         with pytest.raises(UserError, match=r"if its file is damaged, remove it"), storage_errors():
-            Queue(Storage(url, tmp_path / "lock"), "x", {})
+            open_study(open_storage(url), "x", {}, ["value"])
 
     def test_a_killed_probe_is_the_old_one_or_the_new(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         old, new = make_table([[0.5, 0.25]]), make_probe()
@@ -364,7 +363,7 @@ class TestFlags:
             ["propose", "--seed", "1" + "0" * 30],
             ["propose", "--num-random", "1000000000"],
             ["search", "--trials", "1000000000000"],
-            ["search", "--seeds", "1000000000000"],
+            ["search", "--retrain", "1000000000000"],
             ["reproduce", "palindrome", "--steps", "1000000000000"],
             ["probe", "--block-size", "1000000000000"],
             ["plan", "attention", "--context", "9" * 30],

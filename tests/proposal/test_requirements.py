@@ -24,7 +24,6 @@ from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.requirements import read_requirements
-from spkv_nas.stages.search.options import SearchOptions
 
 Mask = np.ndarray
 
@@ -166,7 +165,6 @@ def test_requirements_from_the_texts_of_options() -> None:
     requirements = read_requirements(ProposeOptions(context="8k", global_layers="0,2-3", min_per_layer=1))
     assert requirements == Requirements(Constraints(min_per_layer=1, global_layers=(0, 2, 3)), context=8192)
     assert read_requirements(ProposeOptions()) == Requirements()
-    assert not read_requirements(SearchOptions(context="8k")).is_solved
 
 
 class TestCommand:

@@ -1,4 +1,4 @@
-"""Test a watched report while other commands run: a search's scores, and a training's log."""
+"""Test a watched report while other commands run: a verdict's intervals, and a training's log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -20,9 +19,6 @@ from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.progress import Reporter
 from spkv_nas.report import page as report_page
-from spkv_nas.search import queue as queue_module
-from spkv_nas.search.queue import Queue
-from spkv_nas.search.storage import Storage
 from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.watch import watch
 
@@ -66,46 +62,6 @@ def watched(workspace: Path, steps: Iterator[Callable[[], None]]) -> list[str]:
     with pytest.raises(Ended):
         watch(ReportOptions(workspace=workspace), Reporter(), wait)
     return seen
-
-
-@pytest.mark.filterwarnings("ignore")  # of a table of four heads that nobody probed
-def test_scores_of_a_search_appear_as_they_come(
-    workspace: Path, drawn: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No picture is drawn again for them; a killed search is not shown as running."""
-    folder = workspace / "runs/mine/search"
-
-    def study(name: str, **settings: Any) -> Queue:
-        return Queue(Storage(f"sqlite:///{folder / 'study.db'}", folder / "queue.lock"), name, settings)
-
-    def score(index: int, value: float, point: str, *, stopped: bool = False) -> Callable[[], None]:
-        return lambda: study("mine/surrogate-0").finish(index, [value], point, stopped=stopped)
-
-    def retrain() -> None:
-        study("mine/short-0123abcd", runs=["a", "b", "c"]).finish(1, [0.0], "b")
-
-    def kill() -> None:
-        monkeypatch.setattr(queue_module.Worker, "is_alive", False)
-
-    def steps() -> Iterator[Callable[[], None]]:
-        yield score(0, 1.5, "LG GL")
-        yield lambda: None
-        yield score(1, 0.75, "GG LL", stopped=True)
-        yield lambda: study("other/surrogate-0").finish(0, [9.0], "GG GG")
-        yield retrain
-        yield kill
-        yield lambda: (workspace / "reports/mine/search.csv").write_text("half")
-
-    before, first, same, second, other, retrained, killed, finished = watched(workspace, steps())
-    assert before == "nothing"
-    assert drawn.count("density") == 1
-    assert "Search: 1 layout scored (surrogate 1), 0 of them stopped; one process is running." in first
-    assert "surrogate-0-0 2 +1.500" in first
-    assert "2 layouts scored (surrogate 2), 1 of them stopped" in second
-    assert "surrogate-0-1" not in second  # an estimate is not among the best
-    assert "Retraining, short: 1 of 3 finished." in retrained
-    assert "no process is running; run the same command again to resume" in killed
-    assert (same, other, finished) == ("", "", "")  # nothing new, another search, and a table that is half written
 
 
 def test_a_verdict_is_shown_until_it_is_finished(workspace: Path, drawn: list[str]) -> None:

@@ -260,7 +260,7 @@ def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
     assert num_outlined(page) == 18
     assert page.get_attribute(MAP + " .other", "d").count("M") == 13
     assert [page.inner_text(f"#explorer-pair figure:nth-child({at}) h3") for at in (1, 2)] == ["duo", "sparsest"]
-    assert page.inner_text("#explorer-coverage") == "66.74 %"
+    assert page.inner_text("#explorer-coverage") == "30.44 %"
     with page.expect_download() as download:
         page.click("#explorer-download")
     assert Layout.read(Path(download.value.path())).strategy == "duo"

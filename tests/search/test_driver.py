@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import combinations, product
 from pathlib import Path
@@ -16,7 +17,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import Retraining, read_search
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
-from spkv_nas.evaluation.guidance import best_layouts, best_so_far, guidance, hypervolume
+from spkv_nas.evaluation.guidance import best_so_far, guidance, hypervolume
 from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.ranking import densest
@@ -58,14 +59,11 @@ class TestSpace:
         ],
         ids=["none", "layers", "per layer", "uniform"],
     )
-    def test_whatever_is_wished_for_becomes_a_layout_of_the_space(
-        self, table: HeadScores, constraints: Constraints
-    ) -> None:
+    def test_random_layouts_are_of_the_space(self, table: HeadScores, constraints: Constraints) -> None:
         space = Space(table, (6, 6), 8, constraints)
         generator = np.random.default_rng(0)
         for _ in range(10):
-            suggested = generator.random((6, 3)) < 0.5
-            result = space.nearest(suggested, 6, generator.random((6, 3)))
+            result = space.random(generator, generator.random((6, 3)) < 0.5)
             rows = result.heads
             free = [r for i, r in enumerate(rows) if i not in (*constraints.global_layers, *constraints.local_layers)]
             assert result.num_global <= 6
@@ -75,13 +73,11 @@ class TestSpace:
             assert constraints.max_per_layer is None or max(r.count("G") for r in free) <= constraints.max_per_layer
             assert not constraints.uniform or len({r.count("G") for r in rows} - {0, 3}) <= 1
 
-    def test_a_wish_that_is_a_layout_is_granted(self, table: HeadScores) -> None:
-        space = Space(table, (6, 6), 8)
-        generator = np.random.default_rng(1)
+    def test_a_suggestion_that_is_a_layout_is_taken(self, table: HeadScores) -> None:
+        space, generator = Space(table, (6, 6), 8), np.random.default_rng(1)
         for _ in range(10):
             mask = densest(generator.random((6, 3)), 6)
-            result = space.nearest(mask, 6, generator.random((6, 3)))
-            assert (result.global_mask == mask).all()
+            assert (space.random(generator, mask).global_mask == mask).all()
 
     def test_contains(self, table: HeadScores) -> None:
         space = Space(table, (3, 6), 8, Constraints(granularity="layer"))
@@ -127,17 +123,16 @@ class TestSampler:
         assert drawn.sum((1, 2)).tolist() == [6] * 600
         assert abs(drawn.mean(0) - 1 / 3).max() < 0.1  # five standard errors
 
-    @pytest.mark.parametrize("kind", ["tpe", "surrogate"])
-    def test_later_generations_learn(self, table: HeadScores, kind: str) -> None:
+    def test_later_rounds_learn(self, table: HeadScores) -> None:
         space = Space(table, (6, 6), 8)
         means = {}
-        for each in (kind, "random"):
+        for each in SAMPLERS.names:
             sampler, results = StudySampler(space, SAMPLERS[each], 0), []
             for index in range(8 * TRIALS_PER_ROUND):
                 layout = sampler.layout(index, results[: sampler.first_of_round(index)])
                 results.append(Result(space.point(layout), [value(layout, table)]))
             means[each] = np.mean([result.values[0] for result in results[-2 * TRIALS_PER_ROUND :]])
-        assert means[kind] < means["random"] - 0.5
+        assert means["surrogate"] < means["random"] - 0.5
 
     def test_budgets_of_a_range_are_spread(self, table: HeadScores) -> None:
         space = Space(table, (3, 12), 8)
@@ -188,82 +183,111 @@ class TestResults:
         assert result["random"].by_seed == [4.0]
 
 
-class TableJudge:
+class TableEvaluator:
     """Scores layouts by a table's densities, without any model; ``done`` are its retrainings, in order.
 
-    With ``racing`` it stops whatever is behind its incumbent.
+    Retraining halves a score.
     """
 
     shape = Shape(6, 6, 3, 4, 1000)
     identity = "none"
     num_selection_tokens = 100
-    num_selection_documents = 1
-    evaluation_tokens = np.array([100])
+    evaluation_tokens = np.full(20, 5)
 
     def alarm(self, changes: Sequence[PairedDifference]) -> str | None:
         return None
 
-    def __init__(self, table: HeadScores, racing: bool = False) -> None:
-        self._table, self.settings, self.done, self._racing = table, {"name": "no model"}, list[str](), racing
+    def __init__(self, table: HeadScores, num_documents: int = 20, error: float = 0.1) -> None:
+        self._table, self.settings, self.done, self._error = table, {"name": "no model"}, list[str](), error
+        self.num_selection_documents = num_documents
 
     def steps(self, fidelity: Retraining) -> int:
         return {"short": 1, "full": 4}[fidelity]
 
-    def score(
-        self, layouts: Sequence[Layout], incumbents: Sequence[Layout | None], finished: Sequence[Layout]
-    ) -> list[Score]:
-        assert {incumbent.heads for incumbent in incumbents if incumbent} <= {layout.heads for layout in finished}
-        return [self._score(*pair) for pair in zip(layouts, incumbents, strict=True)]
+    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[Score]:
+        least = 0.0 if baseline is None else value(baseline, self._table)
+        return [Score(value(layout, self._table) - least, self._error, 100) for layout in layouts]
 
-    def _score(self, layout: Layout, incumbent: Layout | None) -> Score:
-        reached = value(layout, self._table)
-        behind = self._racing and incumbent is not None and reached > value(incumbent, self._table)
-        return Score(reached, 0.1, 25 if behind else 100, stopped=behind)
-
-    def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
-        return f"{fidelity}-{'full-attention' if layout is None else layout.content_hash}"
+    def run_name(self, layout: Layout | None) -> str:
+        return "full-attention" if layout is None else layout.content_hash
 
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
-        self.done.append(self.run_name(fidelity, layout))
+        name = f"{fidelity} {self.run_name(layout)}"
+        self.done += [name] if layout is not None or name not in self.done else []
 
     def control(self, fidelity: Retraining) -> PairedDifference:
         return PairedDifference(-0.5 if fidelity == "short" else -0.7, 0.1)
 
-    def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        assert {self.run_name(fidelity, layout) for layout in (None, *layouts)} <= set(self.done)
-        return [PairedDifference(2 * value(layout, self._table), 0.1) for layout in layouts]
+    def retrained(
+        self, fidelity: Retraining, layouts: Sequence[Layout], baseline: Layout | None = None
+    ) -> list[PairedDifference]:
+        assert {f"{fidelity} {self.run_name(layout)}" for layout in (baseline, *layouts)} <= set(self.done)
+        return [PairedDifference(score.percent / 2, self._error) for score in self.score(layouts, baseline)]
 
 
-class TestJudge:
+class TestSearch:
     start = Layout(("GGG", "GGG", "LLL", "LLL", "LLL", "LLL"), 8, "start")
 
     def search(
-        self, table: HeadScores, folder: Path, effort: Effort, *, racing: bool = False, **options: Any
-    ) -> tuple[Search, TableJudge]:
-        evaluator = TableJudge(table, racing)
-        starts = {"start": self.start}
-        return Search(evaluator, Space(table, (6, 6), 8), starts, {}, effort, folder, name="x", **options), evaluator
+        self,
+        table: HeadScores,
+        folder: Path,
+        effort: Effort,
+        *,
+        documents: int = 20,
+        error: float = 0.1,
+        **options: Any,
+    ) -> tuple[Search, TableEvaluator]:
+        evaluator, starts = TableEvaluator(table, documents, error), {"start": self.start}
+        others = options.pop("others", {})
+        space = Space(table, (6, 6), 8)
+        return Search(evaluator, space, starts, others, effort, folder, name="x", **options), evaluator
 
-    def test_any_judge_will_do(self, table: HeadScores, tmp_path: Path) -> None:
-        effort = Effort(trials=20, num_short=3, num_full=1)
+    def test_the_best_are_retrained_and_a_finished_search_is_idle(self, table: HeadScores, tmp_path: Path) -> None:
+        effort = Effort(trials=20, num_retrained=3)
         search, evaluator = self.search(table, tmp_path / "study", effort)
         trials = search.run()
         best = min(trials[1:], key=lambda trial: trial.zero_shot.percent)
         assert best.full is not None
-        assert best.full.percent == 2 * best.zero_shot.percent
-        assert [name.partition("-")[0] for name in evaluator.done] == ["short"] * 5 + ["full"] * 3
+        assert best.full.percent == best.zero_shot.percent / 2
+        kinds = [name.partition(" ")[0] for name in evaluator.done]
+        assert kinds == ["short", "short", "full", "full"] + ["short", "full"] * 3  # first with the control
         assert sum(trial.short is not None for trial in trials if trial.sampler == "surrogate") >= 3
         again, idle = self.search(table, tmp_path / "study", effort)
         idle.done = evaluator.done[:]
         assert again.run() == trials
         assert idle.done == evaluator.done
-        rows, _ = write_results(search, trials, tmp_path / "report", tmp_path / "layouts")
+        rows, *_ = write_results(search, trials, tmp_path / "report", tmp_path / "layouts")
         assert sorted(path.name for path in (tmp_path / "report").glob("[!.]*")) == ["search.csv", "search.yaml"]
         assert read_search(tmp_path / "report" / "search.csv")["name"].tolist() == rows["name"].tolist()
 
-    def test_a_sampler_without_results(self, table: HeadScores, tmp_path: Path) -> None:
-        """Where only starts were tried, no layout is promoted."""
-        search, evaluator = self.search(table, tmp_path, Effort(trials=1, num_short=2, num_full=1))
+    def test_an_interrupted_search_goes_on_as_if_it_had_not_been(self, table: HeadScores, tmp_path: Path) -> None:
+        whole, _ = self.search(table, tmp_path / "whole", Effort(trials=15, num_retrained=0))
+        parts, evaluator = self.search(table, tmp_path / "parts", Effort(trials=15, num_retrained=0))
+        score, count = evaluator.score, iter(range(100))
+
+        def interrupted(*arguments: Any) -> list[Score]:
+            if next(count) in (0, 7, 12):
+                raise KeyboardInterrupt
+            return score(*arguments)
+
+        evaluator.score = interrupted  # type: ignore[method-assign]
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                parts.run()
+        assert parts.run() == whole.run()
+
+    def test_layouts_behind_the_median_are_retrained_briefly_only(self, table: HeadScores, tmp_path: Path) -> None:
+        search, _ = self.search(table, tmp_path, Effort(trials=12, sampler="random", num_retrained=9))
+        trials = search.run()
+        short = {trial.layout.heads for trial in trials if trial.short is not None}
+        full = {trial.layout.heads for trial in trials if trial.full is not None}
+        assert len(short) == 10
+        assert 4 <= len(full) < 10
+        assert self.start.heads in full
+
+    def test_without_other_layouts_only_the_start_is_retrained(self, table: HeadScores, tmp_path: Path) -> None:
+        search, evaluator = self.search(table, tmp_path, Effort(trials=1, num_retrained=2))
         trials = search.run()
         assert [trial.layout.heads for trial in trials] == [self.start.heads] * 2
         assert all(trial.full is not None for trial in trials)
@@ -271,28 +295,47 @@ class TestJudge:
 
     def test_with_a_cost(self, table: HeadScores, tmp_path: Path) -> None:
         cost = LayoutCost("first layer's heads", lambda layout: float(layout.heads[0].count("G")))
-        search, _ = self.search(table, tmp_path, Effort(trials=20, num_short=2, num_full=0), cost=cost)
+        search, _ = self.search(table, tmp_path, Effort(trials=20, num_retrained=2), cost=cost)
         trials = search.run()
         sampled = [trial for trial in trials if trial.layout.heads != self.start.heads]
-        best, second = search.promoted(trials, 2, "zero_shot")
+        start, best, second = search.promoted(trials)
+        assert start.heads == self.start.heads
         assert best.heads == min(sampled, key=lambda trial: trial.values).layout.heads
         assert cost.of(second) < cost.of(best)  # the next of the front costs less
         assert all(trial.short is not None for trial in sampled if trial.layout.heads in (best.heads, second.heads))
 
-    @pytest.mark.parametrize("has_cost", [False, True], ids=["nll", "front"])
-    def test_whatever_is_promoted_or_on_the_front_was_not_stopped(
-        self, table: HeadScores, tmp_path: Path, has_cost: bool
+    def test_layouts_to_compare_with_are_retrained(self, table: HeadScores, tmp_path: Path) -> None:
+        other = Layout(("GGG", "GGG", "GGG", "LLL", "LLL", "LLL"), 8, "other")  # of more heads
+        search, _ = self.search(table, tmp_path, Effort(trials=3, num_retrained=1), others={"other": other})
+        by_name = {trial.name: trial for trial in search.run()}
+        assert by_name["other"].full is not None
+        assert by_name["start"].full is not None
+
+    @pytest.mark.parametrize(
+        ("options", "retrained", "beats", "words"),
+        [
+            (
+                {},
+                3,
+                True,
+                "beats start, the best start: .* after full retraining, on 20 documents that selected nothing",
+            ),
+            ({}, 0, True, "on the 20 documents that selected it among [0-9]+ layouts, without training"),
+            ({"error": 9.0}, 3, False, "nothing beat start, the best start; surrogate-0-[0-9]+: "),
+            ({"documents": 7}, 3, False, r"7 documents are too few to rank layouts \(at least 8\)"),
+        ],
+        ids=["retrained", "scored", "within the error", "few documents"],
+    )
+    def test_one_layout_is_recommended(
+        self, options: Any, retrained: int, beats: bool, words: str, table: HeadScores, tmp_path: Path
     ) -> None:
-        cost = LayoutCost("first layer's heads", lambda layout: float(layout.heads[0].count("G"))) if has_cost else None
-        result = {}
-        for racing in (True, False):
-            effort = Effort(trials=20, samplers=("random",), num_short=2, num_full=0)
-            search, evaluator = self.search(table, tmp_path / str(racing), effort, racing=racing, cost=cost)
-            trials = search.run()
-            assert any(trial.zero_shot.stopped for trial in trials) is racing
-            assert not any(trial.zero_shot.stopped and trial.short for trial in trials)
-            result[racing] = front(trials), evaluator.done, result_table(trials, table)
-        assert [trial.name for trial in result[True][0]] == [trial.name for trial in result[False][0]]
-        assert result[True][1] == result[False][1]
-        stopped = result[True][2]["zero_shot_tokens"] == 25
-        assert not set(best_layouts(result[True][2], 100)["name"]) & set(result[True][2]["name"][stopped])
+        search, _ = self.search(table, tmp_path / "study", Effort(trials=20, num_retrained=retrained), **options)
+        trials = search.run()
+        _, _, result = write_results(search, trials, tmp_path / "report", tmp_path / "layouts")
+        assert result is not None
+        assert re.search(words, result.reason)
+        assert (result.layout.strategy != "start") is beats
+        file = Layout.read(tmp_path / "layouts" / f"{result.layout.strategy}.yaml")
+        assert file.heads == result.layout.heads
+        best = min(trials, key=lambda trial: trial.zero_shot.percent)
+        assert file.heads == (best.layout.heads if beats else self.start.heads)

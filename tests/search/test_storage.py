@@ -5,7 +5,6 @@ A real server, of the programs and the driver that are installed; without them t
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -23,17 +22,16 @@ import pytest
 from helpers import RECIPE, write_project
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.cli import main
-from spkv_nas.search.queue import Queue
-from spkv_nas.search.storage import Storage, storage_errors
+from spkv_nas.search.storage import open_storage, open_study, storage_errors, work
 
 psycopg = pytest.importorskip("psycopg")
 
 _AS_OTHER: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
 _WORKER = """
-import socket, sys
-socket.gethostname = lambda: sys.argv[1]
+import sys
 from spkv_nas.cli import main
+from spkv_nas.search import storage
+storage.HEARTBEAT, storage.GRACE = 1, 3
 main(sys.argv[2:])
 """
 
@@ -100,120 +98,74 @@ def server() -> Iterator[Server]:
 
 def project(folder: Path) -> list[str]:
     """Write a project with a workspace to a new folder; return the arguments of its search."""
-    recipe = write_project(folder / "project", RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5"))
+    recipe = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5").replace("window: 8", "window: 4")
+    file = write_project(folder / "project", recipe)
     probe = folder / "workspace" / "probes" / "tiny"
     probe.mkdir(parents=True)
     density = np.random.default_rng(0).random((5, 2)).round(3)
     lines = [f"{layer},{head},{density[layer, head]}" for layer, head in np.ndindex(5, 2)]
     (probe / "density.csv").write_text("layer,kv_head,density\n" + "\n".join(lines) + "\n")
-    return [
-        "search",
-        "--recipe",
-        str(recipe),
-        "--workspace",
-        str(folder / "workspace"),
-        "--probe",
-        "tiny",
-        "--window",
-        "4",
-        "--max-tokens",
-        "1280",
-        "--budget",
-        "4",
-        "--trials",
-        "20",
-        "--seeds",
-        "2",
-        "--num-short",
-        "0",
-    ]
+    arguments = ["search", "--recipe", str(file), "--workspace", str(folder / "workspace"), "--probe", "tiny"]
+    return [*arguments, "--max-tokens", "1280", "--budget", "4", "--trials", "30", "--retrain", "0"]
 
 
 def table(folder: Path) -> bytes:
     return (folder / "workspace" / "reports" / "tiny" / "search.csv").read_bytes()
 
 
-DONE = """select study_id, value_json::int from trials join trial_user_attributes using (trial_id)
+RUNNING = "select count(*) from trials where state = 'RUNNING'"
+DONE = """select value_json::int from trials join trial_user_attributes using (trial_id)
           where state = 'COMPLETE' and key = 'index'"""
-CLAIMS = "select study_id, value_json from study_user_attributes where key like 'worker %'"
-
-
-def unfinished(server: Server, machine: str) -> list[tuple[int, int]]:
-    """Return the trials that a machine's worker has claimed and not finished."""
-    done = server.rows(DONE)
-    claims = [(study, json.loads(claim)) for study, claim in server.rows(CLAIMS)]
-    held = [(study, task) for study, claim in claims if claim["host"].startswith(machine) for task in claim["tasks"]]
-    return [task for task in held if task not in done]
-
-
-def stopped_at(server: Server, one: subprocess.Popen[bytes]) -> list[tuple[int, int]]:
-    """Stop machine one's worker and return its unfinished trials; let it continue if there are none."""
-    if not unfinished(server, "one"):
-        return []
-    one.send_signal(signal.SIGSTOP)
-    lost = unfinished(server, "one")
-    if not lost:
-        one.send_signal(signal.SIGCONT)
-    return lost
 
 
 @pytest.mark.slow
 def test_one_of_three_machines_is_lost(server: Server, tmp_path: Path) -> None:
-    """Three workers start at once in an empty database."""
+    """Three workers start at once in an empty database, and one is killed while it holds a trial."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     names = ["one", "two", "three"]
-    searches = {name: [*project(tmp_path / name), "--storage", server.url] for name in names}
     workers = {}
-    for name, search in searches.items():
+    for name in names:
+        search = [*project(tmp_path / name), "--storage", server.url]
         with (tmp_path / f"{name}.log").open("w") as log:
             run = [sys.executable, "-c", _WORKER, name, *search]
             workers[name] = subprocess.Popen(run, env=environment, stdout=log, stderr=subprocess.STDOUT)
     logs = {name: tmp_path / f"{name}.log" for name in names}
-    one = workers["one"]
     try:
-        while not (lost := stopped_at(server, one)):
-            assert one.poll() is None, logs["one"].read_text()[-2000:]
+        while not server.rows(DONE):
+            assert all(worker.poll() is None for worker in workers.values()), logs["one"].read_text()[-2000:]
             time.sleep(0.02)
-        one.kill()
-        server.rows(  # its last sign of life was long ago
-            """update study_user_attributes set value_json = jsonb_set(value_json::jsonb, '{seen}', '0')::text
-               where key like 'worker %' and value_json::jsonb ->> 'host' like 'one %'"""
-        )
+        workers["one"].kill()
         for name in names[1:]:
             assert workers[name].wait(300) == 0, logs[name].read_text()[-2000:]
     finally:
         for worker in workers.values():
             worker.kill()
             worker.wait()
-    done = server.rows(DONE)
-    assert set(lost) <= set(done)
-    assert len(done) == len(set(done)) == 80  # two samplers, two seeds; none twice
-    main(project(tmp_path / "alone"))
-    assert table(tmp_path / "two") == table(tmp_path / "three") == table(tmp_path / "alone")
+    assert {index for (index,) in server.rows(DONE)} == set(range(30))
+    assert table(tmp_path / "two") == table(tmp_path / "three")
 
 
 @pytest.mark.slow
-def test_a_restarted_server_and_a_lost_one(server: Server, tmp_path: Path) -> None:
-    storage = Storage(server.url, tmp_path / "lock")
+def test_a_restarted_server_and_a_lost_one(server: Server) -> None:
+    storage = open_storage(server.url)
     try:
-        queue = Queue(storage, "study", {})
-        queue.finish(queue.claim(3, 1)[0], [1.0])
+        study = open_study(storage, "study", {}, ["value"])
+        work(study, 1, lambda trial, index: [1.0])
         server.stop()
         server.start()
-        assert queue.claim(3, 1) == [1]
+        assert list(work(study, 2, lambda trial, index: [1.0])) == [0, 1]
         server.stop()
         with (
             pytest.raises(UserError, match=r"cannot be read or written.*\nrun the same command again"),
             storage_errors(),
         ):
-            queue.claim(3, 1)
+            work(study, 3, lambda trial, index: [1.0])
         server.start()
-        assert Queue(storage, "study", {}).claim(3, 3) == [2]  # the other is still this process's
     finally:
-        storage.studies.engine.dispose()
+        storage.engine.dispose()
 
 
 def test_a_missing_server(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot open the storage") as error:
-        Storage(f"postgresql://me:secret@/x?host={tmp_path}", tmp_path / "lock")
+        open_storage(f"postgresql://me:secret@/x?host={tmp_path}")
     assert "secret" not in str(error.value)

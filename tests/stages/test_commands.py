@@ -42,7 +42,7 @@ class TestCommandLine:
             InitOptions(model="organisation/model@main", data=["text", "stdlib"], out=Path("mine.yaml"), steps=3),
             InitOptions(model="-model", data=["-text"], force=True),
             TrainHybridOptions(layouts=[Path("a.yaml"), Path("b c.yaml")], recipe=Path("r.yaml"), seeds=2),
-            SearchOptions(racing=False, budget="6..40", trials=3),
+            SearchOptions(retrain=0, budget="6..40", trials=3),
             AttentionOptions(level="level-8", context="8k", layout=[Path("a.yaml")]),
             PlanOptions(recipe=Path("recipe.yaml"), hardware="h100"),
             PalindromeOptions(steps=3, name="mine"),

@@ -145,7 +145,7 @@ class TestDryRun:
         ablations = recipe_file.with_name("ablations.yaml")
         ablations.write_text(f"name: mine\nrecipe: {recipe_file.name}\nrows: {rows}\n")
         before = everything(tmp_path)
-        effort = ("--num-short", "2", "--num-full", "1", "--budget", "1")
+        effort = ("--retrain", "2", "--budget", "1")
         outputs = {
             ("reproduce", "ablate", ablations): (
                 f"total: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32 + HELDOUT:,} tokens",
@@ -153,8 +153,8 @@ class TestDryRun:
                 "full atten",
             ),
             ("search", "--probe", "p", "--recipe", recipe_file, *effort): (
-                "short, known layouts",
-                "full, new layouts (at most), 2",
+                "short, layouts (at most), 3",
+                "full, layouts (at most), 3",
                 "scores (at most)",
             ),
             ("reproduce", "palindrome", "--steps", "3", "--batch-size", "1"): (

@@ -1,4 +1,4 @@
-"""Test budgets in a serving engine: what ``plan``, ``propose`` and ``search`` count, print and refuse."""
+"""Test budgets in a serving engine: what ``plan`` and ``propose`` count, print and refuse."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from spkv_nas.cost.engines.cost import EngineCost
 from spkv_nas.cost.engines.engine import Serving
 from spkv_nas.cost.engines.registry import ENGINES
 from spkv_nas.cost.engines.vllm import VLLM
-from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.search.space import Space
-from spkv_nas.stages.search.stage import cache_bytes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
@@ -232,25 +229,9 @@ class TestPropose:
         assert message in fails(capsys, "propose", *options, *changed)
         assert not (workspace / "layouts").exists()
 
-    @pytest.mark.parametrize("command", ["propose", "search"])
-    def test_an_engine_needs_a_context(self, command: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        message = fails(capsys, command, "-w", workspace, "--engine", "vllm")
+    def test_an_engine_needs_a_context(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        message = fails(capsys, "propose", "-w", workspace, "--engine", "vllm")
         assert "--engine needs --context, the maximum number of tokens of a request" in message
-
-
-def test_a_search_needs_the_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_table(np.full((21, 3), 0.5)).write(tmp_path / "probes" / "p")
-    message = fails(capsys, "search", "-w", tmp_path, "--engine", "vllm", "--context", "8k")
-    assert "--engine applies to --objective nll,kv-bytes, not nll" in message
-
-
-def test_a_search_counts_what_an_engine_pays() -> None:
-    table = replace(make_table(np.full((21, 3), 0.5)), window=128)
-    requirements = Requirements(context=32768, batch=10, head_dim=64, kv_dtype="bfloat16", serving=SERVING)
-    cost = cache_bytes(requirements, Space(table, (9, 36), 128))
-    layouts = [Layout(("GGG",) * number + ("LLL",) * (21 - number), window=128) for number in (9, 11, 12)]
-    assert cost.name == "KV bytes in vLLM 0.32"
-    assert cost.of(layouts[0]) == cost.of(layouts[2]) > cost.of(layouts[1])
 
 
 class TestReport:

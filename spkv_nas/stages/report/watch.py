@@ -1,7 +1,7 @@
 """Watch: rewrite the report whenever its files change, while other commands work on the workspace.
 
 Results are compared by size and modification time, every few seconds; unfinished or missing results are waited for.
-The progress of running searches and trainings (``stages.in_progress``) is read at every scan; if nothing else changed,
+The progress of running verdicts and trainings (``stages.in_progress``) is read at every scan; if nothing else changed,
 no picture is redrawn. Scanning takes at most a tenth of a core, to leave the rest to the commands at work.
 """
 

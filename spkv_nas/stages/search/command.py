@@ -19,12 +19,13 @@ def check(options: SearchOptions) -> None:
 def search(options: SearchOptions, reporter: Reporter) -> Result:
     """Search for better layouts than the strategies'. Writes reports/NAME/search.csv and layouts/NAME/search/.
 
-    Many layouts are scored without training; the best are retrained briefly, and the best of those in full. Full
+    Many layouts are scored without training, the best are retrained briefly, and those that keep up in full. Full
     retrainings are evaluated on held-out text that was not used for selection (--max-tokens, at most half of it, is).
-    Scoring stops early for a layout that is clearly behind after a part of the text, unless --no-racing is set. With a
-    second objective, --budget may be a range or a list. The same command, started again here or on another machine with
-    the same workspace, is another worker of the same study; after an interruption it resumes.
+    With a second objective, --budget may be a range or a list. The same command, started again here or on another
+    machine with the same workspace, is another worker of the same study; after an interruption it resumes.
     """
+    from spkv_nas.stages.next_steps import after_search
     from spkv_nas.stages.search import output, stage
 
-    return Result(stage.search(options, reporter), output.show, output.document)
+    result = stage.search(options, reporter)
+    return Result(result, output.show, output.document, next=after_search(options, result.recipe, result.file))

@@ -7,78 +7,67 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.search_table import whole_scores
 from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.statistics import effective_number
-from spkv_nas.evaluation.guidance import SamplerSummary, best_layouts, correlations, guidance
+from spkv_nas.evaluation.guidance import best_layouts, correlations, guidance
 from spkv_nas.evaluation.ranking import format_rank_correlation
+from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.stages.printing import about_errors, change, show_alarm
 from spkv_nas.stages.search.stage import SearchResult
 
 
 def show(result: SearchResult) -> None:
-    """Print the best layouts, what each sampler reached, and the rank correlations of cheap measures."""
-    from spkv_nas.base.statistics import effective_number
-
+    """Print the best layouts, how well cheap measures rank them, and the layout to take."""
     show_alarm(result.alarm)
-    rows, cost = result.rows, result.cost_name
+    rows, cost, number = result.rows, result.cost_name, result.num_selection_documents
+    is_ranked = number >= MIN_DOCUMENTS
     # Table of the best layouts
+    shown = best_layouts(rows) if is_ranked else rows.drop_duplicates("hash").head(12)
     columns = ["layout", "global heads", "coverage %", *([cost] if cost else [])]
-    grid = Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title="best layouts")
-    for row in best_layouts(rows).to_dict("records"):
+    title = f"{'best' if is_ranked else 'first'} layouts, scored on {number} documents"
+    grid = Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title=title)
+    for row in shown.to_dict("records"):
         grid.add_row(
             escape(row["name"]),
             str(row["num_global"]),
             f"{row['coverage_percent']:.1f}",
             *([f"{row['cost']:.4g}"] if cost else []),
-            f"{row['zero_shot_delta_percent']:+.3f}",
-            change(row["short_delta_percent"]),
-            change(row["full_delta_percent"], row["full_standard_error"]),
+            *(
+                change(row[f"{fidelity}_delta_percent"], row[f"{fidelity}_standard_error"])
+                for fidelity in ("zero_shot", "short", "full")
+            ),
         )
     out.print(grid)
     # What the numbers mean
+    say(
+        "zero-shot ΔNLL is relative to the unchanged dense model, short and full to retrained full attention; "
+        f"zero-shot and short on the {number} documents that select, full on others; ±: one standard error, paired by "
+        "document"
+    )
     if rows["full_delta_percent"].notna().any():
         about_errors(int((result.evaluation_tokens > 0).sum()), effective_number(result.evaluation_tokens))
-    say("zero-shot ΔNLL is relative to the unchanged dense model, short and full to retrained full attention")
-    if stopped := len(rows) - len(whole_scores(rows)):
-        say(f"{stopped} of {len(rows)} layouts were clearly behind after a part of the text: scoring stopped there")
-    # What each sampler reached
-    quality = "hypervolume" if cost else "lowest zero-shot ΔNLL, %"
-    for sampler, summary in guidance(rows).items():
-        for sentence in _sentences(sampler, summary, quality):
-            say(sentence)
-    # Rank correlations
-    for pair, correlation in correlations(rows).items():
+    for pair, correlation in correlations(rows).items() if is_ranked else ():
         if correlation is not None:
             out.print(f"rank correlation of {pair}: {format_rank_correlation(correlation)}")
     print_path("search", result.folder / "search.csv")
-
-
-def _sentences(sampler: str, summary: SamplerSummary, quality: str) -> list[str]:
-    """Return what a sampler reached by number of trials, and its best retrained layout, in sentences."""
-    sentences = []
-    if summary.after_trials:
-        steps = ", ".join(f"{value:.3f} after {count}" for count, value in summary.after_trials.items())
-        number, error = len(summary.by_seed), summary.standard_error
-        spread = f" (± {error:.3f} over {number} seeds)" if error is not None else ""
-        sentences.append(f"{sampler}: {quality}: {steps}{spread}")
-    if (best := summary.retrained) is not None:
-        sentences.append(
-            f"{sampler}: ΔNLL of {best.layout}, the best after short retraining, is "
-            f"{change(best.delta_nll_percent, best.standard_error)} % after full retraining"
-        )
-    return sentences
+    # What to take
+    if result.recommended is not None and result.file is not None:
+        say(result.recommended.reason)
+        print_path(f"take {result.recommended.layout.strategy}", result.file)
 
 
 def document(result: SearchResult) -> dict[str, Any]:
-    """Return all layouts of a search, what each sampler reached, and the rank correlations of cheap measures."""
+    """Return all layouts of a search, what its sampler reached, the rank correlations, and the layout to take."""
+    recommended = result.recommended
     return {
         "layouts": result.rows,
         "alarm": result.alarm,
+        "num_selection_documents": result.num_selection_documents,
         "num_documents": int((result.evaluation_tokens > 0).sum()),
         "effective_documents": effective_number(result.evaluation_tokens),
         "cost": result.cost_name,
         "guidance": {sampler: summary.as_mapping() for sampler, summary in guidance(result.rows).items()},
         "rank_correlation": correlations(result.rows),
+        "recommended": None if recommended is None else {"layout": str(result.file), "reason": recommended.reason},
         "folder": result.folder,
     }

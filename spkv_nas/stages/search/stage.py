@@ -17,12 +17,12 @@ from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.search.driver import Search
+from spkv_nas.search.recommendation import Recommendation
 from spkv_nas.search.results import write_results
-from spkv_nas.search.space import Space
 from spkv_nas.search.trials import LayoutCost
 from spkv_nas.stages.attention_times import find_times
 from spkv_nas.stages.search.options import SearchOptions
-from spkv_nas.stages.search.specification import specify
+from spkv_nas.stages.search.specification import SearchSpecification, specify
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
 
@@ -34,48 +34,59 @@ class SearchResult:
         rows: table of all layouts.
         cost_name: name of the second objective; None without one.
         folder: folder of the table.
+        num_selection_documents: number of documents that layouts were scored and selected on.
         evaluation_tokens: int64 [documents], tokens per document of the text on which full retrainings are compared.
+        recommended: the layout to take; None if the numbers make no sense.
+        layouts: folder of the layouts' files.
+        recipe: path of the recipe.
         alarm: sentence if the numbers make no sense (``evaluation.alarms``).
     """
 
     rows: pd.DataFrame
     cost_name: str | None
     folder: Path
+    num_selection_documents: int
     evaluation_tokens: NDArray[np.int64]
+    recommended: Recommendation | None
+    layouts: Path
+    recipe: Path
     alarm: str | None = None
+
+    @property
+    def file(self) -> Path | None:
+        """Return the file of the recommended layout."""
+        return None if self.recommended is None else self.layouts / f"{self.recommended.layout.strategy}.yaml"
 
 
 def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     """Search for layouts as one of possibly many workers; write the results to ``reports/<name>/``."""
     quiet_transformers(reporter)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     # Check options and read their files
-    specification = specify(options, reporter)
-    space, name, workspace = specification.space, specification.name, options.folders
-    cost = (
-        cache_bytes(specification.requirements, space) if specification.second_objective == "kv-bytes" else None
-    )  # before any training
+    specification, workspace = specify(options, reporter), options.folders
+    name = specification.name
     workspace.check_writable()
-    folder = workspace.report_dir(name)
+    folder, layouts = workspace.report_dir(name), workspace.layout_dir(name) / SEARCH
     # Prepare the dense model and the costs
     evaluator = RecipeEvaluator.prepare(
         specification.recipe,
         specification.file.parent,
         workspace.run_dir(specification.recipe.name),
         max_tokens=options.max_tokens,
-        short_steps=options.short_steps,
-        racing=options.racing,
         device=options.device,
         reporter=reporter,
     )
-    if specification.second_objective == "time":
-        cost = _decode_time(options, specification.requirements, space, evaluator.shape, name, reporter)
+    cost = None
+    if specification.second_objective == "kv-bytes":
+        cost = cache_bytes(specification, evaluator.shape)
+    elif specification.second_objective == "time":
+        cost = _decode_time(options, specification, evaluator.shape, reporter)
     # Run trials and retrainings
     work = Search(
         evaluator,
-        space,
-        specification.candidates.starts,
-        specification.candidates.others,
+        specification.space,
+        specification.starts,
+        specification.given,
         specification.effort,
         workspace.run_dir(name) / "search",
         name=name,
@@ -84,37 +95,48 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
         reporter=reporter,
     )
     cost_name = None if cost is None else cost.name
-    rows, alarm = write_results(work, work.run(), folder, workspace.layout_dir(name) / SEARCH)
+    rows, alarm, recommended = write_results(work, work.run(), folder, layouts)
     write_study_figures(folder, rows, cost_name)
-    return SearchResult(rows, cost_name, folder, evaluator.evaluation_tokens, alarm)
+    return SearchResult(
+        rows,
+        cost_name,
+        folder,
+        evaluator.num_selection_documents,
+        evaluator.evaluation_tokens,
+        recommended,
+        layouts,
+        specification.file,
+        alarm,
+    )
 
 
-def cache_bytes(requirements: Requirements, space: Space) -> LayoutCost:
-    """Return the objective kv-bytes. Raises ``UserError`` if head dimension or dtype is unknown."""
+def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost:
+    """Return the objective kv-bytes: keys and values at the context, in the probe's dtype or bfloat16."""
+    space = specification.space
+    known = space.table.metadata
+    requirements = Requirements(
+        space.constraints,
+        context=specification.context,
+        head_dim=known.get("head_dim") or shape.head_dim,
+        kv_dtype=known.get("dtype") or "bfloat16",
+    )
     memory = requirements.cache_cost(space.table, space.window)
     assert memory is not None  # ``specify`` requires a context
-    unit = "KV bytes" if requirements.serving is None else f"KV bytes in {requirements.serving.engine.title}"
     layers = space.table.layers
-    return LayoutCost(unit, lambda layout: float(memory.total(int(layout.global_mask[layers].sum()), layout.num_heads)))
+    return LayoutCost(
+        "KV bytes", lambda layout: float(memory.total(int(layout.global_mask[layers].sum()), layout.num_heads))
+    )
 
 
 def _decode_time(
-    options: SearchOptions, requirements: Requirements, space: Space, shape: Shape, name: str, reporter: Reporter
+    options: SearchOptions, specification: SearchSpecification, shape: Shape, reporter: Reporter
 ) -> LayoutCost:
     """Return the objective time, in seconds per decoded token. Raises ``UserError`` if there are no times."""
-    context = requirements.context
-    assert context is not None
+    context, space = specification.context, specification.space
+    assert context is not None  # ``specify`` requires it
     native = space.table.native_windows
     shorter = {window for window in native if window is not None and window < context}
-    times = find_times(
-        options.folders,
-        name,
-        shape,
-        [space.window, *sorted(shorter)],
-        context,
-        calibration=options.calibration,
-        hardware=options.hardware,
-        caution=reporter.caution,
-    )
+    windows = [space.window, *sorted(shorter)]
+    times = find_times(options.folders, specification.name, shape, windows, context, caution=reporter.caution)
     unit = f"decode seconds per token, {times.source}"
     return LayoutCost(unit, lambda layout: times.layout_seconds(layout, context, native_windows=native))
