@@ -68,7 +68,7 @@ def inputs_of(origin: Mapping[str, Any]) -> str:
     return hashlib.sha256(yaml_text(content).encode()).hexdigest()[:8]
 
 
-def keep_earlier(folder: Path, record: str, tables: Iterable[str], inputs: str, reporter: Reporter) -> None:
+def keep_earlier(folder: Path, record: str, tables: Iterable[str], inputs: str, reporter: Reporter) -> str | None:
     """Copy an earlier result that was made from other inputs to files beside it, such as ``verdict-1a2b3c4d.csv``.
 
     Args:
@@ -77,13 +77,16 @@ def keep_earlier(folder: Path, record: str, tables: Iterable[str], inputs: str, 
         tables: names of its other files.
         inputs: inputs of the result that will replace it (``inputs_of``).
         reporter: receives the name of the copy.
+
+    Returns:
+        The inputs of the earlier result; None if there is nothing to keep.
     """
     settle(folder)
     content = read_unchecked(folder / record, "record", ResultRecord)
     content.pop("sha256", None)
     earlier = content.get("inputs") or inputs_of(content)
     if not content or earlier == inputs:
-        return
+        return None
     copies = {name: f"{Path(name).stem}-{earlier}{Path(name).suffix}" for name in (*tables, record)}
     with replacing(folder) as new:
         for name in tables:
@@ -91,18 +94,20 @@ def keep_earlier(folder: Path, record: str, tables: Iterable[str], inputs: str, 
                 shutil.copyfile(folder / name, new / copies[name])
         write_record(new / copies[record], content)
     reporter.announce(f"kept the earlier result, of other inputs, as {folder / copies[record]}")
+    return earlier
 
 
 def write_result(
     folder: Path, name: str, rows: pd.DataFrame, origin: Mapping[str, Any], reporter: Reporter = SILENT
-) -> None:
-    """Write NAME.csv and NAME.yaml, a record of its ``origin``; an earlier table of other inputs is kept beside it."""
+) -> str | None:
+    """Write NAME.csv and NAME.yaml, a record of its ``origin``; return as ``keep_earlier``, which is called first."""
     origin = {"inputs": inputs_of(origin), **origin}
     table, record = f"{name}.csv", f"{name}.yaml"
-    keep_earlier(folder, record, [table], origin["inputs"], reporter)
+    earlier = keep_earlier(folder, record, [table], origin["inputs"], reporter)
     with replacing(folder) as new:
         write_csv(new / table, rows)
         write_record(new / record, origin)
+    return earlier
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import Retraining
+from spkv_nas.artifacts.search_table import Fidelity, Retraining
+from spkv_nas.artifacts.selection import Selection
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.evaluation.paired import PairedDifference, Score
 
@@ -42,6 +43,9 @@ class Evaluator(Protocol):
     @property
     def num_selection_documents(self) -> int:
         """Return the number of held-out documents used for scores and short retrainings."""
+
+    def documents(self, fidelity: Fidelity) -> Selection:
+        """Return the documents that results of a fidelity are measured on."""
 
     @property
     def evaluation_tokens(self) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,12 @@ import pandas as pd
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
-from spkv_nas.artifacts.result_tables import ALARM
+from spkv_nas.artifacts.result_tables import ALARM, inputs_of, write_result
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining
-from spkv_nas.base.records import write_record
+from spkv_nas.artifacts.selection import SELECTION, write_selection
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.statistics import effective_number
-from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.guidance import correlations, guidance
 from spkv_nas.proposal.coverage import coverage, provenance
@@ -62,7 +63,7 @@ def front(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def write_results(
-    search: Search, trials: Sequence[Trial], folder: Path, layouts: Path
+    search: Search, trials: Sequence[Trial], folder: Path, layouts: Path, reporter: Reporter = SILENT
 ) -> tuple[pd.DataFrame, str | None, Recommendation | None]:
     """Write ``search.csv`` and ``search.yaml`` to ``folder``, and the layouts worth keeping to ``layouts``.
 
@@ -72,20 +73,37 @@ def write_results(
     rows = result_table(trials, search.space.table)
     alarm = search.evaluator.alarm([trial.zero_shot for trial in trials])
     recommended = recommend(search, trials) if alarm is None else None
+    # Write table and record, and the documents that layouts were measured on
+    measured = [fidelity for fidelity in FIDELITIES if rows[f"{fidelity}_delta_percent"].notna().any()]
+    selection = write_selection(folder, frozenset[str]().union(*map(search.evaluator.documents, measured)))
+    record = {"inputs": inputs_of(_inputs(search)), ALARM: alarm, **_origin(search, rows), SELECTION: selection}
+    earlier = write_result(folder, "search", rows, record, reporter)
     # Replace the layouts worth keeping: the front, those retrained in full, and the recommended one
     worth_keeping = (*front(trials), *(trial for trial in trials if trial.full is not None))
     kept = {trial.name: (trial.layout, trial.seed) for trial in worth_keeping if trial.sampler != BASELINE}
     if recommended is not None:
         kept[recommended.layout.strategy] = recommended.layout, search.effort.seed
+    if earlier is not None and layouts.is_dir():
+        shutil.copytree(layouts, layouts.with_name(f"{layouts.name}-{earlier}"), dirs_exist_ok=True)
     with replacing(layouts, stale=[file.name for file in layouts.glob("*.yaml")]) as new:
         for name, (layout, seed) in kept.items():
             origin = provenance(search.space.table, layout, search.space.budgets[1], seed)
             replace(layout, strategy=name, provenance=origin).write(new / f"{name}.yaml")
-    # Write table and record
-    with replacing(folder) as new:
-        write_csv(new / "search.csv", rows)
-        write_record(new / "search.yaml", {ALARM: alarm, **_origin(search, rows)})
     return rows, alarm, recommended
+
+
+def _inputs(search: Search) -> dict[str, Any]:
+    """Return what the result depends on besides the number of trials: model, text, recipe, head scores, objectives."""
+    space = search.space
+    return {
+        "identity": search.evaluator.identity,
+        "recipe": dict(search.evaluator.settings),
+        "probe": space.table.content_hash,
+        "layouts": [list(space.budgets), space.window, space.sinks, dict(space.constraints.named)],
+        "objective": None if search.cost is None else search.cost.name,
+        "seed": search.effort.seed,
+        "steps": [search.evaluator.steps("short"), search.evaluator.steps("full")],
+    }
 
 
 def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:

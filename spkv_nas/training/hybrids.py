@@ -31,7 +31,7 @@ from spkv_nas.artifacts.comparison import (
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import distinct
-from spkv_nas.artifacts.result_tables import ALARM
+from spkv_nas.artifacts.result_tables import ALARM, inputs_of, keep_earlier
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import write_record
@@ -321,11 +321,14 @@ def _write(
         "recipe": recipe.model_dump(mode="json"),
         "environment": environment(),
     }
+    inputs = inputs_of({"recipe": content["recipe"], "layouts": [each.content for each in layouts.values()]})
+    tables = ["comparison.csv", "checkpoints.csv", FILE]
+    keep_earlier(compared.folder, "comparison.yaml", tables, inputs, context.reporter)
     with replacing(compared.folder) as new:
         write_comparison(new / "comparison.csv", compared.rows)
         write_documents(new / FILE, compared.documents)
         write_checkpoints(new, compared.models, workspace.root)
-        write_record(new / "comparison.yaml", content)
+        write_record(new / "comparison.yaml", {"inputs": inputs, **content})
 
 
 def _by_document(finished: Mapping[str, Sequence[Branch]]) -> dict[str, DocumentNLL]:

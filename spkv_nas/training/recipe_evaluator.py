@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import Retraining
+from spkv_nas.artifacts.search_table import Fidelity, Retraining
+from spkv_nas.artifacts.selection import Selection
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
@@ -104,6 +105,11 @@ class RecipeEvaluator:
     def num_selection_documents(self) -> int:
         """Return the number of held-out documents used for scores and short retrainings."""
         return int(self._selection_documents.sum())
+
+    def documents(self, fidelity: Fidelity) -> Selection:
+        """Return the held-out documents that results of a fidelity are measured on."""
+        heldout, selects = self._context.corpus.heldout, self._chosen_on.text_ids
+        return heldout.text_ids - selects if fidelity == "full" else selects
 
     @property
     def evaluation_tokens(self) -> NDArray[np.int64]:

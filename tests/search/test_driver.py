@@ -14,9 +14,11 @@ from helpers import make_table
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import Retraining, read_search
+from spkv_nas.artifacts.search_table import Fidelity, Retraining, read_search
+from spkv_nas.artifacts.selection import SELECTION, Selection, digest
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.records import read_record
 from spkv_nas.evaluation.guidance import best_so_far, guidance, hypervolume
 from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.proposal.constraints import Constraints
@@ -201,6 +203,9 @@ class TableEvaluator:
         self._table, self.settings, self.done, self._error = table, {"name": "no model"}, list[str](), error
         self.num_selection_documents = num_documents
 
+    def documents(self, fidelity: Fidelity) -> Selection:
+        return frozenset(["1" if fidelity == "full" else "0"])
+
     def steps(self, fidelity: Retraining) -> int:
         return {"short": 1, "full": 4}[fidelity]
 
@@ -258,7 +263,10 @@ class TestSearch:
         assert again.run() == trials
         assert idle.done == evaluator.done
         rows, *_ = write_results(search, trials, tmp_path / "report", tmp_path / "layouts")
-        assert sorted(path.name for path in (tmp_path / "report").glob("[!.]*")) == ["search.csv", "search.yaml"]
+        selection = digest(frozenset(["0", "1"]))
+        assert read_record(tmp_path / "report" / "search.yaml", "search")[SELECTION] == selection
+        names = sorted(path.name for path in (tmp_path / "report").glob("[!.]*"))
+        assert names == ["search.csv", "search.yaml", f"selection-{selection}.txt"]
         assert read_search(tmp_path / "report" / "search.csv")["name"].tolist() == rows["name"].tolist()
 
     def test_an_interrupted_search_goes_on_as_if_it_had_not_been(self, table: HeadScores, tmp_path: Path) -> None:

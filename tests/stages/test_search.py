@@ -71,6 +71,8 @@ class TestCommand:
         summary = yaml.safe_load((reports / "search.yaml").read_text())
         assert (summary["tokens"]["chosen_on"], summary["documents"]["chosen_on"]) == (640, 10)
         assert summary["tokens"]["judged_on"] > 0
+        documents = (reports / f"selection-{summary['selection']}.txt").read_text().split()
+        assert len(documents) == 10 + summary["num_documents"]  # of all fidelities
         assert summary["counted_from"] == {"zero_shot": "dense", "short": "full-attention", "full": "full-attention"}
         assert summary["control"].keys() == {"short", "full"}
         assert (reports / "search-progress.png").is_file()

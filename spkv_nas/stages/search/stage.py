@@ -95,7 +95,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
         reporter=reporter,
     )
     cost_name = None if cost is None else cost.name
-    rows, alarm, recommended = write_results(work, work.run(), folder, layouts)
+    rows, alarm, recommended = write_results(work, work.run(), folder, layouts, reporter)
     write_study_figures(folder, rows, cost_name)
     return SearchResult(
         rows,
