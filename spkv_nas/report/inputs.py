@@ -53,7 +53,6 @@ class ReportInputs:
         calibration: measured times of the model's attention; None if there are none.
         predict: predicts zero-shot ΔNLL, in percent, from the search's scores; None if they do not allow it.
         benchmarks: sections of further result tables (``report.benchmark_sections``).
-        in_progress: section of unfinished work of other commands; None if there is none.
         pair_error: returns the standard error of the difference of two rows of the comparison, which share documents.
         engine_memory: KV cache in a serving engine, by name of each probe; None for a probe whose local heads see
             other keys than the engine keeps. Empty: no engine.
@@ -77,7 +76,6 @@ class ReportInputs:
     calibration: Calibration | None = None
     predict: Predict | None = None
     benchmarks: Sequence[Section] = ()
-    in_progress: Section | None = None
     pair_error: PairError = no_pair_error
     engine_memory: Mapping[str, EngineMemory | None] = field(default_factory=dict)
     alarms: Sequence[str] = ()

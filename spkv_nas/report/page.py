@@ -128,11 +128,10 @@ def _render(
 ) -> str:
     """Return the page's HTML."""
     table, search = inputs.table, inputs.search
-    in_progress = [] if inputs.in_progress is None else [inputs.in_progress]
     charts = {name: _singles(group) for name, group in groups.items()}
     # Charts whose numbers are embedded; maps of heads take theirs from the explorer's data
     embedded = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
-    embedded += [chart for section in (*inputs.benchmarks, *in_progress) for chart in section.charts]
+    embedded += [chart for section in inputs.benchmarks for chart in section.charts]
     # Fill the template
     choices = explorer_data(inputs, verdict)
     return render(
@@ -160,7 +159,6 @@ def _render(
         agreement=[] if inputs.agreement is None else tables.agreement_rows(inputs.agreement),
         benchmarks=inputs.benchmarks,
         serving=[] if inputs.served is None else serving_sections(inputs.served, table, inputs.layouts),
-        in_progress=in_progress,
         search=None if search is None else tables.search_rows(search, verdict),
         search_header=tables.search_header(inputs),
         search_findings=[] if search is None else search_findings(search),

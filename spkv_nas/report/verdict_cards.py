@@ -1,7 +1,4 @@
-"""Show a verdict on the page: a card per criterion with its running intervals, and a sentence per candidate.
-
-``verdict_section`` shows a finished one, and ``verdict_part`` one that is still running, on a watched page.
-"""
+"""Show a verdict on the page: a card per criterion with its intervals, and a sentence per candidate."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by, unre
 from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import Band, Chart, Line, Mark, Points, Rule, Shape, Tone, numbers
 from spkv_nas.report.formatting import capitalized, listed, number, short, signed
-from spkv_nas.report.in_progress import Part
 from spkv_nas.report.section import Row, Section
 
 _TITLES = {
@@ -57,13 +53,6 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
         ),
         charts=tuple(_cards(name, rows, record)),
     )
-
-
-def verdict_part(rows: pd.DataFrame, record: Record) -> Part:
-    """Describe a running verdict."""
-    sentences = list(_sentences(rows, record))
-    head = f"Verdict against {record.get('against', 'the dense model')}, so far; its command resumes it if interrupted."
-    return Part((head, *sentences), tuple(_cards("in-progress-verdict", rows, record)))
 
 
 def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:

@@ -25,7 +25,6 @@ from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.propose.options import ProposeOptions
-from spkv_nas.stages.report.in_progress import in_progress_section
 from spkv_nas.stages.report.index import pages, write_workspace_index
 from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.page_steps import page_steps
@@ -34,16 +33,13 @@ from spkv_nas.stages.report.serving import engine_memory
 from spkv_nas.stages.table_trust import neighbours, trust
 
 
-def report(
-    options: ReportOptions, reporter: Reporter = SILENT, *, written: datetime | None = None, pictures: bool = True
-) -> Path:
+def report(options: ReportOptions, reporter: Reporter = SILENT, *, written: datetime | None = None) -> Path:
     """Write the pages of a workspace, and an index if there are several probes.
 
     Args:
         options: with ``probe``, only that probe's page and the index are written.
         reporter: receives messages and progress.
-        written: time to show on a report that ``stages.watch`` rewrites; its pages also show unfinished work.
-        pictures: whether to draw figures beside the pages.
+        written: time to show on a report that ``stages.watch`` rewrites.
 
     Returns:
         Path of the index if there is one and no probe was named, else of the page.
@@ -57,7 +53,7 @@ def report(
     tables = [] if options.probe is not None else [find_table(workspace, name) for name in pages(workspace)]
     tables = tables or [chosen_table(options, reporter)]
     # Write their pages and the index
-    page_files = [_page(options, table, reporter, written, pictures=pictures) for table in tables]
+    page_files = [_page(options, table, reporter, written) for table in tables]
     index = write_workspace_index(workspace, written=written)
     return page_files[0] if index is None or options.probe is not None else index
 
@@ -68,9 +64,7 @@ def page_names(options: ReportOptions) -> list[str]:
     return pages(workspace) if options.probe is None else [find_table(workspace, options.probe).name]
 
 
-def _page(
-    options: ReportOptions, table: HeadScores, reporter: Reporter, written: datetime | None, *, pictures: bool
-) -> Path:
+def _page(options: ReportOptions, table: HeadScores, reporter: Reporter, written: datetime | None) -> Path:
     """Write the page of a probe and return its path."""
     workspace = options.folders
     proposal = find_proposal(workspace, table.name)
@@ -81,7 +75,7 @@ def _page(
     folder = workspace.report_dir(table.name)
     table_at_tau, probes = proposal.table(table), [table, *neighbours(workspace, table)]
     results = read_results(folder)
-    if options.figures is not None and pictures:
+    if options.figures is not None:
         paper_folder = _write_paper(folder, table_at_tau, proposal.layouts, results.get("comparison"))
         reporter.announce(f"paper figures: {paper_folder}")
     search_rows = results.get("search")
@@ -103,11 +97,9 @@ def _page(
                 engine_memory=engine_memory(options, table_at_tau, probes),
                 calibration=_calibration(folder, table, reporter),
                 predict=None if search_rows is None else _prediction(search_rows, probes),
-                in_progress=None if written is None else in_progress_section(workspace, table.name, reporter),
                 **results,
             ),
             advise=page_steps(workspace, table),
-            pictures=pictures,
             progress=progress,
             written=written,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from spkv_nas.stages.verdict.contenders import Contender, ScoreStore, contenders
 from spkv_nas.stages.verdict.criterion import Criterion, Setting
 from spkv_nas.stages.verdict.margins import parse_margins, parse_risk
 from spkv_nas.stages.verdict.options import VerdictOptions
-from spkv_nas.stages.verdict.running import PROGRESS, RunningTable
 
 # Text to judge on by default: one block per document, within limits
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
@@ -121,7 +120,7 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     for candidate in candidates:
         check_pair(candidate.source, options.model)
     trial = prepare(options, dense, candidates, reporter)
-    folder, running = options.folders.report_dir(trial.name), RunningTable(trial.store.folder / PROGRESS.name)
+    folder = options.folders.report_dir(trial.name)
     pairs: dict[str, Pairs] = {candidate.name: {} for candidate in candidates}
 
     def judge() -> tuple[pd.DataFrame, dict[str, Answer]]:
@@ -141,21 +140,12 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     answers: list[Answer] = []
     for candidate in candidates:
         levels = Levels.of(risk, answers, num_candidates=len(candidates), num_criteria=len(margins))
-
-        def show_progress(measured: Pairs, name: str = candidate.name) -> None:
-            """Show on a watched page how far a candidate is."""
-            pairs[name] = measured
-            if running.is_due():
-                rows, so_far = judge()
-                running.write(rows, origin(options, trial, so_far))
-
-        pairs[candidate.name], answer = measure(candidate, trial, levels, reporter, show_progress)
+        pairs[candidate.name], answer = measure(candidate, trial, levels, reporter)
         answers.append(answer)
     # Decide over all candidates
     rows, decided = judge()
     alarm = _alarm(trial, candidates, pairs)
     VERDICT.write(folder, rows, {**origin(options, trial, decided), **({} if alarm is None else {ALARM: alarm})})
-    running.remove()
     nouns = {criterion.name: criterion.noun for criterion, _ in margins}
     left_out = (trial.num_left_out, trial.choice.records, trial.choice.unrecorded)
     return VerdictResult(trial.name, options.model, risk, decided, rows, nouns, *left_out, folder, alarm)
@@ -210,16 +200,9 @@ def _text(
 
 
 def measure(
-    candidate: Contender,
-    trial: Trial,
-    levels: Levels,
-    reporter: Reporter,
-    on_round: Callable[[Pairs], None] | None = None,
+    candidate: Contender, trial: Trial, levels: Levels, reporter: Reporter
 ) -> tuple[Pairs, Answer]:
-    """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples.
-
-    ``on_round`` is called after every round with what is measured so far.
-    """
+    """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples."""
     pairs: Pairs = {}
     answers: list[Answer] = []
     for criterion, margin in trial.margins:
@@ -232,8 +215,6 @@ def measure(
                 answer = levels.answer(criterion.test.evidence(measured, margin))
                 loss = f"loss {criterion.test.loss(measured):+.3g} {criterion.test.unit}" if len(measured) else ""
                 progress(len(measured), rounds.num_samples, loss)
-                if on_round is not None:
-                    on_round(pairs)
                 if answer != "open":
                     break
         answers.append(answer)
