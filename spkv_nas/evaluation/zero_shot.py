@@ -26,13 +26,11 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import SCORES
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.records import write_record
-from spkv_nas.base.replace import replacing
-from spkv_nas.base.tables import write_csv
 from spkv_nas.data.batches import block_tokens, num_own_blocks, run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import check_blocks
@@ -44,16 +42,6 @@ from spkv_nas.model.config_section import has_learned_sinks
 from spkv_nas.model.loss import token_nll
 from spkv_nas.model.windows import full_attention, layout_windows
 
-COLUMNS = (
-    "strategy",
-    "hash",
-    "num_global",
-    "density_percent",
-    "coverage_percent",
-    "nll",
-    "delta_nll_percent",
-    "delta_nll_standard_error",
-)
 _GROUP = 64  # layouts scored per group; a killed run loses at most one group
 
 _LAYOUT = Array("layout", "text")  # in the file of a finished score: the layout that its name is the hash of
@@ -173,7 +161,7 @@ def cache_folder(root: Path, model: PreTrainedModel, path_or_id: str | Path, blo
 def score_table(
     layouts: Mapping[str, Layout], scores: Mapping[str, DocumentNLL], full: DocumentNLL, covered: Mapping[str, float]
 ) -> pd.DataFrame:
-    """Return one row per layout, lowest NLL first, below a row for full attention; columns ``COLUMNS``.
+    """Return one row per layout, lowest NLL first, below a row for full attention; columns of ``SCORES``.
 
     NLL is in nats per token; its change is in percent of full attention's, with the standard error of the difference
     paired by document.
@@ -185,20 +173,13 @@ def score_table(
         covered: coverage in [0, 1] by name; NaN in the table for a layout that has none.
     """
     num_heads = next(iter(layouts.values())).num_heads
-    rows = [(FULL_ATTENTION, "", num_heads, 100.0, 100.0 if covered else np.nan, full.mean, np.nan, np.nan)]
+    rows = [(FULL_ATTENTION, "", num_heads, 100.0, 100.0 if covered else np.nan, full.mean, np.nan, np.nan, "")]
     for name in sorted(layouts, key=lambda name: scores[name].mean):
         layout, change = layouts[name], paired_difference(scores[name], full)
         share, coverage = 100.0 * layout.num_global / num_heads, 100.0 * covered.get(name, np.nan)
         nll = (scores[name].mean, change.percent, change.standard_error)
-        rows.append((name, layout.hash, layout.num_global, share, coverage, *nll))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
-
-
-def write_scores(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write the table of ``score_table`` to ``zero-shot.csv``, and its provenance to ``zero-shot.yaml``."""
-    with replacing(folder) as new:
-        write_csv(new / "zero-shot.csv", rows)
-        write_record(new / "zero-shot.yaml", origin)
+        rows.append((name, layout.hash, layout.num_global, share, coverage, *nll, " ".join(layout.heads)))
+    return pd.DataFrame(rows, columns=SCORES.header)
 
 
 def kept_layouts(cache: Path) -> list[Layout]:

@@ -127,7 +127,10 @@ def measure_signal(
     with full_attention(model) as states:
         windows = native_windows(states)
     table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}
-    cache_facts = {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}  # of a cached key
+    # Sizes of the cache: of a key, and of the longest sequence
+    cache_facts = {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
+    if isinstance(positions := getattr(model.config.get_text_config(), "max_position_embeddings", None), int):
+        cache_facts["positions"] = positions
     return replace(table, metadata={**cache_facts, **table.metadata, **table_facts})
 
 

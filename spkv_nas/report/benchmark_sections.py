@@ -31,13 +31,19 @@ _LONG_PAIR = ("Baseline", "Baseline PPL", "Baseline density, %", "Difference, %"
 Record = Mapping[str, Any]
 
 
-def read_benchmarks(folder: Path) -> tuple[Section, ...]:
+def read_benchmarks(folder: Path, kinds: Sequence[ResultTable] | None = None) -> tuple[Section, ...]:
     """Return the sections of the result tables in a folder.
+
+    Args:
+        folder: folder of the tables.
+        kinds: tables to read; None: all.
 
     Raises:
         UserError: a table cannot be read.
     """
-    results = ((kind, make_section, kind.read(folder)) for kind, make_section in SECTIONS)
+    results = (
+        (kind, make_section, kind.read(folder)) for kind, make_section in SECTIONS if kinds is None or kind in kinds
+    )
     return tuple(
         make_section(kind.name, *rows_and_record)
         for kind, make_section, rows_and_record in results

@@ -9,7 +9,7 @@ import numpy as np
 
 from spkv_nas.artifacts.comparison import BASELINES as REFERENCES
 from spkv_nas.report.axes import round_axis, spread_axis
-from spkv_nas.report.cache_size import CONTEXT, cache_share, full_bytes
+from spkv_nas.report.cache_size import full_bytes
 from spkv_nas.report.chart import Axis, Chart, Points, Rule, numbers
 from spkv_nas.report.evidence import COMPARISON, Evidence
 from spkv_nas.report.formatting import DELTA_AXES, capitalized, change, short, signed
@@ -44,10 +44,12 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
     is_log = 0 < _WIDE * min(deltas) < max(deltas)
     references = [size for size in _references(inputs, evidence) if size.delta > 0 or not is_log]
     # Convert shares of the full cache to MiB if the size of a head is known
-    full_cache = full_bytes(inputs.table)
+    full_cache = full_bytes(inputs.table, inputs.context)
     scale, unit = (100.0, "%") if full_cache is None else (full_cache / 2**20, "MiB")
     cache_title = (
-        f"KV cache of one sequence of {CONTEXT:,} tokens, MiB" if full_cache else "KV cache, % of full attention's"
+        f"KV cache of one sequence of {inputs.context:,} tokens, MiB"
+        if full_cache
+        else "KV cache, % of full attention's"
     )
     groups = [(LAYOUT, layouts), *((SHAPES[size.name], [size]) for size in references)]
     values_by_name = (
@@ -105,7 +107,7 @@ def _layouts(inputs: ReportInputs, evidence: Evidence) -> Iterator[_Size]:
     """Yield the layouts whose change of NLL and number of global heads are known."""
     for result in evidence.results:
         if not np.isnan(result.delta) and not np.isnan(result.num_global):
-            share = cache_share(inputs.table, min(1.0, result.num_global / inputs.table.num_heads))
+            share = inputs.cache_share(min(1.0, result.num_global / inputs.table.num_heads))
             yield _Size(result.name, share, result.delta, result.error)
 
 
@@ -115,5 +117,5 @@ def _references(inputs: ReportInputs, evidence: Evidence) -> Iterator[_Size]:
         return
     rows = inputs.comparison[inputs.comparison["strategy"].isin(REFERENCES)]
     for row in rows.dropna(subset=["delta_nll_percent", "density_percent"]).to_dict("records"):
-        share = cache_share(inputs.table, min(1.0, row["density_percent"] / 100))
+        share = inputs.cache_share(min(1.0, row["density_percent"] / 100))
         yield _Size(row["strategy"], share, row["delta_nll_percent"], row["delta_nll_standard_error"])

@@ -26,7 +26,7 @@ from spkv_nas.cost.calibration import Calibration
 from spkv_nas.cost.roofline import find_hardware
 from spkv_nas.proposal.coverage import coverage, densest_candidates, provenance
 from spkv_nas.proposal.propose import densest_layout
-from spkv_nas.report.cache_size import CONTEXT, token_bytes
+from spkv_nas.report.cache_size import token_bytes
 from spkv_nas.report.choices import compressed, tables_at_thresholds
 from spkv_nas.report.colours import shades
 from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence, stopped_trials
@@ -68,7 +68,7 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         "dark": sum(ink == "#fff" for _, ink in colours),  # number of shades, from the first, with white text
         "budget": min(inputs.budget, inputs.table.num_candidates),
         "fixed": sorted({*range(inputs.table.num_layers)} - {*inputs.table.layers}),  # layers that are local by design
-        "context": CONTEXT if inputs.served is None else inputs.served.cost.context,
+        "context": inputs.context,
         "start": -1 if verdict.layout is None else indices.get(verdict.layout.key, -1),
         "signals": signals,
         "times": _times(inputs.calibration),

@@ -23,7 +23,7 @@ from spkv_nas.report.index import Card, write_index
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import conclude
 from spkv_nas.stages.lookup import find_proposal, find_table
-from spkv_nas.stages.report.results import SEARCH, read_results
+from spkv_nas.stages.report.results import SEARCH, read_inputs
 from spkv_nas.stages.table_trust import neighbours
 
 _AFTER: dict[Fidelity, str] = {
@@ -53,17 +53,17 @@ def write_workspace_index(workspace: Workspace, *, written: datetime | None = No
 
 def _probe(workspace: Workspace, name: str, number: int) -> Card:
     """Make the card of a probe: its head scores, its results in a sentence, and links to its page."""
-    table, results = find_table(workspace, name), read_results(workspace.report_dir(name))
+    table = find_table(workspace, name)
     has_page = _has_layouts(workspace, name)
     proposal = find_proposal(workspace, name) if has_page else Proposal({})
     # Describe the table and the results
-    inputs = ReportInputs(proposal.table(table), proposal.layouts, **results)
+    inputs = read_inputs(workspace, table, proposal)
     measure = inputs.table.measure
     sentences = [
         f"{table.num_layers} layers of {table.num_kv_heads} KV heads; the mean {measure.noun} is "
         f"{measure.scale.factor * inputs.table.mean:.1f} {measure.shown}."
     ]
-    if inputs.comparison is not None or inputs.search is not None:
+    if inputs.layouts:
         sentences.append("".join(conclude(inputs).lead))
     # Link to the page
     links: tuple[tuple[str, str], ...] = ()

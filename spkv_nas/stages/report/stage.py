@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,10 +15,11 @@ from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import whole_scores
+from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
-from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.report.paper import write_paper_figures
 from spkv_nas.search.prediction import Prediction
@@ -25,10 +28,11 @@ from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.propose.options import ProposeOptions
+from spkv_nas.stages.record import model_identity
 from spkv_nas.stages.report.index import pages, write_workspace_index
 from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.page_steps import page_steps
-from spkv_nas.stages.report.results import read_results
+from spkv_nas.stages.report.results import read_inputs
 from spkv_nas.stages.report.serving import engine_memory
 from spkv_nas.stages.table_trust import neighbours, trust
 
@@ -73,36 +77,52 @@ def _page(options: ReportOptions, table: HeadScores, reporter: Reporter, written
         reporter.caution(missed_price)
     # Read probes and results
     folder = workspace.report_dir(table.name)
+    table = _with_positions(table)
     table_at_tau, probes = proposal.table(table), [table, *neighbours(workspace, table)]
-    results = read_results(folder)
+    commands = {
+        probe.name: in_folder(command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root)
+        for probe in probes
+    }
+    inputs = read_inputs(
+        workspace,
+        table,
+        proposal,
+        trust=_trust(options, table_at_tau, proposal.layouts),
+        commands=commands,
+        probes=probes,
+        engine_memory=engine_memory(options, table_at_tau, probes),
+        calibration=_calibration(folder, table, reporter),
+    )
+    if inputs.search is not None:
+        inputs = replace(inputs, predict=_prediction(inputs.search, probes))
     if options.figures is not None:
-        paper_folder = _write_paper(folder, table_at_tau, proposal.layouts, results.get("comparison"))
+        paper_folder = _write_paper(folder, table_at_tau, proposal.layouts, inputs.comparison)
         reporter.announce(f"paper figures: {paper_folder}")
-    search_rows = results.get("search")
     # Write the page
     with reporter.bar("drawing") as progress:
         return write_report(
             folder,
-            ReportInputs(
-                table_at_tau,
-                proposal.layouts,
-                trust=_trust(options, table_at_tau, proposal.layouts),
-                commands={
-                    probe.name: in_folder(
-                        command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root
-                    )
-                    for probe in probes
-                },
-                probes=probes,
-                engine_memory=engine_memory(options, table_at_tau, probes),
-                calibration=_calibration(folder, table, reporter),
-                predict=None if search_rows is None else _prediction(search_rows, probes),
-                **results,
-            ),
+            inputs,
             advise=page_steps(workspace, table),
             progress=progress,
             written=written,
         )
+
+
+def _with_positions(table: HeadScores) -> HeadScores:
+    """Add the model's context to a table of an earlier version that does not record it, if its config is here."""
+    model = model_identity(table.metadata)
+    if (
+        model is None
+        or "positions" in table.metadata
+        or not (model.startswith(EMBEDDED_PREFIX) or Path(model).is_dir())
+    ):
+        return table
+    from spkv_nas.model.checkpoint import read_size
+
+    with suppress(UserError):
+        return replace(table, metadata={**table.metadata, "positions": read_size(model).positions})
+    return table
 
 
 def _write_paper(

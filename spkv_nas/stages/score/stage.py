@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from spkv_nas.artifacts.defaults import SCORE_TOKENS
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import SCORES
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
@@ -15,7 +16,7 @@ from spkv_nas.base.units import format_seconds
 from spkv_nas.evaluation.alarms import Circumstances, alarm
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.separators import SeparatorReport
-from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
+from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.choice import find_choice
@@ -76,7 +77,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
         alarm=found_alarm,
     )
     folder = workspace.report_dir(name)
-    on_main(lambda: write_scores(folder, rows, origin))
+    on_main(lambda: SCORES.write(folder, rows, origin))
     counts = (full_attention.num_documents, full_attention.effective_documents)
     return NLLTable(name, rows, folder, *counts, chosen_by, num_chosen, found_alarm)
 

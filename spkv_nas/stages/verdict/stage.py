@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM, VERDICT
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
@@ -60,6 +61,7 @@ class VerdictResult:
         unrecorded: layouts of which the workspace has no record of what chose them.
         folder: folder of the table.
         alarm: sentence if the numbers make no sense (``evaluation.alarms``).
+        layouts: layouts of the candidates that have one, by name.
     """
 
     name: str
@@ -73,6 +75,7 @@ class VerdictResult:
     unrecorded: Sequence[str]
     folder: Path
     alarm: str | None = None
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
     def answer(self) -> Answer:
@@ -94,6 +97,7 @@ class Trial:
         choice: documents that chose the candidates, which ``samples`` do not have.
         num_left_out: number of these documents in the text; None: no criterion reads text.
         circumstances: of measurements on the text; None without one.
+        candidates: candidates, in order.
     """
 
     name: str
@@ -104,6 +108,21 @@ class Trial:
     choice: Choice
     num_left_out: int | None
     circumstances: Circumstances | None = None
+    candidates: Sequence[Contender] = ()
+
+    @property
+    def layouts(self) -> dict[str, dict[str, Any]]:
+        """Return the layout of each candidate that has one, by name, as a ``JudgedLayout``."""
+        chosen = {each: each.chosen for each in self.candidates if each.chosen is not None}
+        return {
+            each.name: {
+                "heads": " ".join(layout.heads),
+                "window": layout.window,
+                "sinks": layout.sinks,
+                "trained": each.layout is None,
+            }
+            for each, layout in chosen.items()
+        }
 
 
 def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResult:
@@ -148,7 +167,8 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     VERDICT.write(folder, rows, {**origin(options, trial, decided), **({} if alarm is None else {ALARM: alarm})})
     nouns = {criterion.name: criterion.noun for criterion, _ in margins}
     left_out = (trial.num_left_out, trial.choice.records, trial.choice.unrecorded)
-    return VerdictResult(trial.name, options.model, risk, decided, rows, nouns, *left_out, folder, alarm)
+    layouts = {each.name: each.chosen for each in candidates if each.chosen is not None}
+    return VerdictResult(trial.name, options.model, risk, decided, rows, nouns, *left_out, folder, alarm, layouts)
 
 
 def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Contender], reporter: Reporter) -> Trial:
@@ -172,7 +192,7 @@ def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Cont
     setting = Setting(options, *loaded, blocks, reporter)
     samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
     store = ScoreStore(options, options.folders.run_dir(subject.name) / "verdict", loaded, reporter)
-    return Trial(subject.name, dense, margins, samples, store, choice, num_left_out, circumstances)
+    return Trial(subject.name, dense, margins, samples, store, choice, num_left_out, circumstances, candidates)
 
 
 def _text(
@@ -199,9 +219,7 @@ def _text(
     return blocks.spread(max(1, max_tokens // blocks.block_size)), choice, num_left_out, separator
 
 
-def measure(
-    candidate: Contender, trial: Trial, levels: Levels, reporter: Reporter
-) -> tuple[Pairs, Answer]:
+def measure(candidate: Contender, trial: Trial, levels: Levels, reporter: Reporter) -> tuple[Pairs, Answer]:
     """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples."""
     pairs: Pairs = {}
     answers: list[Answer] = []
@@ -310,5 +328,6 @@ def origin(options: VerdictOptions, trial: Trial, decided: Mapping[str, Answer])
         "samples": {name: rounds.num_samples for name, rounds in trial.samples.items()},
         "left_out": {"documents": trial.num_left_out, "chose": list(trial.choice.records)},
         "unrecorded": list(trial.choice.unrecorded),
+        "layouts": trial.layouts,
         "environment": environment(),
     }
