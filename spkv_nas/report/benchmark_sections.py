@@ -1,4 +1,4 @@
-"""Build the page's sections on benchmarks of a checkpoint: verdicts, training-free pruning, RULER, tasks, LongPPL.
+"""Build the page's sections on result tables: verdicts, scores, checkpoints, training-free pruning, RULER and others.
 
 ``SECTIONS`` lists them: a further section is one function and one line there. A difference is significant if
 it exceeds two standard errors.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePath
 from typing import Any
 
 import pandas as pd
 
 from spkv_nas.artifacts.baselines import NEAR_DENSITY
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
-from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, TASKS, VERDICT, ResultTable
-from spkv_nas.report.evaluated import evaluated_section
-from spkv_nas.report.formatting import change, listed, measured, number, signed
+from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, SCORES, TASKS, VERDICT, ResultTable
+from spkv_nas.base.statistics import critical_errors
+from spkv_nas.report.formatting import change, listed, measured, number, signed, standard_errors, without_folder
+from spkv_nas.report.inputs import ResultFile
 from spkv_nas.report.result_charts import baselines_chart
 from spkv_nas.report.section import Row, Section
 from spkv_nas.report.verdict_cards import verdict_section
@@ -25,29 +27,106 @@ from spkv_nas.report.verdict_cards import verdict_section
 _TIED, _AT_FLOOR = "not significantly different", "not above the floor"
 _AVERAGE = "average of "
 _MAX_NAMED = 6
+_EVALUATED = ("Checkpoint", "Documents", "Effective", "Tokens", "NLL", "Density, %", "Baseline", "Δ NLL, %")
 _PAIR = ("Baseline", "Baseline density, %", "Difference")
 _LONG = ("Domain", "Documents", "Tokens", "Key tokens", "LongPPL", "PPL", "Density, %")
 _LONG_PAIR = ("Baseline", "Baseline PPL", "Baseline density, %", "Difference, %")
 Record = Mapping[str, Any]
 
 
-def read_benchmarks(folder: Path, kinds: Sequence[ResultTable] | None = None) -> tuple[Section, ...]:
+def read_benchmarks(folder: Path) -> tuple[Section, ...]:
     """Return the sections of the result tables in a folder.
-
-    Args:
-        folder: folder of the tables.
-        kinds: tables to read; None: all.
 
     Raises:
         UserError: a table cannot be read.
     """
-    results = (
-        (kind, make_section, kind.read(folder)) for kind, make_section in SECTIONS if kinds is None or kind in kinds
-    )
+    results = ((kind, make_section, kind.read(folder)) for kind, make_section in SECTIONS.items())
     return tuple(
         make_section(kind.name, *rows_and_record)
         for kind, make_section, rows_and_record in results
         if rows_and_record is not None
+    )
+
+
+def file_section(kind: ResultTable, file: ResultFile, number: int) -> Section:
+    """Return the section of a table that is not the page's own; ``number`` makes its id unique."""
+    section = SECTIONS[kind](f"{kind.name}-{number}", file.rows, file.record)
+    return replace(section, title=f"{section.title} ({file.name})")
+
+
+def _evaluated(name: str, rows: pd.DataFrame, record: Mapping[str, Any]) -> Section:
+    """Return the section of ``evaluation.csv``: a row per checkpoint, and which differ significantly."""
+    labels = {row["checkpoint"]: _checkpoint_label(row) for _, row in rows.iterrows()}
+    length = record.get("block_size")
+    blocks = "" if length is None else f", in blocks of {length} tokens"
+    return Section(
+        name,
+        "Checkpoints side by side",
+        f"NLL in nats per token on the same held-out documents{blocks}. ΔNLL is against the checkpoint under "
+        "“Baseline”, ± one standard error, paired by document. “Effective” is the number of equally long documents "
+        "that would give the same standard error.",
+        tuple(_evaluated_sentences(rows, labels)),
+        _EVALUATED,
+        (tuple(_evaluated_row(row, labels) for _, row in rows.iterrows()),),
+    )
+
+
+def _evaluated_row(row: pd.Series[Any], labels: Mapping[str, str]) -> Row:
+    """Return the row of one checkpoint."""
+    against = str(row["against"])
+    cells = (
+        number(row["num_documents"], 0),
+        number(row["effective_documents"], 1),
+        number(row["num_tokens"], 0),
+        number(row["nll"], 4),
+        number(100 * row["density"], 1),
+        labels.get(against, against) or "—",
+        change(row["delta_nll_percent"], row["delta_nll_standard_error"]),
+    )
+    return Row(labels[row["checkpoint"]], cells)
+
+
+def _evaluated_sentences(rows: pd.DataFrame, labels: Mapping[str, str]) -> Iterable[str]:
+    """Yield whether each checkpoint differs from its baseline by more than ``critical_errors``."""
+    for _, row in rows[rows["delta_nll_percent"].notna()].iterrows():
+        delta, error = row["delta_nll_percent"], row["delta_nll_standard_error"]
+        direction = "above" if delta > 0 else "below"
+        critical = critical_errors(row["effective_documents"])
+        clear = abs(delta) > critical * error
+        verdict = f"{direction} that of" if clear else f"within {standard_errors(critical)} of that of"
+        against = labels.get(row["against"], row["against"])
+        yield f"The NLL of {labels[row['checkpoint']]} is {verdict} {against}: {change(delta, error)} %."
+
+
+def _checkpoint_label(row: pd.Series[Any]) -> str:
+    """Return a checkpoint's name: what its run trained and the run's folder, else its path."""
+    path = PurePath(str(row["checkpoint"]))
+    return f"{row['variant']} ({path.parent.name})" if row["variant"] else without_folder(str(path))
+
+
+def _scores(name: str, rows: pd.DataFrame, record: Record) -> Section:
+    """Return the section of layouts that were scored without training; equal layouts share a row."""
+    layouts, groups = rows[rows["hash"] != ""], rows.groupby("hash", sort=False)["strategy"]
+    lines = [
+        Row(
+            " = ".join(groups.get_group(row["hash"])),
+            (
+                change(row["delta_nll_percent"], row["delta_nll_standard_error"]),
+                number(row["nll"], 4),
+                number(row["num_global"], 0),
+                number(row["coverage_percent"], 2),
+            ),
+        )
+        for row in layouts.drop_duplicates("hash").to_dict("records")
+    ]
+    return Section(
+        name,
+        "Layouts without training",
+        f"NLL in nats per token of the unchanged weights with each layout, on {_text_size(record)}. ΔNLL is against "
+        "full attention, ± one standard error, paired by document.",
+        (),
+        ("Layout", "Δ NLL, %", "NLL", "Global KV heads", "Coverage, %"),
+        (tuple(lines),),
     )
 
 
@@ -212,7 +291,7 @@ def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of LongPPL."""
     paired = bool(rows["against_ppl"].notna().any())
     evaluator, withheld = record.get("evaluator") or {}, record.get("withheld") or {}
-    evaluator_note = f" by {evaluator['model']}" if "model" in evaluator else ""
+    evaluator_note = f" by {without_folder(str(evaluator['model']))}" if "model" in evaluator else ""
     reasons = [f"{domain}: {reason}." for domain, reason in withheld.items()]
     return Section(
         name,
@@ -244,8 +323,12 @@ def _longppl_row(row: pd.Series[Any], *, paired: bool) -> Row:
 def _checkpoints(record: Record) -> str:
     """Return the checkpoints' names as the start of a paragraph, as far as they are recorded."""
     against = record.get("against")
-    baseline = f"; baseline {against['model']}" if isinstance(against, Mapping) and "model" in against else ""
-    return f"{record['model']}{baseline}. " if "model" in record else ""
+    baseline = (
+        f"; baseline {without_folder(str(against['model']))}"
+        if isinstance(against, Mapping) and "model" in against
+        else ""
+    )
+    return f"{without_folder(str(record['model']))}{baseline}. " if "model" in record else ""
 
 
 def _pair(row: pd.Series[Any]) -> tuple[str, str, str]:
@@ -288,11 +371,12 @@ def _text_size(record: Record) -> str:
 
 
 # Table of results, and the function that makes its section of (name, rows, record)
-SECTIONS: tuple[tuple[ResultTable, Callable[[str, pd.DataFrame, Record], Section]], ...] = (
-    (VERDICT, verdict_section),
-    (EVALUATION, evaluated_section),
-    (BASELINES, _baselines),
-    (RULER, _ruler),
-    (TASKS, _tasks),
-    (LONGPPL, _longppl),
-)
+SECTIONS: dict[ResultTable, Callable[[str, pd.DataFrame, Record], Section]] = {
+    VERDICT: verdict_section,
+    SCORES: _scores,
+    EVALUATION: _evaluated,
+    BASELINES: _baselines,
+    RULER: _ruler,
+    TASKS: _tasks,
+    LONGPPL: _longppl,
+}

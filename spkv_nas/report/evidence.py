@@ -206,8 +206,8 @@ def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
                 change = row["delta_nll_percent"], row["delta_nll_standard_error"]
                 results.append(_result(inputs, layout, *change, nll=row["nll"]))
         if results:
-            documents = (_number(file.record.get(name)) for name in ("num_documents", "effective_documents"))
-            yield Evidence(_UNTRAINED, 0.0, SCORES, DENSE, _distinct(results), "", *documents, file.name)
+            number, effective = (_number(file.record.get(key)) for key in ("num_documents", "effective_documents"))
+            yield Evidence(_UNTRAINED, 0.0, SCORES, DENSE, _distinct(results), "", number, effective, file.name)
 
 
 def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
@@ -234,9 +234,9 @@ def _margins(rows: pd.DataFrame) -> str:
 
 def _is_here(inputs: ReportInputs, layout: Layout) -> bool:
     """Return whether a layout has the page's grid, and the window and sink tokens of its layouts."""
-    seen = {(each.window, each.sinks) for each in inputs.layouts.values()} or {
+    seen = [(each.window, each.sinks) for each in inputs.layouts.values()] or [
         (inputs.table.window, inputs.table.sinks)
-    }
+    ]
     return layout.grid == inputs.table.grid and (layout.window, layout.sinks) in seen
 
 
@@ -250,7 +250,7 @@ def _result(
     judged: str = "",
 ) -> Result:
     """Return a result under the name that the page's layouts give its layout."""
-    names = {each.hash: name for name, each in reversed(inputs.layouts.items())}
+    names = {each.hash: name for name, each in reversed([*inputs.layouts.items()])}
     name = names.get(layout.hash, layout.strategy)
     if layout.hash not in names and name in inputs.layouts:  # the name stands for other heads by now
         name = f"{name}-{layout.num_global}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any
 
 import pandas as pd
@@ -51,6 +52,12 @@ def above(delta: float, error: float, baseline: str) -> str:
 def standard_errors(number: float) -> str:
     """Return a number of standard errors (``critical_errors``) in words."""
     return "two standard errors" if number == 2.0 else f"{number:.1f} standard errors (few documents)"
+
+
+def without_folder(text: str) -> str:
+    """Return the last part of an absolute path; a page that is shown elsewhere should not hold a machine's folders."""
+    path = PurePath(text)
+    return path.name if path.is_absolute() and len(path.parts) > 2 else text
 
 
 def listed(names: Sequence[str], max_names: int) -> str:

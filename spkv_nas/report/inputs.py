@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.statistics import critical_errors
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
@@ -38,14 +38,19 @@ class ResultFile:
     """A result table of the page's model, whose layouts are known by content.
 
     Attributes:
-        name: name of the results, under ``reports/``.
+        path: its file.
         rows: the table.
         record: content of the record beside it.
     """
 
-    name: str
+    path: Path
     rows: pd.DataFrame
     record: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the results, under ``reports/``."""
+        return self.path.parent.name
 
     def layout(self, name: str, heads: str) -> Layout | None:
         """Return a layout of the table; None if its window was not recorded.
@@ -145,12 +150,6 @@ class ReportInputs:
     def alarm(self) -> str | None:
         """Return why the page concludes nothing: measurements of the probe or of results make no sense; else None."""
         return next((str(each) for each in (self.table.metadata.get(ALARM), *self.alarms) if each is not None), None)
-
-    @property
-    def critical(self) -> float:
-        """Return the number of standard errors on either side of a 95 % interval of the comparison."""
-        effective = (self.record.get("heldout") or {}).get("effective_documents")
-        return critical_errors(math.nan if effective is None else effective)
 
     @cached_property
     def certainty(self) -> Certainty | None:

@@ -106,7 +106,11 @@ def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
             None if inputs.comparison is None else coverage_nll_chart(inputs.comparison, table.measure.noun),
             coverage_budget_chart(table, inputs.layouts, inputs.covered, inputs.certainty),
         ],
-        "detail": [domain_chart(table), position_chart(table), histogram_chart(table)],
+        "detail": [
+            domain_chart(table) if len(table.domains) > 1 else None,
+            position_chart(table),
+            histogram_chart(table),
+        ],
         "certainty": [None if inputs.certainty is None else stability_chart(inputs.certainty)],
         "search": [] if inputs.search is None else [*search_charts(inputs.search, "cost" if has_cost else None)],
     }
@@ -151,7 +155,6 @@ def _render(
         layouts=_layouts(inputs, charts["layouts"]),
         header=tables.comparison_header(inputs),
         rows=tables.comparison_rows(inputs, verdict),
-        domains=tables.domain_rows(table),
         certainty=inputs.certainty,
         caution=caution(table),
         trust=inputs.trust,
@@ -160,8 +163,11 @@ def _render(
         benchmarks=inputs.benchmarks,
         serving=[] if inputs.served is None else serving_sections(inputs.served, table, inputs.layouts),
         search=None if search is None else tables.search_rows(search, verdict),
+        search_about="" if search is None else tables.search_about(inputs),
+        search_is_retrained=search is not None
+        and bool(search[["short_delta_percent", "full_delta_percent"]].notna().any(axis=None)),
         search_header=tables.search_header(inputs),
-        search_findings=[] if search is None else search_findings(search),
+        search_findings=search_findings(inputs),
         words=glossary(inputs),
         provenance=tables.provenance(inputs),
         downloads=tables.downloads(inputs),

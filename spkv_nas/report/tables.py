@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,13 +11,11 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
-from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.tables import csv_text
 from spkv_nas.evaluation.guidance import best_layouts
-from spkv_nas.report.evidence import COMPARISON, SEARCH
-from spkv_nas.report.formatting import BASELINES, change, number, signed
+from spkv_nas.report.evidence import COMPARISON, SEARCH, all_evidence
+from spkv_nas.report.formatting import change, number, without_folder
 from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.profiles import domain_profile
 from spkv_nas.report.verdict import Verdict
 
 _MAX_MISSED = 5
@@ -67,10 +64,6 @@ def facts(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, str]]:
     best = verdict.layout
     if best is not None and verdict.covered is not None:
         entries.append((f"{100 * verdict.covered:.1f} %", f"{measure.noun} coverage of {best.name}", "coverage"))
-    if best is not None and verdict.evidence is not None and not math.isnan(best.delta):
-        baseline = BASELINES[verdict.evidence.baseline]
-        plus_minus = "" if math.isnan(best.error) else f"± {number(best.error, 3)}, "
-        entries.append((f"{signed(best.delta)} %", f"{plus_minus}NLL of {best.name} against {baseline}", "delta"))
     return entries
 
 
@@ -145,21 +138,6 @@ def _has_dense(inputs: ReportInputs) -> bool:
     return inputs.comparison is not None and counted_from(inputs.comparison) == DENSE
 
 
-def domain_rows(table: HeadScores) -> list[tuple[str, ...]]:
-    """Return domain, tokens, documents, mean, spread and agreement of each domain."""
-    return [
-        (
-            str(row["domain"]),
-            number(row["num_tokens"], 0),
-            number(row["num_documents"], 0) if row["num_documents"] else "—",
-            table.measure.exact(row["mean"]),
-            table.measure.exact(row["std"]),
-            number(row["agreement"], 2),
-        )
-        for _, row in domain_profile(table).iterrows()
-    ]
-
-
 def agreement_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
     """Return both probes, budget, Jaccard index, rank correlation and transfer of each pair."""
     return [
@@ -173,6 +151,16 @@ def agreement_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
         )
         for _, row in rows.iterrows()
     ]
+
+
+def search_about(inputs: ReportInputs) -> str:
+    """Return what a search did, and on how many documents."""
+    modes = [
+        f"{len(each.results)} {each.description}{f' ({each.documents})' if each.documents else ''}"
+        for each in reversed(all_evidence(inputs))
+        if each.source == SEARCH
+    ]
+    return f"Distinct layouts of the search: {'; '.join(modes)}."
 
 
 def search_header(inputs: ReportInputs) -> tuple[str, ...]:
@@ -255,6 +243,6 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for i, item in enumerate(value):
             yield from _flatten(item, f"{key}.{i}")
     elif isinstance(value, list | tuple):
-        yield key, ", ".join(map(str, value))
+        yield key, ", ".join(without_folder(str(item)) for item in value)
     else:
-        yield key, "—" if value is None else str(value)
+        yield key, "—" if value is None else without_folder(str(value))

@@ -26,11 +26,6 @@ _MAX_NAMED = 4
 _RUNS = "None of these errors includes the variation between training runs."
 TIED, UNKNOWN, BEHIND = "tied", "unknown", "behind"  # standing of a layout relative to the best
 NOT_BEHIND = "not clearly behind"
-_WORDS = {
-    TIED: "Not significantly different from it, within {margin} of the difference",
-    UNKNOWN: "Measured higher, though by too little for the errors of both, so that the order is not established",
-    BEHIND: "Significantly higher, by more than {margin} of the difference",
-}
 
 
 @dataclass(frozen=True)
@@ -121,29 +116,8 @@ class Verdict:
 
     @property
     def sentences(self) -> list[str]:
-        """Return the other sentences: how the layout compares, and which are not significantly different or behind."""
-        if self.layout is not None and self.evidence is None:
-            return [*self.warnings, *self._proposed]
-        margin = standard_errors(self.critical)
-        standings = [
-            f"{template.format(margin=margin)}, in percentage points: {listed(named, _MAX_NAMED)}."
-            for standing, template in _WORDS.items()
-            if (named := self._named(standing))
-        ]
-        if standings and self.evidence is not None and self.evidence.steps != 0:
-            standings[-1] += f" {_RUNS}"
-        return [*self.warnings, *self._competition, *standings]
-
-    def _named(self, standing: str) -> list[str]:
-        """Return the layouts of a standing, each with its difference from the best."""
-        if self.layout is None:
-            return []
-        named = []
-        for other, other_standing, error in zip(self.others, self.standings, self.errors, strict=True):
-            if other_standing == standing and not math.isnan(difference := other.delta - self.layout.delta):
-                plus_minus = "" if math.isnan(error) else f" ± {number(error, 3)}"
-                named.append(f"{other.name} {signed(difference)}{plus_minus}")
-        return named
+        """Return the other sentences: what was measured on too little, and how the layout compares with others."""
+        return [*self.warnings, *(self._proposed if self.evidence is None else self._competition)]
 
     @property
     def _loss(self) -> str:
@@ -164,11 +138,19 @@ class Verdict:
         """Return how the layout compares with the others of its budget."""
         if self.layout is None or not self.others:
             return []
-        total = f"{1 + len(self.others)} layouts with as many global heads"
+        total, margin = f"{1 + len(self.others)} layouts with as many global heads", standard_errors(self.critical)
+        runs = f" {_RUNS}" if self.evidence is not None and self.evidence.steps != 0 else ""
         if self.is_clear:
-            return [f"It has the lowest NLL of {total}."]
-        num_open = sum(standing != BEHIND for standing in self.standings)
-        return [f"No single best of {total}: {num_open} not clearly behind it, which is measured lowest."]
+            return [f"It has the lowest NLL of {total}: the others are behind by more than {margin}.{runs}"]
+        close = [
+            f"{other.name} {signed(other.delta - self.layout.delta)} ± {number(error, 3)}"
+            for other, standing, error in zip(self.others, self.standings, self.errors, strict=True)
+            if standing != BEHIND
+        ]
+        return [
+            f"No single best of {total}: it is measured lowest, but not behind by more than {margin} of the difference, "
+            f"in percentage points: {listed(close, _MAX_NAMED)}.{runs}"
+        ]
 
     @property
     def _proposed(self) -> list[str]:

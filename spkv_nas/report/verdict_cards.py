@@ -11,7 +11,7 @@ import pandas as pd
 from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by, unrecorded_warning
 from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import Band, Chart, Line, Mark, Points, Rule, Shape, Tone, numbers
-from spkv_nas.report.formatting import capitalized, listed, number, short, signed
+from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
 from spkv_nas.report.section import Row, Section
 
 _TITLES = {
@@ -40,11 +40,17 @@ Record = Mapping[str, Any]
 
 def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of ``verdict.csv``."""
+    # Name layouts with their numbers of global heads
+    heads = {candidate: each["heads"].replace(" ", "") for candidate, each in record.get("layouts", {}).items()}
+    names = {each: f"{each} ({text.count('G')} of {len(text)} heads)" for each, text in heads.items()}
+    rows = rows.assign(candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]])
+    answers = record.get("answers", {}).items()
+    record = {**record, "answers": {names.get(each, without_folder(each)): answer for each, answer in answers}}
     return Section(
         name,
         "Verdict",
-        f"Loss of each candidate against {record.get('against', 'the dense model')}, which it may replace if the loss "
-        f"is below every margin. {_INTERVALS}",
+        f"Loss of each candidate against {without_folder(record.get('against', 'the dense model'))}, which it may "
+        f"replace if the loss is below every margin. {_INTERVALS}",
         tuple(_sentences(rows, record)),
         ("Candidate", "Criterion", "Loss", "Interval", "Margin", "Samples"),
         tuple(
@@ -63,7 +69,7 @@ def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
         low, high = float(ends.min(axis=None)), float(ends.max(axis=None))
         x = round_axis(f"Loss, {unit}", min(0.0, low), max(margin, high), padded=True)
         noun = record.get("nouns", {}).get(str(criterion), "samples")
-        names = [f"{short(row['candidate'], 18)} " for _, row in group.iterrows()]
+        names = [f"{short(row['candidate'], 28)} " for _, row in group.iterrows()]
         summary = listed([f"{row['candidate']} {row['answer']}" for _, row in group.iterrows()], _MAX_NAMED)
         yield Chart(
             f"{prefix}-{criterion}",

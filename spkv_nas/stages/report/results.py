@@ -22,7 +22,7 @@ from spkv_nas.base.schema import Recorded
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.comparison_documents import FILE, pair_error, read_documents
 from spkv_nas.proposal.agreement import read_agreement
-from spkv_nas.report.benchmark_sections import read_benchmarks
+from spkv_nas.report.benchmark_sections import file_section, read_benchmarks
 from spkv_nas.report.inputs import ReportInputs, ResultFile
 from spkv_nas.stages.record import absolute, model_identity
 
@@ -42,24 +42,24 @@ def read_inputs(workspace: Workspace, table: HeadScores, proposal: Proposal, **o
         UserError: a file cannot be read; the error names it.
     """
     folder = workspace.report_dir(table.name)
-    results = _read_folder(folder)
+    results = read_results(folder)
     scores = [file for file in _found(workspace, table, SCORES) if file.rows["heads"].any()]
     # Verdicts of layouts that the page has: proposed, scored or searched
     known = {layout.hash for layout in proposal.layouts.values()}
     for rows in (*(file.rows for file in scores), *([results["search"]] if "search" in results else [])):
         known |= set(rows["hash"])
     verdicts = [file for file in _found(workspace, table, VERDICT) if file.name == table.name or known & _hashes(file)]
-    elsewhere = {file.name for file in verdicts} - {table.name}
-    benchmarks = [
-        replace(section, name=f"{section.name}-{number}", title=f"{section.title} ({name})")
-        for number, name in enumerate(sorted(elsewhere), 1)
-        for section in read_benchmarks(workspace.report_dir(name), (VERDICT,))
+    elsewhere = [
+        (kind, file)
+        for kind, files in ((VERDICT, verdicts), (SCORES, scores))
+        for file in files
+        if file.path != folder / f"{kind.name}.csv"
     ]
-    results["benchmarks"] = (*results["benchmarks"], *benchmarks)
+    results["benchmarks"] += tuple(file_section(kind, file, number) for number, (kind, file) in enumerate(elsewhere, 1))
     return ReportInputs(proposal.table(table), proposal.layouts, scores=scores, verdicts=verdicts, **results, **others)
 
 
-def _read_folder(folder: Path) -> dict[str, Any]:
+def read_results(folder: Path) -> dict[str, Any]:
     """Read the results in a folder, by their names in ``report.inputs``."""
     tables = {
         "comparison": (folder / "comparison.csv", read_comparison),
@@ -87,7 +87,7 @@ def _found(workspace: Workspace, table: HeadScores, kind: ResultTable) -> Iterat
         measured = record.get("against" if kind is VERDICT else "model")
         is_same = model is not None and isinstance(measured, str) and absolute(measured) == absolute(model)
         if rows is not None and (is_same or file.parent.name == table.name):
-            yield ResultFile(file.parent.name, rows, record)
+            yield ResultFile(file, rows, record)
 
 
 def _hashes(file: ResultFile) -> set[str]:
