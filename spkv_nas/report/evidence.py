@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, counted_from
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import FIDELITIES, whole_scores
 from spkv_nas.base.statistics import critical_errors
@@ -24,7 +25,7 @@ PASSES = "passes"  # first word of what a verdict says of a layout that it lets 
 MIN_DOCUMENTS = 8  # with fewer, not even the standard errors are known well enough to rank layouts
 _UNTRAINED = "not retrained"
 _VERBS = {"passes": PASSES, "fails": "fails", "open": "open at"}
-_HELD_OUT = ", on held-out documents not used for selection"
+_HELD_OUT, _SELECTION = ", on held-out documents not used for selection", ", on the text that the search selected on"
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +154,7 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         is_zero_shot = fidelity == "zero_shot"
         steps = 0.0 if is_zero_shot else float(steps_by_fidelity.get(fidelity, math.nan))
         documents = held_out if fidelity == "full" else selection
-        description = _mode(steps) + (_HELD_OUT if fidelity == "full" else "")
+        description = _mode(steps) + {"full": _HELD_OUT, "zero_shot": _SELECTION}.get(fidelity, "")
         # Zero-shot scores count from the dense model, retrained layouts from the control, trained alike
         baseline = DENSE if is_zero_shot else FULL_ATTENTION
         yield Evidence(description, steps, SEARCH, baseline, _distinct(results), fidelity, *documents)
@@ -234,10 +235,9 @@ def _margins(rows: pd.DataFrame) -> str:
 
 def _is_here(inputs: ReportInputs, layout: Layout) -> bool:
     """Return whether a layout has the page's grid, and the window and sink tokens of its layouts."""
-    seen = [(each.window, each.sinks) for each in inputs.layouts.values()] or [
-        (inputs.table.window, inputs.table.sinks)
-    ]
-    return layout.grid == inputs.table.grid and (layout.window, layout.sinks) in seen
+    seen: Iterable[Layout | HeadScores] = inputs.layouts.values() or (inputs.table,)
+    is_seen = any((layout.window, layout.sinks) == (each.window, each.sinks) for each in seen)
+    return layout.grid == inputs.table.grid and is_seen
 
 
 def _result(

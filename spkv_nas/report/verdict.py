@@ -19,7 +19,7 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report.evidence import COMPARISON, MIN_DOCUMENTS, PASSES, VERDICT, Evidence, Result, all_evidence
-from spkv_nas.report.formatting import BASELINES, capitalized, change, listed, number, signed, standard_errors
+from spkv_nas.report.formatting import BASELINES, change, listed, number, signed, standard_errors
 from spkv_nas.report.inputs import ReportInputs, widest_layout
 
 _MAX_NAMED = 4
@@ -148,8 +148,8 @@ class Verdict:
             if standing != BEHIND
         ]
         return [
-            f"No single best of {total}: it is measured lowest, but not behind by more than {margin} of the difference, "
-            f"in percentage points: {listed(close, _MAX_NAMED)}.{runs}"
+            f"No single best of {total}: it is measured lowest; not behind by more than {margin} of the difference, in "
+            f"percentage points: {listed(close, _MAX_NAMED)}.{runs}"
         ]
 
     @property
@@ -172,11 +172,10 @@ def conclude(inputs: ReportInputs) -> Verdict:
     if inputs.alarm is not None:
         return Verdict(inputs.table.num_heads, inputs.table.measure, summary=f"Warning: {inputs.alarm}")
     everything = all_evidence(inputs)
+    small = {(each.source, each.documents) for each in everything if not each.is_rankable and len(each.results) > 1}
     warnings = tuple(
-        f"{capitalized(each.description)}: measured on {each.documents}, too few to rank layouts; at least "
-        f"{MIN_DOCUMENTS} are needed."
-        for each in everything
-        if not each.is_rankable and len(each.results) > 1
+        f"The {source} measured on {documents}, too few to rank layouts; at least {MIN_DOCUMENTS} are needed."
+        for source, documents in sorted(small)
     )
     rankable = [each for each in everything if each.is_rankable or len(each.results) == 1]
     retrained, untrained = (
