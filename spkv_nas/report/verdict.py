@@ -19,7 +19,7 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report.evidence import COMPARISON, MIN_DOCUMENTS, PASSES, VERDICT, Evidence, Result, all_evidence
-from spkv_nas.report.formatting import BASELINES, change, listed, number, signed, standard_errors
+from spkv_nas.report.formatting import BASELINES, listed, number, signed, standard_errors
 from spkv_nas.report.inputs import ReportInputs, widest_layout
 
 _MAX_NAMED = 4
@@ -125,7 +125,8 @@ class Verdict:
         if self.layout is None or self.evidence is None:
             return f"its loss has not been measured{' on enough documents' if self.warnings else ''}"
         if not math.isnan(self.layout.delta):
-            value = f"NLL {change(self.layout.delta, self.layout.error)} % against {BASELINES[self.evidence.baseline]}"
+            error = "" if math.isnan(self.layout.error) else f" ± {number(self.layout.error, 3)}"
+            value = f"NLL {signed(self.layout.delta)}{error} % against {BASELINES[self.evidence.baseline]}"
         elif not math.isnan(self.layout.nll):
             value = f"NLL {number(self.layout.nll, 4)} nats per token"
         else:

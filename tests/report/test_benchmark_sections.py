@@ -91,7 +91,7 @@ def test_numbers_equal_those_of_the_file_and_the_command(
         "tasks": (tasks.show, lambda rows: TasksResult("mine", rows, folder, folder)),
         "longppl": (longppl.show, lambda rows: LongPPLResult("mine", rows, {}, folder, folder)),
     }
-    for kind in (kind for kind, _ in SECTIONS if kind.name in results):
+    for kind in (kind for kind in SECTIONS if kind.name in results):
         tables = kind.read(folder)
         assert tables is not None
         say, result = results[kind.name]
