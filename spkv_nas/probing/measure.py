@@ -127,11 +127,14 @@ def measure_signal(
     with full_attention(model) as states:
         windows = native_windows(states)
     table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}
-    # Sizes of the cache: of a key, and of the longest sequence
-    cache_facts = {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
-    if isinstance(positions := getattr(model.config.get_text_config(), "max_position_embeddings", None), int):
-        cache_facts["positions"] = positions
-    return replace(table, metadata={**cache_facts, **table.metadata, **table_facts})
+    return replace(table, metadata={**_cache_facts(model), **table.metadata, **table_facts})
+
+
+def _cache_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what the size of the KV cache depends on: head dimension, dtype, and the context if the config says it."""
+    facts = {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return facts | ({"positions": positions} if isinstance(positions, int) else {})
 
 
 def _check_heads(model: PreTrainedModel) -> None:

@@ -6,19 +6,17 @@ it exceeds two standard errors.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts.baselines import NEAR_DENSITY
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, SCORES, TASKS, VERDICT, ResultTable
 from spkv_nas.base.statistics import critical_errors
-from spkv_nas.report.formatting import change, listed, measured, number, signed, standard_errors, without_folder
+from spkv_nas.report.formatting import change, measured, number, without_folder
 from spkv_nas.report.inputs import ResultFile
 from spkv_nas.report.result_charts import baselines_chart
 from spkv_nas.report.section import Row, Section
@@ -26,7 +24,6 @@ from spkv_nas.report.verdict_cards import verdict_section
 
 _TIED, _AT_FLOOR = "not significantly different", "not above the floor"
 _AVERAGE = "average of "
-_MAX_NAMED = 6
 _EVALUATED = ("Checkpoint", "Documents", "Effective", "Tokens", "NLL", "Density, %", "Baseline", "Δ NLL, %")
 _PAIR = ("Baseline", "Baseline density, %", "Difference")
 _LONG = ("Domain", "Documents", "Tokens", "Key tokens", "LongPPL", "PPL", "Density, %")
@@ -55,7 +52,7 @@ def file_section(kind: ResultTable, file: ResultFile, number: int) -> Section:
 
 
 def _evaluated(name: str, rows: pd.DataFrame, record: Mapping[str, Any]) -> Section:
-    """Return the section of ``evaluation.csv``: a row per checkpoint, and which differ significantly."""
+    """Return the section of ``evaluation.csv``: a row per checkpoint."""
     labels = {row["checkpoint"]: _checkpoint_label(row) for _, row in rows.iterrows()}
     length = record.get("block_size")
     blocks = "" if length is None else f", in blocks of {length} tokens"
@@ -65,7 +62,7 @@ def _evaluated(name: str, rows: pd.DataFrame, record: Mapping[str, Any]) -> Sect
         f"NLL in nats per token on the same held-out documents{blocks}. ΔNLL is against the checkpoint under "
         "“Baseline”, ± one standard error, paired by document. “Effective” is the number of equally long documents "
         "that would give the same standard error.",
-        tuple(_evaluated_sentences(rows, labels)),
+        (),
         _EVALUATED,
         (tuple(_evaluated_row(row, labels) for _, row in rows.iterrows()),),
     )
@@ -83,19 +80,10 @@ def _evaluated_row(row: pd.Series[Any], labels: Mapping[str, str]) -> Row:
         labels.get(against, against) or "—",
         change(row["delta_nll_percent"], row["delta_nll_standard_error"]),
     )
-    return Row(labels[row["checkpoint"]], cells)
-
-
-def _evaluated_sentences(rows: pd.DataFrame, labels: Mapping[str, str]) -> Iterable[str]:
-    """Yield whether each checkpoint differs from its baseline by more than ``critical_errors``."""
-    for _, row in rows[rows["delta_nll_percent"].notna()].iterrows():
-        delta, error = row["delta_nll_percent"], row["delta_nll_standard_error"]
-        direction = "above" if delta > 0 else "below"
-        critical = critical_errors(row["effective_documents"])
-        clear = abs(delta) > critical * error
-        verdict = f"{direction} that of" if clear else f"within {standard_errors(critical)} of that of"
-        against = labels.get(row["against"], row["against"])
-        yield f"The NLL of {labels[row['checkpoint']]} is {verdict} {against}: {change(delta, error)} %."
+    tied = (
+        abs(row["delta_nll_percent"]) <= critical_errors(row["effective_documents"]) * row["delta_nll_standard_error"]
+    )
+    return Row(labels[row["checkpoint"]], cells, _TIED if tied else "")
 
 
 def _checkpoint_label(row: pd.Series[Any]) -> str:
@@ -147,8 +135,8 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
         "Density is the share of keys outside the window that are kept, sinks included. ΔNLL is against the model with "
         "all keys, ± one standard error, paired by document; “not significantly different” is within two of them. "
         "SP-KV is a separate model.",
-        tuple(_density_findings(rows)),
-        ("Method", "Δ NLL, %", "NLL", "Sinks", "Target density, %", "Density, %"),
+        (),
+        ("Method", "Δ NLL, %", "NLL", "Sinks", "Target density, %", "Density, %", "Above the lowest there"),
         (),
         tuple(groups),
         (baselines_chart(rows),),
@@ -165,6 +153,7 @@ def _baseline(row: pd.Series[Any]) -> Row:
         number(row["sinks"], 0),
         number(100 * row["target_density"], 1),
         number(100 * row["density"], 1),
+        change(row["above_lowest"], row["above_lowest_standard_error"]),
     )
     return Row(_method_label(row), cells, "" if is_dense else _significance_tag(delta, error))
 
@@ -174,38 +163,6 @@ def _method_label(row: pd.Series[Any]) -> str:
     if row["method"] == SP_KV:
         return f"SP-KV, τ = {row['tau']:g}" if row["tau"] else "SP-KV, gates open"
     return str(row["method"])
-
-
-def _density_findings(rows: pd.DataFrame) -> Iterable[str]:
-    """Yield, for each target density, the rule of the lowest ΔNLL, those not significantly worse, and SP-KV."""
-    spkv_rows = rows[rows["method"] == SP_KV]
-    unmatched = True
-    for target in rows["target_density"].dropna().unique():
-        # Rank the rules at this density, and SP-KV if its density is near
-        spkv_near = spkv_rows[(spkv_rows["density"] - target).abs() <= NEAR_DENSITY]
-        unmatched = unmatched and spkv_near.empty
-        ordered = pd.concat([rows[rows["target_density"] == target], spkv_near]).sort_values("delta_nll_percent")
-        (_, best), *others = ordered.iterrows()
-        tied = [_with_sinks(row) for _, row in others if row["above_lowest"] <= 2 * row["above_lowest_standard_error"]]
-        # Name the rules that do not differ significantly from the best
-        if all(math.isnan(row["above_lowest_standard_error"]) for _, row in others):
-            tied_note = "; no standard error of the differences is known"
-        elif tied:
-            tied_note = f"; within two standard errors of the difference: {listed(tied, _MAX_NAMED)}"
-        else:
-            tied_note = "; no other rule is within two standard errors of it"
-        loss = change(best["delta_nll_percent"], best["delta_nll_standard_error"])
-        comparison = tied_note if others else ""
-        yield f"At {100 * target:g} % density, {_with_sinks(best)} has the lowest ΔNLL, {loss} %{comparison}."
-    if len(spkv_rows) and unmatched:
-        yield "No row of SP-KV is within one percentage point of these densities: only the figure compares them."
-
-
-def _with_sinks(row: pd.Series[Any]) -> str:
-    """Return the name of a row's method with its number of sinks."""
-    if row["method"] == SP_KV:
-        return _method_label(row)
-    return f"{row['method']} {f'with {row.sinks:g} sinks' if row.sinks else 'without sinks'}"
 
 
 def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
@@ -219,11 +176,6 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
         tuple(row for task_length, row in tasks if task_length == length)
         for length in dict.fromkeys(task_length for task_length, _ in tasks)
     )
-    # Name the tasks that are not above the floor
-    at_floor = [f"{task} at {length:,}" for length, task, row in lines if _AT_FLOOR in row.tag]
-    findings = (
-        [f"Not above the floor by more than two standard errors: {listed(at_floor, _MAX_NAMED)}."] if at_floor else []
-    )
     haystack = record.get("haystack", "RULER's noise")
     return Section(
         name,
@@ -234,7 +186,7 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
         "long-range attention or by chance; its standard error is not known. “Not significantly different”: "
         "within two standard errors of the baseline, paired by sample. In brackets: an exact 95 % interval, where all "
         "samples agree.",
-        (*findings, *_pair_findings(rows, rows["task"] + " at " + rows["length"].map("{:,}".format), paired=paired)),
+        (),
         ("Task", "Tokens", "Samples", "Score", "Floor", "Density, %", *(_PAIR if paired else ())),
         (averages,),
         by_length,
@@ -268,7 +220,7 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> Section:
         f"{_checkpoints(record)}By lm-eval{limit}, ± one standard error over samples. Chance-level scores are "
         "not shown. “Not significantly different”: within two standard errors of the baseline, paired by sample. In "
         "brackets: an exact 95 % interval, where all samples have the same result.",
-        tuple(_pair_findings(rows, rows["task"] + ", " + rows["metric"], paired=paired)),
+        (),
         ("Task", "Metric", "Shots", "Samples", "Value", "Density, %", *(_PAIR if paired else ())),
         tuple(filter(None, (tuple(row for row in lines if row not in averages), averages))),
     )
@@ -335,26 +287,6 @@ def _pair(row: pd.Series[Any]) -> tuple[str, str, str]:
     """Return the cells of the columns ``_PAIR``."""
     difference = change(row["difference"], row["difference_standard_error"])
     return number(row["against"], 3), number(100 * row["against_density"], 1), difference
-
-
-def _pair_findings(rows: pd.DataFrame, names: Sequence[str], *, paired: bool) -> Iterable[str]:
-    """Yield which rows differ from the baseline's by more than two standard errors."""
-    if not paired:
-        return
-    clear = [
-        (name, float(row["difference"]))
-        for name, (_, row) in zip(names, rows.iterrows(), strict=True)
-        if abs(row["difference"]) > 2 * row["difference_standard_error"]
-    ]
-    for direction, differing in (
-        ("above", [pair for pair in clear if pair[1] > 0]),
-        ("below", [pair for pair in clear if pair[1] < 0]),
-    ):
-        if differing:
-            listing = listed([f"{name} ({signed(difference)})" for name, difference in differing], _MAX_NAMED)
-            yield f"More than two standard errors {direction} the baseline: {listing}."
-    if not clear:
-        yield "No difference from the baseline exceeds two standard errors."
 
 
 def _significance_tag(difference: float, error: float) -> str:

@@ -91,8 +91,8 @@ def agreement_charts(rows: pd.DataFrame) -> Panels:
     short_names = [short(label, 24) for label in labels.values()]
     first = rows.iloc[0]
     headings = {
-        "jaccard": f"{first['budget']:.0f} densest heads: Jaccard, % (chance {100 * first['chance']:.0f})",
-        "spearman": "densities: Spearman, %",
+        "jaccard": f"{first['budget']:.0f} highest-scoring heads: Jaccard, % (chance {100 * first['chance']:.0f})",
+        "spearman": "scores: Spearman, %",
     }
     axes = name_axis("", short_names), name_axis("", short_names, down=True)
     charts = tuple(

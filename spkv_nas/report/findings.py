@@ -5,43 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pandas as pd
-
-from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
+from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.evaluation.guidance import correlations, guidance
 from spkv_nas.evaluation.ranking import MIN_ITEMS
 from spkv_nas.report.evidence import all_evidence
-from spkv_nas.report.formatting import BASELINES, change, signed, versus
+from spkv_nas.report.formatting import BASELINES, change, signed
 from spkv_nas.report.inputs import ReportInputs
 
 
-def findings(inputs: ReportInputs) -> list[str]:
-    """Return the sentences on the comparison; none before training."""
-    if inputs.comparison is None:
-        return []
-    return [
-        *_baseline(inputs.comparison),
-        *_correlation(inputs.record),
-        *_reference(inputs.comparison),
-    ]
-
-
-def _baseline(comparison: pd.DataFrame) -> list[str]:
-    """Return what changes of NLL are against, and the effect of retraining alone."""
-    if counted_from(comparison) != DENSE:
-        if not (comparison["strategy"] == FULL_ATTENTION).any():
-            return []
-        return [
-            "Changes of NLL are against the control, full attention retrained like the layouts; this comparison has no "
-            "row for the dense model as it is."
-        ]
-    control = comparison[(comparison["strategy"] == FULL_ATTENTION) & comparison["delta_nll_percent"].notna()]
-    rows = control.head(1).iterrows()
-    return [f"The control, full attention retrained like the layouts, is {versus(row, DENSE)}." for _, row in rows]
-
-
-def _correlation(record: Mapping[str, Any]) -> list[str]:
-    """Return the rank correlations that ``comparison.yaml`` records.
+def findings(record: Mapping[str, Any]) -> list[str]:
+    """Return the rank correlations that ``comparison.yaml`` records, in a sentence.
 
     Their keys are rho and, where known, layouts and interval.
     """
@@ -63,17 +36,6 @@ def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
         return text if p_value is None else f"{text} (p = {p_value:.2g})"
     low, high = (signed(bound, 2) for bound in interval)
     return f"{text} (95 % interval {low} to {high})"
-
-
-def _reference(comparison: pd.DataFrame) -> list[str]:
-    """Return where SP-KV itself stands."""
-    rows = comparison[(comparison["strategy"] == SP_KV) & comparison["delta_nll_percent"].notna()]
-    if rows.empty:
-        return []
-    row = rows.iloc[0]
-    density = f" keeps {row['density_percent']:.1f} % of the tokens and" if row["density_percent"] >= 0 else ""
-    subject = f"SP-KV itself, which decides for every token and head,{density}"
-    return [f"{subject} is {versus(row, counted_from(comparison))}."]
 
 
 def search_findings(inputs: ReportInputs) -> list[str]:

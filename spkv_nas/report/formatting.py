@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any
-
-import pandas as pd
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.base.statistics import share_interval, share_text
@@ -36,17 +33,6 @@ def measured(value: float, error: float) -> str:
     if share_interval(value, error) is not None:
         return share_text(value, error)
     return f"{number(value, 3)} ± {number(error, 3)}"
-
-
-def versus(row: pd.Series[Any], baseline: str) -> str:
-    """Format a row of the comparison, such as "0.161 ± 0.020 % above the dense model as it is"."""
-    return above(row["delta_nll_percent"], row["delta_nll_standard_error"], baseline)
-
-
-def above(delta: float, error: float, baseline: str) -> str:
-    """Format a change in percent and its standard error, which may be NaN, relative to a baseline."""
-    plus_minus = "" if math.isnan(error) else f" ± {number(error, 3)}"
-    return f"{number(abs(delta), 3)}{plus_minus} % {'below' if delta < 0 else 'above'} {BASELINES[baseline]}"
 
 
 def standard_errors(number: float) -> str:

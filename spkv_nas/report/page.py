@@ -40,7 +40,7 @@ from spkv_nas.report.layout_explorer import explorer_data, layout_indices
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
-from spkv_nas.report.serving import serving_sections
+from spkv_nas.report.serving import serving_section
 from spkv_nas.report.verdict import Advise, Step, Verdict, conclude
 
 _PAGE = "index.html"
@@ -149,7 +149,7 @@ def _render(
         measure=table.measure,
         verdict=verdict,
         steps=steps,
-        findings=findings(inputs),
+        findings=findings(inputs.record),
         diagnosis=table.diagnosis(),
         facts=tables.facts(inputs, verdict),
         layouts=_layouts(inputs, charts["layouts"]),
@@ -161,7 +161,7 @@ def _render(
         missed=tables.missed_rows(inputs),
         agreement=[] if inputs.agreement is None else tables.agreement_rows(inputs.agreement),
         benchmarks=inputs.benchmarks,
-        serving=[] if inputs.served is None else serving_sections(inputs.served, table, inputs.layouts),
+        serving=[] if inputs.served is None else [serving_section(inputs.served, table, inputs.layouts)],
         search=None if search is None else tables.search_rows(search, verdict),
         search_about="" if search is None else tables.search_about(inputs),
         search_is_retrained=search is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from gzip import compress
 from typing import Any
 
@@ -16,32 +15,12 @@ from spkv_nas.evaluation.guidance import best_layouts
 from spkv_nas.report.evidence import COMPARISON, SEARCH, all_evidence
 from spkv_nas.report.formatting import change, number, without_folder
 from spkv_nas.report.inputs import ReportInputs
+from spkv_nas.report.section import Row
 from spkv_nas.report.verdict import Verdict
 
 _MAX_MISSED = 5
 _GROUPS = {SP_KV: 1, FULL_ATTENTION: 2, DENSE: 3}  # order of the rows, after the layouts (0)
 _NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is"}
-
-
-@dataclass(frozen=True)
-class ComparisonRow:
-    """One formatted row of the comparison table.
-
-    Attributes:
-        group: 0 layouts, 1 SP-KV, 2 the control, 3 the dense model as it is.
-        strategy: its name.
-        tag: the verdict's label on it, "" for none.
-        is_best: True if the verdict is about it.
-        cells: the other columns.
-        note: remark on it.
-    """
-
-    group: int
-    strategy: str
-    tag: str
-    is_best: bool
-    cells: tuple[str, ...]
-    note: str
 
 
 def facts(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, str]]:
@@ -96,16 +75,18 @@ def comparison_header(inputs: ReportInputs) -> list[tuple[str, str]]:
         ("Coverage, %", "coverage"),
         ("Seeds", ""),
         ("Steps", ""),
+        *([] if inputs.comparison is None or (inputs.comparison["note"] == "").all() else [("Note", "")]),
     ]
 
 
-def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> list[ComparisonRow]:
-    """Return the layouts, lowest NLL first, then the references; nothing before training."""
+def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> list[list[Row]]:
+    """Return the groups of rows: layouts, lowest NLL first, then each reference; nothing before training."""
     comparison = inputs.comparison
     if comparison is None:
         return []
     baseline, has_dense = counted_from(comparison), _has_dense(inputs)
-    rows = []
+    has_notes = (comparison["note"] != "").any()
+    rows: list[list[Row]] = [[] for _ in range(1 + max(_GROUPS.values()))]
     for row in comparison.sort_values("nll", kind="stable").to_dict("records"):
         name = row["strategy"]
         references = (
@@ -128,9 +109,10 @@ def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> list[ComparisonRo
         )
         # Label the row that the verdict is about
         tag = "" if name in _GROUPS else verdict.tag(name, COMPARISON, row["steps"])
-        is_best = bool(tag) and verdict.layout is not None and verdict.layout.name == name
-        rows.append(ComparisonRow(_GROUPS.get(name, 0), _NAMES.get(name, name), tag, is_best, cells, row["note"]))
-    return sorted(rows, key=lambda row: row.group)
+        rows[_GROUPS.get(name, 0)].append(
+            Row(_NAMES.get(name, name), (*cells, *([row["note"]] if has_notes else [])), tag)
+        )
+    return [group for group in rows if group]
 
 
 def _has_dense(inputs: ReportInputs) -> bool:

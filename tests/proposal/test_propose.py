@@ -305,23 +305,6 @@ class TestProposal:
         with pytest.raises(UserError, match=r"no layouts in .*none\nrun propose first"):
             Proposal.read_folder(tmp_path / "none")
 
-    @pytest.mark.parametrize(
-        ("heads", "windows", "names"),
-        [
-            (("GL", "GG"), (8, 8), ["densest-1", "densest-2"]),
-            (("GL", "GL"), (8, 4), ["densest-window-8", "densest-window-4"]),
-            (("GL", "GL"), (8, 8), ["densest-a", "densest-b"]),
-        ],
-        ids=["heads", "window", "folder"],
-    )
-    def test_layouts_of_one_strategy_are_named_by_what_differs(
-        self, tmp_path: Path, heads: tuple[str, str], windows: tuple[int, int], names: list[str]
-    ) -> None:
-        files = [tmp_path / folder / "densest.yaml" for folder in ("a", "b")]
-        for file, row, window in zip(files, heads, windows, strict=True):
-            Layout((row,), window, "densest").write(file)
-        assert list(Proposal.read(files).layouts) == names
-
     def test_equal_scores_are_reported(self) -> None:
         assert (
             tie_advice(make_table(np.full((2, 2), 0.99)), 2)

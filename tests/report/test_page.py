@@ -48,7 +48,7 @@ def say(
         make_domain_table(), layouts or {}, comparison=comparison, record=record, pair_error=pair_error
     )
     verdict = conclude(inputs)
-    return " ".join(["".join(verdict.lead), *verdict.sentences, *findings(inputs)])
+    return " ".join(["".join(verdict.lead), *verdict.sentences, *findings(inputs.record)])
 
 
 @pytest.fixture(scope="module")
@@ -286,9 +286,7 @@ def test_result_comes_first() -> None:
         "control, retrained for 100 steps. It has the lowest NLL of 3 layouts with as many global heads: the others "
         "are behind by more than two standard errors. "
     )
-    assert "Changes of NLL are against the control" in text
     assert "over 3 layouts is \N{MINUS SIGN}1.00" in text
-    assert "keeps 42.5 % of the tokens and is 0.050 ± 0.010 % above the control" in text
 
 
 def test_rank_correlations_come_with_their_intervals() -> None:
@@ -343,7 +341,7 @@ def test_too_few_documents_rank_nothing() -> None:
     layouts = make_layouts("densest", "last")
     text = say(make_comparison(), layouts, pair_error=lambda *_: 0.001, heldout={"documents": 7})
     assert "its loss has not been measured on enough documents. The comparison measured on 7 documents, too few" in text
-    assert not re.search("lowest|best", text.partition("Changes of NLL")[0])
+    assert not re.search("lowest|best", text)
 
 
 def test_errors_of_both_bound_the_error_of_their_difference() -> None:
