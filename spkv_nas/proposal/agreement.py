@@ -55,9 +55,10 @@ def parse_probe(
     if split_by is not None and split_by not in PARTS:
         raise UserError(f"--split-by must be {' or '.join(PARTS)}; found '{split_by}'")
     # Load the table at its threshold
-    source, separator, tau = ("", "", "") if text.endswith(".csv") else text.rpartition("@")
+    names_file = text.endswith((".csv", ".tsv"))
+    source, separator, tau = ("", "", "") if names_file else text.rpartition("@")
     table = find(source if separator else text)
-    label = table.name
+    label = text if names_file else table.name
     if separator:
         try:
             table = table.at_tau(float(tau))
@@ -200,8 +201,8 @@ def _halves(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
     documents = table.documents
     if documents is None:
         raise UserError(
-            f"the probe '{table.name}' has no per-document counts, so it cannot be split into halves\n"
-            "run the probe again"
+            f"the probe '{table.name}' has no counts by document, which only densities have, so it cannot be split into "
+            "halves\nprobe two texts, and compare these probes"
         )
     # Keep the domains with two documents or more
     counts = np.bincount(documents.domain, minlength=len(documents.domains))

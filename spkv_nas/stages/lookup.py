@@ -23,6 +23,8 @@ def find_table(workspace: Workspace, probe: str) -> HeadScores:
         return HeadScores.read(Path(probe))
     if probe.endswith(".tsv"):
         return read_score_table(Path(probe))
+    if Path(probe).name != probe:
+        raise UserError(f"'{probe}' is no probe: give the name of one, or a file of head scores (.csv, .tsv)")
     folder = workspace.probe_dir(probe)
     if not (folder / "density.csv").is_file():
         names = ", ".join(workspace.probes()) or "none"

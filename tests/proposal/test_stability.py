@@ -328,7 +328,8 @@ class TestCommands:
             (["p", "q", "--split-by=layer"], "--split-by must be domain or half; found 'layer'"),
             (["p", "q", "--budget=9"], "the model has 8"),
             (["p", "p@1"], "every head density of 'p@1' is 0"),
-            (["bare", "--split-by=half"], "no per-document counts"),
+            (["bare", "--split-by=half"], "no counts by document"),
+            (["p", "pp/q"], "no probe: give the name of one, or a file"),
             (["bare", "--split-by=domain"], "has a single domain"),
         ],
     )
