@@ -201,8 +201,8 @@ def _halves(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
     documents = table.documents
     if documents is None:
         raise UserError(
-            f"the probe '{table.name}' has no counts by document, which only densities have, so it cannot be split into "
-            "halves\nprobe two texts, and compare these probes"
+            f"the probe '{table.name}' has no counts by document, which only densities have, so it cannot be split "
+            "into halves\nprobe two texts, and compare these probes"
         )
     # Keep the domains with two documents or more
     counts = np.bincount(documents.domain, minlength=len(documents.domains))
