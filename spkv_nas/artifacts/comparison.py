@@ -61,10 +61,17 @@ class RankCorrelation(Recorded):
     p_value: float | None = None
 
 
+class HeldoutSize(Recorded):
+    """Size of the text that a comparison evaluates on."""
+
+    documents: int | None = None
+    effective_documents: float | None = None
+
+
 class ComparisonRecord(Recorded):
     """Keys of ``comparison.yaml`` that are read back."""
 
-    effective_documents: float | None = None
+    heldout: HeldoutSize | None = None
     rank_correlation: RankCorrelation | None = None
     zero_shot_rank_correlation: RankCorrelation | None = None
 

@@ -23,6 +23,7 @@ class ProbeFile(Section):
     native_windows: list[Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None] | None = None
     head_dim: int | None = Field(default=None, ge=1, le=MAX_SIZE)
     dtype: str | None = None
+    positions: int | None = Field(default=None, ge=1, le=MAX_SIZE)
     kind: Literal["density", "share", "gain", "score"] | None = None
     unit: str | None = None
     target_density: float | None = Field(default=None, gt=0, lt=1)

@@ -105,16 +105,16 @@ class Proposal:
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Proposal:
-        """Read layouts from ``files``; ``_names`` says what each is called.
+        """Read layouts from ``files``; ``layout_names`` says what each is called.
 
         Raises:
-            UserError: a file is not a layout, or two have the same strategy, file name and folder name.
+            UserError: a file is not a layout, or two are the same layout of one strategy.
         """
         layouts: dict[str, Layout] = {}
         paths: dict[str, Path] = {}
         taus = set()
         entries = [(file, Layout.read(file)) for file in files]
-        for name, (file, layout) in zip(_names(entries), entries, strict=True):
+        for name, (file, layout) in zip(layout_names(entries), entries, strict=True):
             if name in layouts:
                 raise UserError(f"two layouts are called '{name}': rename one of them (key 'strategy')")
             layouts[name], paths[name] = layout, file
@@ -138,18 +138,33 @@ class Proposal:
         return cls.read(files)
 
 
-def _names(entries: Sequence[tuple[Path, Layout]]) -> list[str]:
-    """Name each layout by its strategy, or by its file if an earlier one has that name.
+def layout_names(entries: Sequence[tuple[Path, Layout]]) -> list[str]:
+    """Name layouts by their strategies, with the shortest addition that tells those of one strategy apart.
 
-    If that is taken too, all layouts of the name are called by folder and file, such as "18-heads-densest".
+    That is the first of these in which all of them differ: number of global heads ("densest-12"), window, folder,
+    number and folder, file name, folder and file name.
+
+    Args:
+        entries: (file, layout) of each.
     """
-    names: list[str] = []
-    for file, layout in entries:
-        names.append(layout.strategy if layout.strategy not in names else file.stem)
-    return [
-        name if names.count(name) == 1 else f"{file.resolve().parent.name}-{file.stem}"
-        for name, (file, _) in zip(names, entries, strict=True)
-    ]
+    groups: dict[str, list[int]] = {}
+    for index, (_, layout) in enumerate(entries):
+        groups.setdefault(layout.strategy, []).append(index)
+    names = [layout.strategy for _, layout in entries]
+    for strategy, indices in groups.items():
+        if len(indices) == 1:
+            continue
+        kinds = list(zip(*(_additions(*entries[index]) for index in indices), strict=True))
+        additions = next((parts for parts in kinds if len(set(parts)) == len(parts)), kinds[-1])
+        for index, addition in zip(indices, additions, strict=True):
+            names[index] = f"{strategy}-{addition}"
+    return names
+
+
+def _additions(file: Path, layout: Layout) -> tuple[str, ...]:
+    """Return what may tell a layout from another of its strategy, in the order of ``layout_names``."""
+    heads, folder = layout.num_global, file.resolve().parent.name
+    return str(heads), f"window-{layout.window}", folder, f"{heads}-{folder}", file.stem, f"{folder}-{file.stem}"
 
 
 def distinct(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:

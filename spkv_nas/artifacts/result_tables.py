@@ -41,6 +41,22 @@ class LeftOut(Recorded):
     selected_by: list[str] = Field([])
 
 
+class JudgedLayout(Recorded):
+    """Layout of a candidate of a verdict, so that its results are found by content.
+
+    Attributes:
+        heads: a word of G and L per layer.
+        window: recent keys that a local head sees.
+        sinks: sink tokens of local heads.
+        trained: whether the candidate is a checkpoint of its own, not the dense model's weights.
+    """
+
+    heads: str
+    window: int
+    sinks: int = 0
+    trained: bool = False
+
+
 class ResultRecord(Recorded):
     """Keys of the records beside result tables that are read back."""
 
@@ -60,6 +76,10 @@ class ResultRecord(Recorded):
     risk: float | None = None
     left_out: LeftOut | None = None
     unrecorded: list[str] = Field([])
+    layouts: dict[str, JudgedLayout] = Field({})
+    windows: dict[str, int] = Field({})
+    sinks: dict[str, int] | int | None = None
+    effective_documents: float | None = None
 
 
 def inputs_of(origin: Mapping[str, Any]) -> str:
@@ -162,19 +182,6 @@ def _paired(low: float) -> tuple[Column, ...]:
     )
 
 
-ZERO_SHOT = ResultTable(
-    "zero-shot",
-    (
-        Column("strategy"),
-        Column("hash", default=""),  # of the layout; empty for full attention
-        Column("num_global", "whole"),
-        _number("density_percent", high=100.0),
-        _number("coverage_percent", high=MAX_SHOWN),
-        _number("nll"),  # nats per token
-        _number("delta_nll_percent", -100.0),  # against full attention, paired by document
-        _number("delta_nll_standard_error"),  # in percentage points
-    ),
-)
 BASELINES = ResultTable(
     "baselines",
     (
@@ -269,6 +276,20 @@ AGREEMENT = ResultTable(
         Column("draft_tokens", "whole"),
         _number("tokens_per_pass"),  # of the dense model, if the model drafts draft_tokens tokens for each pass
         _number("tokens_per_pass_standard_error"),
+    ),
+)
+SCORES = ResultTable(
+    "zero-shot",
+    (
+        Column("strategy"),
+        Column("hash"),  # of the layout; empty for full attention
+        Column("num_global", "whole"),
+        _number("density_percent"),
+        _number("coverage_percent"),
+        _number("nll"),  # nats per token
+        _number("delta_nll_percent", -100.0),  # against full attention, paired by document
+        _number("delta_nll_standard_error"),  # in percentage points
+        Column("heads", default=""),  # a word of G and L per layer
     ),
 )
 VERDICT = ResultTable(

@@ -60,6 +60,7 @@ class SearchRecord(Recorded):
     data: dict[str, Any] | list[str] | None = None
     block_size: int | None = Field(None, ge=2)
     num_documents: int | None = None
+    effective_documents: float | None = None
     documents: SelectionDocuments | None = None
     selection: str | None = None
 

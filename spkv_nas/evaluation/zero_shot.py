@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.result_tables import ZERO_SHOT
+from spkv_nas.artifacts.result_tables import SCORES
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
@@ -161,7 +161,7 @@ def cache_folder(root: Path, model: PreTrainedModel, path_or_id: str | Path, blo
 def score_table(
     layouts: Mapping[str, Layout], scores: Mapping[str, DocumentNLL], full: DocumentNLL, covered: Mapping[str, float]
 ) -> pd.DataFrame:
-    """Return one row per layout, lowest NLL first, below a row for full attention; columns of ``ZERO_SHOT``.
+    """Return one row per layout, lowest NLL first, below a row for full attention; columns of ``SCORES``.
 
     NLL is in nats per token; its change is in percent of full attention's, with the standard error of the difference
     paired by document.
@@ -173,13 +173,13 @@ def score_table(
         covered: coverage in [0, 1] by name; NaN in the table for a layout that has none.
     """
     num_heads = next(iter(layouts.values())).num_heads
-    rows = [(FULL_ATTENTION, "", num_heads, 100.0, 100.0 if covered else np.nan, full.mean, np.nan, np.nan)]
+    rows = [(FULL_ATTENTION, "", num_heads, 100.0, 100.0 if covered else np.nan, full.mean, np.nan, np.nan, "")]
     for name in sorted(layouts, key=lambda name: scores[name].mean):
         layout, change = layouts[name], paired_difference(scores[name], full)
         share, coverage = 100.0 * layout.num_global / num_heads, 100.0 * covered.get(name, np.nan)
         nll = (scores[name].mean, change.percent, change.standard_error)
-        rows.append((name, layout.hash, layout.num_global, share, coverage, *nll))
-    return pd.DataFrame(rows, columns=ZERO_SHOT.header)
+        rows.append((name, layout.hash, layout.num_global, share, coverage, *nll, " ".join(layout.heads)))
+    return pd.DataFrame(rows, columns=SCORES.header)
 
 
 def kept_layouts(cache: Path) -> list[Layout]:

@@ -55,9 +55,10 @@ def parse_probe(
     if split_by is not None and split_by not in PARTS:
         raise UserError(f"--split-by must be {' or '.join(PARTS)}; found '{split_by}'")
     # Load the table at its threshold
-    source, separator, tau = ("", "", "") if text.endswith(".csv") else text.rpartition("@")
+    names_file = text.endswith((".csv", ".tsv"))
+    source, separator, tau = ("", "", "") if names_file else text.rpartition("@")
     table = find(source if separator else text)
-    label = table.name
+    label = text if names_file else table.name
     if separator:
         try:
             table = table.at_tau(float(tau))

@@ -1,4 +1,4 @@
-"""Build the page's sections on benchmarks of a checkpoint: verdicts, training-free pruning, RULER, tasks, LongPPL.
+"""Build the page's sections on result tables: verdicts, scores, checkpoints, training-free pruning, RULER and others.
 
 ``SECTIONS`` lists them: a further section is one function and one line there. A difference is significant if
 it exceeds two standard errors.
@@ -6,25 +6,25 @@ it exceeds two standard errors.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePath
 from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts.baselines import NEAR_DENSITY
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
-from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, TASKS, VERDICT, ResultTable
-from spkv_nas.report.evaluated import evaluated_section
-from spkv_nas.report.formatting import change, listed, measured, number, signed
+from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, SCORES, TASKS, VERDICT, ResultTable
+from spkv_nas.base.statistics import critical_errors
+from spkv_nas.report.formatting import change, measured, number, without_folder
+from spkv_nas.report.inputs import ResultFile
 from spkv_nas.report.result_charts import baselines_chart
 from spkv_nas.report.section import Row, Section
 from spkv_nas.report.verdict_cards import verdict_section
 
 _TIED, _AT_FLOOR = "not significantly different", "not above the floor"
 _AVERAGE = "average of "
-_MAX_NAMED = 6
+_EVALUATED = ("Checkpoint", "Documents", "Effective", "Tokens", "NLL", "Density, %", "Baseline", "Δ NLL, %")
 _PAIR = ("Baseline", "Baseline density, %", "Difference")
 _LONG = ("Domain", "Documents", "Tokens", "Key tokens", "LongPPL", "PPL", "Density, %")
 _LONG_PAIR = ("Baseline", "Baseline PPL", "Baseline density, %", "Difference, %")
@@ -37,11 +37,84 @@ def read_benchmarks(folder: Path) -> tuple[Section, ...]:
     Raises:
         UserError: a table cannot be read.
     """
-    results = ((kind, make_section, kind.read(folder)) for kind, make_section in SECTIONS)
+    results = ((kind, make_section, kind.read(folder)) for kind, make_section in SECTIONS.items())
     return tuple(
         make_section(kind.name, *rows_and_record)
         for kind, make_section, rows_and_record in results
         if rows_and_record is not None
+    )
+
+
+def file_section(kind: ResultTable, file: ResultFile, number: int) -> Section:
+    """Return the section of a table that is not the page's own; ``number`` makes its id unique."""
+    section = SECTIONS[kind](f"{kind.name}-{number}", file.rows, file.record)
+    return replace(section, title=f"{section.title} ({file.name})")
+
+
+def _evaluated(name: str, rows: pd.DataFrame, record: Mapping[str, Any]) -> Section:
+    """Return the section of ``evaluation.csv``: a row per checkpoint."""
+    labels = {row["checkpoint"]: _checkpoint_label(row) for _, row in rows.iterrows()}
+    length = record.get("block_size")
+    blocks = "" if length is None else f", in blocks of {length} tokens"
+    return Section(
+        name,
+        "Checkpoints side by side",
+        f"NLL in nats per token on the same held-out documents{blocks}. ΔNLL is against the checkpoint under "
+        "“Baseline”, ± one standard error, paired by document. “Effective” is the number of equally long documents "
+        "that would give the same standard error.",
+        (),
+        _EVALUATED,
+        (tuple(_evaluated_row(row, labels) for _, row in rows.iterrows()),),
+    )
+
+
+def _evaluated_row(row: pd.Series[Any], labels: Mapping[str, str]) -> Row:
+    """Return the row of one checkpoint."""
+    against = str(row["against"])
+    cells = (
+        number(row["num_documents"], 0),
+        number(row["effective_documents"], 1),
+        number(row["num_tokens"], 0),
+        number(row["nll"], 4),
+        number(100 * row["density"], 1),
+        labels.get(against, against) or "—",
+        change(row["delta_nll_percent"], row["delta_nll_standard_error"]),
+    )
+    tied = (
+        abs(row["delta_nll_percent"]) <= critical_errors(row["effective_documents"]) * row["delta_nll_standard_error"]
+    )
+    return Row(labels[row["checkpoint"]], cells, _TIED if tied else "")
+
+
+def _checkpoint_label(row: pd.Series[Any]) -> str:
+    """Return a checkpoint's name: what its run trained and the run's folder, else its path."""
+    path = PurePath(str(row["checkpoint"]))
+    return f"{row['variant']} ({path.parent.name})" if row["variant"] else without_folder(str(path))
+
+
+def _scores(name: str, rows: pd.DataFrame, record: Record) -> Section:
+    """Return the section of layouts that were scored without training; equal layouts share a row."""
+    layouts, groups = rows[rows["hash"] != ""], rows.groupby("hash", sort=False)["strategy"]
+    lines = [
+        Row(
+            " = ".join(groups.get_group(row["hash"])),
+            (
+                change(row["delta_nll_percent"], row["delta_nll_standard_error"]),
+                number(row["nll"], 4),
+                number(row["num_global"], 0),
+                number(row["coverage_percent"], 2),
+            ),
+        )
+        for row in layouts.drop_duplicates("hash").to_dict("records")
+    ]
+    return Section(
+        name,
+        "Layouts without training",
+        f"NLL in nats per token of the unchanged weights with each layout, on {_text_size(record)}. ΔNLL is against "
+        "full attention, ± one standard error, paired by document.",
+        (),
+        ("Layout", "Δ NLL, %", "NLL", "Global KV heads", "Coverage, %"),
+        (tuple(lines),),
     )
 
 
@@ -62,8 +135,8 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
         "Density is the share of keys outside the window that are kept, sinks included. ΔNLL is against the model with "
         "all keys, ± one standard error, paired by document; “not significantly different” is within two of them. "
         "SP-KV is a separate model.",
-        tuple(_density_findings(rows)),
-        ("Method", "Δ NLL, %", "NLL", "Sinks", "Target density, %", "Density, %"),
+        (),
+        ("Method", "Δ NLL, %", "NLL", "Sinks", "Target density, %", "Density, %", "Above the lowest there"),
         (),
         tuple(groups),
         (baselines_chart(rows),),
@@ -80,6 +153,7 @@ def _baseline(row: pd.Series[Any]) -> Row:
         number(row["sinks"], 0),
         number(100 * row["target_density"], 1),
         number(100 * row["density"], 1),
+        change(row["above_lowest"], row["above_lowest_standard_error"]),
     )
     return Row(_method_label(row), cells, "" if is_dense else _significance_tag(delta, error))
 
@@ -89,38 +163,6 @@ def _method_label(row: pd.Series[Any]) -> str:
     if row["method"] == SP_KV:
         return f"SP-KV, τ = {row['tau']:g}" if row["tau"] else "SP-KV, gates open"
     return str(row["method"])
-
-
-def _density_findings(rows: pd.DataFrame) -> Iterable[str]:
-    """Yield, for each target density, the rule of the lowest ΔNLL, those not significantly worse, and SP-KV."""
-    spkv_rows = rows[rows["method"] == SP_KV]
-    unmatched = True
-    for target in rows["target_density"].dropna().unique():
-        # Rank the rules at this density, and SP-KV if its density is near
-        spkv_near = spkv_rows[(spkv_rows["density"] - target).abs() <= NEAR_DENSITY]
-        unmatched = unmatched and spkv_near.empty
-        ordered = pd.concat([rows[rows["target_density"] == target], spkv_near]).sort_values("delta_nll_percent")
-        (_, best), *others = ordered.iterrows()
-        tied = [_with_sinks(row) for _, row in others if row["above_lowest"] <= 2 * row["above_lowest_standard_error"]]
-        # Name the rules that do not differ significantly from the best
-        if all(math.isnan(row["above_lowest_standard_error"]) for _, row in others):
-            tied_note = "; no standard error of the differences is known"
-        elif tied:
-            tied_note = f"; within two standard errors of the difference: {listed(tied, _MAX_NAMED)}"
-        else:
-            tied_note = "; no other rule is within two standard errors of it"
-        loss = change(best["delta_nll_percent"], best["delta_nll_standard_error"])
-        comparison = tied_note if others else ""
-        yield f"At {100 * target:g} % density, {_with_sinks(best)} has the lowest ΔNLL, {loss} %{comparison}."
-    if len(spkv_rows) and unmatched:
-        yield "No row of SP-KV is within one percentage point of these densities: only the figure compares them."
-
-
-def _with_sinks(row: pd.Series[Any]) -> str:
-    """Return the name of a row's method with its number of sinks."""
-    if row["method"] == SP_KV:
-        return _method_label(row)
-    return f"{row['method']} {f'with {row.sinks:g} sinks' if row.sinks else 'without sinks'}"
 
 
 def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
@@ -134,11 +176,6 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
         tuple(row for task_length, row in tasks if task_length == length)
         for length in dict.fromkeys(task_length for task_length, _ in tasks)
     )
-    # Name the tasks that are not above the floor
-    at_floor = [f"{task} at {length:,}" for length, task, row in lines if _AT_FLOOR in row.tag]
-    findings = (
-        [f"Not above the floor by more than two standard errors: {listed(at_floor, _MAX_NAMED)}."] if at_floor else []
-    )
     haystack = record.get("haystack", "RULER's noise")
     return Section(
         name,
@@ -149,7 +186,7 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
         "long-range attention or by chance; its standard error is not known. “Not significantly different”: "
         "within two standard errors of the baseline, paired by sample. In brackets: an exact 95 % interval, where all "
         "samples agree.",
-        (*findings, *_pair_findings(rows, rows["task"] + " at " + rows["length"].map("{:,}".format), paired=paired)),
+        (),
         ("Task", "Tokens", "Samples", "Score", "Floor", "Density, %", *(_PAIR if paired else ())),
         (averages,),
         by_length,
@@ -183,7 +220,7 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> Section:
         f"{_checkpoints(record)}By lm-eval{limit}, ± one standard error over samples. Chance-level scores are "
         "not shown. “Not significantly different”: within two standard errors of the baseline, paired by sample. In "
         "brackets: an exact 95 % interval, where all samples have the same result.",
-        tuple(_pair_findings(rows, rows["task"] + ", " + rows["metric"], paired=paired)),
+        (),
         ("Task", "Metric", "Shots", "Samples", "Value", "Density, %", *(_PAIR if paired else ())),
         tuple(filter(None, (tuple(row for row in lines if row not in averages), averages))),
     )
@@ -206,7 +243,7 @@ def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of LongPPL."""
     paired = bool(rows["against_ppl"].notna().any())
     evaluator, withheld = record.get("evaluator") or {}, record.get("withheld") or {}
-    evaluator_note = f" by {evaluator['model']}" if "model" in evaluator else ""
+    evaluator_note = f" by {without_folder(str(evaluator['model']))}" if "model" in evaluator else ""
     reasons = [f"{domain}: {reason}." for domain, reason in withheld.items()]
     return Section(
         name,
@@ -238,34 +275,18 @@ def _longppl_row(row: pd.Series[Any], *, paired: bool) -> Row:
 def _checkpoints(record: Record) -> str:
     """Return the checkpoints' names as the start of a paragraph, as far as they are recorded."""
     against = record.get("against")
-    baseline = f"; baseline {against['model']}" if isinstance(against, Mapping) and "model" in against else ""
-    return f"{record['model']}{baseline}. " if "model" in record else ""
+    baseline = (
+        f"; baseline {without_folder(str(against['model']))}"
+        if isinstance(against, Mapping) and "model" in against
+        else ""
+    )
+    return f"{without_folder(str(record['model']))}{baseline}. " if "model" in record else ""
 
 
 def _pair(row: pd.Series[Any]) -> tuple[str, str, str]:
     """Return the cells of the columns ``_PAIR``."""
     difference = change(row["difference"], row["difference_standard_error"])
     return number(row["against"], 3), number(100 * row["against_density"], 1), difference
-
-
-def _pair_findings(rows: pd.DataFrame, names: Sequence[str], *, paired: bool) -> Iterable[str]:
-    """Yield which rows differ from the baseline's by more than two standard errors."""
-    if not paired:
-        return
-    clear = [
-        (name, float(row["difference"]))
-        for name, (_, row) in zip(names, rows.iterrows(), strict=True)
-        if abs(row["difference"]) > 2 * row["difference_standard_error"]
-    ]
-    for direction, differing in (
-        ("above", [pair for pair in clear if pair[1] > 0]),
-        ("below", [pair for pair in clear if pair[1] < 0]),
-    ):
-        if differing:
-            listing = listed([f"{name} ({signed(difference)})" for name, difference in differing], _MAX_NAMED)
-            yield f"More than two standard errors {direction} the baseline: {listing}."
-    if not clear:
-        yield "No difference from the baseline exceeds two standard errors."
 
 
 def _significance_tag(difference: float, error: float) -> str:
@@ -282,11 +303,12 @@ def _text_size(record: Record) -> str:
 
 
 # Table of results, and the function that makes its section of (name, rows, record)
-SECTIONS: tuple[tuple[ResultTable, Callable[[str, pd.DataFrame, Record], Section]], ...] = (
-    (VERDICT, verdict_section),
-    (EVALUATION, evaluated_section),
-    (BASELINES, _baselines),
-    (RULER, _ruler),
-    (TASKS, _tasks),
-    (LONGPPL, _longppl),
-)
+SECTIONS: dict[ResultTable, Callable[[str, pd.DataFrame, Record], Section]] = {
+    VERDICT: verdict_section,
+    SCORES: _scores,
+    EVALUATION: _evaluated,
+    BASELINES: _baselines,
+    RULER: _ruler,
+    TASKS: _tasks,
+    LONGPPL: _longppl,
+}

@@ -14,7 +14,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.agreement import short_labels
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.axes import name_axis, round_axis
-from spkv_nas.report.chart import SERIES, Axis, Band, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers, thinned
+from spkv_nas.report.chart import SERIES, Band, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers, thinned
 from spkv_nas.report.formatting import short
 from spkv_nas.report.profiles import coverage_by_budget
 
@@ -81,44 +81,6 @@ def coverage_budget_chart(
     )
 
 
-def budgets_chart(rows: pd.DataFrame, knee: int, *, num_domains: int) -> Chart:
-    """Return the best layout's coverage at every budget, with 95 % band, knee, and a memory axis if known.
-
-    Args:
-        rows: table of ``spkv_nas.proposal.requirements.budget_table``.
-        knee: budget of ``spkv_nas.proposal.requirements.knee_row``; not drawn outside the range.
-        num_domains: with more than one, also draw the worst domain.
-    """
-    budget, coverage = numbers(rows["budget"]), numbers(rows["coverage"], 100)
-    marks: list[Mark] = []
-    # Confidence band and knee
-    if rows["coverage_low"].notna().all():
-        low, high = numbers(rows["coverage_low"], 100), numbers(rows["coverage_high"], 100)
-        half_width = max(np.subtract(high, low)) / 2
-        marks.append(Band(budget, low, high, f"95 % interval, up to ± {half_width:.1f}", opacity=0.35))
-    if budget[0] <= knee <= budget[-1]:
-        marks.append(Rule(knee, f"knee {knee}"))
-    # Lines: best layout, its worst domain, random heads
-    marks.append(Line(budget, coverage, "best"))
-    if len(rows) < 30:
-        marks.append(Points(budget, coverage, size=3.0))
-    if num_domains > 1:
-        marks.append(Line(budget, numbers(rows["worst_domain"], 100), "its worst domain", "ink", "dotted"))
-    marks.append(Line(budget, numbers(rows["random"], 100), "random heads, expected", "muted", "dashed"))
-    padding = 0.03 * (budget[-1] - budget[0]) or 1.0
-    budget_axis = round_axis(_BUDGET, budget[0] - padding, budget[-1] + padding, exact=True)
-    return Chart(
-        "budgets",
-        "Coverage vs budget",
-        f"Coverage rises from {coverage[0]:.1f} % with {budget[0]:.0f} heads to {coverage[-1]:.1f} % with "
-        f"{budget[-1]:.0f}.",
-        budget_axis,
-        round_axis("Coverage, %", 0, 100),
-        tuple(marks),
-        above=_memory_axis(rows, budget_axis),
-    )
-
-
 def agreement_charts(rows: pd.DataFrame) -> Panels:
     """Return matrices over all pairs of probes: Jaccard index of the chosen heads, and rank correlation.
 
@@ -129,8 +91,8 @@ def agreement_charts(rows: pd.DataFrame) -> Panels:
     short_names = [short(label, 24) for label in labels.values()]
     first = rows.iloc[0]
     headings = {
-        "jaccard": f"{first['budget']:.0f} densest heads: Jaccard, % (chance {100 * first['chance']:.0f})",
-        "spearman": "densities: Spearman, %",
+        "jaccard": f"{first['budget']:.0f} highest-scoring heads: Jaccard, % (chance {100 * first['chance']:.0f})",
+        "spearman": "scores: Spearman, %",
     }
     axes = name_axis("", short_names), name_axis("", short_names, down=True)
     charts = tuple(
@@ -155,16 +117,3 @@ def _matrix(rows: pd.DataFrame, column: str, labels: Mapping[str, str]) -> tuple
         i, k = names.index(first), names.index(second)
         values[i, k] = values[k, i] = value
     return tuple(tuple(row) for row in values.tolist())
-
-
-def _memory_axis(rows: pd.DataFrame, across: Axis) -> Axis | None:
-    """Return an axis in GiB of KV cache; None if it is unknown, or not linear in the budget, as in an engine."""
-    budget = rows["budget"].to_numpy()
-    if not rows["kv_bytes"].notna().all() or len(rows) < 2 or not (rows["num_global"] == budget).all():
-        return None
-    slope, start = np.polyfit(budget, rows["kv_bytes"] / 2**30, 1)
-    if not np.allclose(start + slope * budget, rows["kv_bytes"] / 2**30):
-        return None
-    memory = round_axis("Keys and values, GiB", start + slope * across.low, start + slope * across.high, exact=True)
-    ticks = tuple(((value - start) / slope, text) for value, text in memory.ticks)
-    return Axis(memory.title, across.low, across.high, ticks)

@@ -7,7 +7,7 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW
 from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.cost.formulas import head_bytes, visible_keys
 
-CONTEXT = 131_072  # tokens; default sequence length for sizes on the page
+CONTEXT = 131_072  # tokens; longest sequence whose cache the page counts by default
 
 
 def token_bytes(table: HeadScores) -> float | None:
@@ -18,38 +18,35 @@ def token_bytes(table: HeadScores) -> float | None:
     return head_bytes(1, int(head_dim), ITEM_BYTES[dtype])
 
 
-def cache_share(table: HeadScores, density: float) -> float:
-    """Return the cache of one sequence of ``CONTEXT`` tokens as a share of the unchanged model's.
+def cache_share(table: HeadScores, density: float, context: int = CONTEXT) -> float:
+    """Return the cache of one sequence as a share of the unchanged model's.
 
     Args:
         table: probe with the window and the sink tokens of local heads.
         density: share of the tokens outside the window that is kept, averaged over heads; for a layout, the share of
             heads that are global.
+        context: tokens of the sequence.
     """
     local_keys = (table.window or DEFAULT_WINDOW) + table.sinks
     if not table.native_heads:
-        return visible_keys(_reach(table), density=density, window=local_keys) / _reach(table)
+        reach = min(context, table.global_window)
+        return visible_keys(reach, density=density, window=local_keys) / reach
     num_local = max(0.0, (1.0 - density) * table.num_heads - len(table.native_heads))
-    keys = density * table.num_heads * CONTEXT + num_local * min(local_keys, CONTEXT) + _native_keys(table)
-    return keys / _full_keys(table)
+    keys = density * table.num_heads * context + num_local * min(local_keys, context) + _native_keys(table, context)
+    return keys / _full_keys(table, context)
 
 
-def full_bytes(table: HeadScores) -> float | None:
-    """Return the bytes of the unchanged model's cache for one sequence of ``CONTEXT`` tokens; None if unknown."""
+def full_bytes(table: HeadScores, context: int = CONTEXT) -> float | None:
+    """Return the bytes of the unchanged model's cache for one sequence of ``context`` tokens; None if unknown."""
     token = token_bytes(table)
-    return None if token is None else token * _full_keys(table)
+    return None if token is None else token * _full_keys(table, context)
 
 
-def _full_keys(table: HeadScores) -> int:
-    """Return the keys that all heads of the unchanged model keep of one sequence of ``CONTEXT`` tokens."""
-    return table.num_candidates * _reach(table) + _native_keys(table)
+def _full_keys(table: HeadScores, context: int) -> int:
+    """Return the keys that all heads of the unchanged model keep of one sequence."""
+    return table.num_candidates * min(context, table.global_window) + _native_keys(table, context)
 
 
-def _reach(table: HeadScores) -> int:
-    """Return those of a global head."""
-    return min(CONTEXT, table.global_window)
-
-
-def _native_keys(table: HeadScores) -> int:
+def _native_keys(table: HeadScores, context: int) -> int:
     """Return those of the heads that are local by design."""
-    return sum(min(window, CONTEXT) for window in table.native_heads)
+    return sum(min(window, context) for window in table.native_heads)

@@ -181,7 +181,6 @@ class Chart:
         marks: what is drawn, back to front.
         note: text below it on the page.
         heading: title in a picture file; "" for none.
-        above: second horizontal axis along the top, in the values of the first.
         width: width on the page.
         height: height on the page.
     """
@@ -194,7 +193,6 @@ class Chart:
     marks: tuple[Mark, ...]
     note: str = ""
     heading: str = ""
-    above: Axis | None = None
     width: float = 400.0
     height: float = 280.0
 

@@ -18,15 +18,15 @@ function bytes(cache, budget, total, context) {
   const local = Math.max(0, total - budget - native.length) * Math.min(cache.window + (cache.sinks || 0), context);
   return cache.token * (budget * Math.min(context, cache.global || context) + local + native.reduce((sum, window) => sum + Math.min(window, context), 0));
 }
-/* Seconds per decoded token over all layers: interpolated between measurements, or else the roofline bound. */
+/* Seconds per decoded token over all layers, interpolated between measurements; null beyond them. */
 function seconds(times, cache, heads, mask, context) {
-  const { contexts, counts, seconds: measured, window, bandwidth } = times;
+  const { contexts, counts, seconds: measured, window } = times;
   const between = (value, knots) => { /* [index below, fraction of the way to the next] */
     const next = Math.max(1, knots.findIndex(knot => knot >= value));
     return [next - 1, (value - knots[next - 1]) / (knots[next] - knots[next - 1])];
   };
-  if (!measured || cache.native || cache.global < context || cache.window !== window || context < contexts[0] || context > contexts[contexts.length - 1])
-    return [bytes(cache, count(mask), mask.length, context) / bandwidth, "at least, when decoding (" + times.bound + ")"];
+  if (cache.native || cache.global < context || cache.window !== window || context < contexts[0] || context > contexts[contexts.length - 1])
+    return null;
   const [row, rowFraction] = contexts.length > 1 ? between(context, contexts) : [0, 0];
   /* a sink token of a local head counts as that share of a global head's further keys */
   const further = context - cache.window, share = further > 0 ? Math.min(cache.sinks || 0, further) / further : 0;
@@ -37,7 +37,7 @@ function seconds(times, cache, heads, mask, context) {
     const interpolated = row => measured[row][column] + columnFraction * (measured[row][column + 1] - measured[row][column]);
     sum += rowFraction ? interpolated(row) + rowFraction * (interpolated(row + 1) - interpolated(row)) : interpolated(row);
   }
-  return [sum, "when decoding (" + times.measured + ")"];
+  return sum;
 }
 function predicted(signal, tau, budget) { /* [mean, deviation] in percent; null where nothing was predicted */
   if (!signal.predicted) return null;

@@ -210,10 +210,6 @@ def histogram_chart(table: HeadScores) -> Chart:
         _value_axis(table),
         round_axis("KV heads", 0, float(counts.max())),
         (Bars(low, high, height, tips), Rule(table.mean, f"mean {measure.rough(table.mean)}")),
-        note="A long tail means that a few heads matter most."
-        if scale.is_stretched
-        else "Peaks at both ends mean that heads differ in kind; a single peak means that the choice of heads "
-        "matters less.",
     )
 
 

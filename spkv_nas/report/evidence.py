@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,19 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, counted_from
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import FIDELITIES, whole_scores
+from spkv_nas.base.statistics import critical_errors
 from spkv_nas.report.inputs import ReportInputs, is_layout
 
 Mask = NDArray[np.bool_]
-COMPARISON, SEARCH = "comparison", "search"
+COMPARISON, SEARCH, SCORES, VERDICT = "comparison", "search", "scores", "verdict"
+PASSES = "passes"  # first word of what a verdict says of a layout that it lets replace the dense model
+MIN_DOCUMENTS = 8  # with fewer, not even the standard errors are known well enough to rank layouts
 _UNTRAINED = "not retrained"
-_HELD_OUT = ", on held-out documents not used for selection"
+_VERBS = {"passes": PASSES, "fails": "fails", "open": "open at"}
+_HELD_OUT, _SELECTION = ", on held-out documents not used for selection", ", on the text that the search selected on"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +39,8 @@ class Result:
         num_global: number of global KV heads; NaN: unknown.
         mask: bool [L, Hkv], the global heads; None if only the layout's name is known.
         nll: nats per token; NaN: unknown.
+        layout: layout with its window, where that is recorded.
+        judged: what a verdict says of it, such as "passes 1 % (nll)"; "" without one.
     """
 
     name: str
@@ -41,6 +49,8 @@ class Result:
     num_global: float = math.nan
     mask: Mask | None = None
     nll: float = math.nan
+    layout: Layout | None = None
+    judged: str = ""
 
     @property
     def key(self) -> object:
@@ -55,10 +65,13 @@ class Evidence:
     Attributes:
         description: the mode in words.
         steps: of retraining; NaN: unknown.
-        source: ``COMPARISON`` or ``SEARCH``.
+        source: ``COMPARISON``, ``SEARCH``, ``SCORES`` or ``VERDICT``.
         baseline: the row that changes count from, ``DENSE`` or ``FULL_ATTENTION`` (the control).
         results: distinct layouts, lowest NLL first.
-        fidelity: for a search, one of ``FIDELITIES``; "" for a comparison.
+        fidelity: for a search, one of ``FIDELITIES``; "" otherwise.
+        num_documents: documents measured on; NaN: not recorded.
+        effective: number of equally long documents with the same standard error; NaN: not recorded.
+        origin: name of the results, which tells modes of one description apart.
     """
 
     description: str
@@ -67,6 +80,9 @@ class Evidence:
     baseline: str
     results: tuple[Result, ...]
     fidelity: str = ""
+    num_documents: float = math.nan
+    effective: float = math.nan
+    origin: str = ""
 
     @property
     def of_one_budget(self) -> tuple[Result, ...]:
@@ -76,13 +92,33 @@ class Evidence:
             return self.results
         return tuple(result for result in self.results if result.num_global == budgets.mode().max())
 
+    @property
+    def documents(self) -> str:
+        """Return the number of documents in words; "" if it is not recorded."""
+        return "" if math.isnan(self.num_documents) else f"{self.num_documents:,.0f} documents"
+
+    @property
+    def is_rankable(self) -> bool:
+        """Return whether there are enough documents to rank layouts; True where their number is not recorded."""
+        return not self.num_documents < MIN_DOCUMENTS
+
+    @property
+    def critical(self) -> float:
+        """Return the number of standard errors on either side of a 95 % interval."""
+        return critical_errors(self.num_documents if math.isnan(self.effective) else self.effective)
+
 
 def all_evidence(inputs: ReportInputs) -> list[Evidence]:
     """Return the evidence of every mode that has results, most retraining first; each has a unique description."""
-    collected = [*_search_evidence(inputs), *_comparison_evidence(inputs)]
+    collected = [
+        *_search_evidence(inputs),
+        *_comparison_evidence(inputs),
+        *_score_evidence(inputs),
+        *_verdict_evidence(inputs),
+    ]
     occurrences = Counter(evidence.description for evidence in collected)
     collected = [
-        replace(evidence, description=f"{evidence.description}, in the {evidence.source}")
+        replace(evidence, description=f"{evidence.description}, in the {evidence.source} {evidence.origin}".rstrip())
         if occurrences[evidence.description] > 1
         else evidence
         for evidence in collected
@@ -106,18 +142,22 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield the evidence of each fidelity of a search, full retraining first."""
     if inputs.search is None:
         return
-    recorded = inputs.search_record.get("steps") or {}
-    rows = whole_scores(inputs.search)
+    record = inputs.search_record
+    steps_by_fidelity, rows = record.get("steps") or {}, whole_scores(inputs.search)
+    held_out = _number(record.get("num_documents")), _number(record.get("effective_documents"))
+    selection = _number((record.get("documents") or {}).get("chosen_on")), math.nan
     for fidelity in reversed(FIDELITIES):
         columns = f"{fidelity}_delta_percent", f"{fidelity}_standard_error"
         results = tuple(_search_results(inputs, rows.dropna(subset=columns[0]), *columns))
+        if not results:
+            continue
         is_zero_shot = fidelity == "zero_shot"
-        steps = 0.0 if is_zero_shot else float(recorded.get(fidelity, math.nan))
-        description = _mode(steps) + (_HELD_OUT if fidelity == "full" else "")
+        steps = 0.0 if is_zero_shot else float(steps_by_fidelity.get(fidelity, math.nan))
+        documents = held_out if fidelity == "full" else selection
+        description = _mode(steps) + {"full": _HELD_OUT, "zero_shot": _SELECTION}.get(fidelity, "")
         # Zero-shot scores count from the dense model, retrained layouts from the control, trained alike
         baseline = DENSE if is_zero_shot else FULL_ATTENTION
-        if results:
-            yield Evidence(description, steps, SEARCH, baseline, _distinct(results), fidelity)
+        yield Evidence(description, steps, SEARCH, baseline, _distinct(results), fidelity, *documents)
 
 
 def _search_results(inputs: ReportInputs, rows: pd.DataFrame, delta: str, error: str | None) -> Iterator[Result]:
@@ -133,11 +173,12 @@ def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield the evidence of each number of steps in the comparison."""
     if inputs.comparison is None:
         return
-    baseline = counted_from(inputs.comparison)
+    baseline, heldout = counted_from(inputs.comparison), inputs.record.get("heldout") or {}
+    documents = _number(heldout.get("documents")), _number(heldout.get("effective_documents"))
     rows = inputs.comparison[is_layout(inputs.comparison) & inputs.comparison["nll"].notna()]
     for steps, group in rows.groupby("steps", dropna=False):
         results = tuple(_comparison_result(inputs, row) for row in group.to_dict("records"))
-        yield Evidence(_mode(float(steps)), float(steps), COMPARISON, baseline, _distinct(results))
+        yield Evidence(_mode(float(steps)), float(steps), COMPARISON, baseline, _distinct(results), "", *documents)
 
 
 def _comparison_result(inputs: ReportInputs, row: dict[Any, Any]) -> Result:
@@ -152,10 +193,71 @@ def _comparison_result(inputs: ReportInputs, row: dict[Any, Any]) -> Result:
         row["num_global"] if layout is None else float(layout.num_global),
         None if layout is None else layout.global_mask,
         row["nll"],
+        layout,
     )
 
 
-def _distinct(results: tuple[Result, ...]) -> tuple[Result, ...]:
+def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
+    """Yield the evidence of each table of ``score``."""
+    for file in inputs.scores:
+        results = []
+        for row in file.rows[file.rows["heads"] != ""].to_dict("records"):
+            layout = file.layout(str(row["strategy"]), str(row["heads"]))
+            if layout is not None and _is_here(inputs, layout):
+                change = row["delta_nll_percent"], row["delta_nll_standard_error"]
+                results.append(_result(inputs, layout, *change, nll=row["nll"]))
+        if results:
+            number, effective = (_number(file.record.get(key)) for key in ("num_documents", "effective_documents"))
+            yield Evidence(_UNTRAINED, 0.0, SCORES, DENSE, _distinct(results), "", number, effective, file.name)
+
+
+def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
+    """Yield what each verdict says of layouts that were not retrained; NLL is unknown where it was no criterion."""
+    for file in inputs.verdicts:
+        results, num_documents = [], math.nan
+        for name, recorded in file.record.get("layouts", {}).items():
+            layout, rows = file.layout(name, recorded["heads"]), file.rows[file.rows["candidate"] == name]
+            if layout is None or rows.empty or recorded.get("trained") or not _is_here(inputs, layout):
+                continue
+            nll = rows[rows["criterion"] == "nll"]
+            delta, num_documents = (float(nll[column].max()) for column in ("loss", "num_samples"))
+            judged = f"{_VERBS[file.record.get('answers', {}).get(name, 'open')]} {_margins(rows)}"
+            results.append(_result(inputs, layout, delta, judged=judged))
+        if results:
+            mode = f"{_UNTRAINED}, by a verdict"
+            yield Evidence(mode, 0.0, VERDICT, DENSE, _distinct(results), "", num_documents, math.nan, file.name)
+
+
+def _margins(rows: pd.DataFrame) -> str:
+    """List the margins of a candidate, such as "1 % (nll)"."""
+    return ", ".join(f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples())
+
+
+def _is_here(inputs: ReportInputs, layout: Layout) -> bool:
+    """Return whether a layout has the page's grid, and the window and sink tokens of its layouts."""
+    seen: Iterable[Layout | HeadScores] = inputs.layouts.values() or (inputs.table,)
+    is_seen = any((layout.window, layout.sinks) == (each.window, each.sinks) for each in seen)
+    return layout.grid == inputs.table.grid and is_seen
+
+
+def _result(
+    inputs: ReportInputs,
+    layout: Layout,
+    delta: float,
+    error: float = math.nan,
+    *,
+    nll: float = math.nan,
+    judged: str = "",
+) -> Result:
+    """Return a result under the name that the page's layouts give its layout."""
+    names = {each.hash: name for name, each in reversed([*inputs.layouts.items()])}
+    name = names.get(layout.hash, layout.strategy)
+    if layout.hash not in names and name in inputs.layouts:  # the name stands for other heads by now
+        name = f"{name}-{layout.num_global}"
+    return Result(name, delta, error, float(layout.num_global), layout.global_mask, nll, layout, judged)
+
+
+def _distinct(results: Sequence[Result]) -> tuple[Result, ...]:
     """Sort results by change of NLL (by NLL if one is missing) and keep the first of each layout."""
     has_deltas = not any(math.isnan(result.delta) for result in results)
     ordered = sorted(results, key=lambda result: result.delta if has_deltas else result.nll)
@@ -178,3 +280,8 @@ def _mask(heads: str, grid: tuple[int, ...]) -> Mask | None:
     if {len(row) for row in rows} != {grid[1]} or len(rows) != grid[0]:
         return None
     return np.array([[letter == "G" for letter in row] for row in rows])
+
+
+def _number(value: Any) -> float:
+    """Return a recorded number; NaN for a missing one."""
+    return math.nan if value is None else float(value)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
-
-import pandas as pd
+from pathlib import PurePath
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.base.statistics import share_interval, share_text
@@ -37,20 +35,15 @@ def measured(value: float, error: float) -> str:
     return f"{number(value, 3)} ± {number(error, 3)}"
 
 
-def versus(row: pd.Series[Any], baseline: str) -> str:
-    """Format a row of the comparison, such as "0.161 ± 0.020 % above the dense model as it is"."""
-    return above(row["delta_nll_percent"], row["delta_nll_standard_error"], baseline)
-
-
-def above(delta: float, error: float, baseline: str) -> str:
-    """Format a change in percent and its standard error, which may be NaN, relative to a baseline."""
-    plus_minus = "" if math.isnan(error) else f" ± {number(error, 3)}"
-    return f"{number(abs(delta), 3)}{plus_minus} % {'below' if delta < 0 else 'above'} {BASELINES[baseline]}"
-
-
 def standard_errors(number: float) -> str:
     """Return a number of standard errors (``critical_errors``) in words."""
     return "two standard errors" if number == 2.0 else f"{number:.1f} standard errors (few documents)"
+
+
+def without_folder(text: str) -> str:
+    """Return the last part of an absolute path; a page that is shown elsewhere should not hold a machine's folders."""
+    path = PurePath(text)
+    return path.name if path.is_absolute() and len(path.parts) > 2 else text
 
 
 def listed(names: Sequence[str], max_names: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spkv_nas.artifacts.comparison import DENSE, SP_KV, counted_from
+from spkv_nas.artifacts.comparison import DENSE, counted_from
 from spkv_nas.report.formatting import BASELINES
 from spkv_nas.report.inputs import ReportInputs
 
@@ -46,7 +46,7 @@ def glossary(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
 
 
 def _result_terms(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
-    """Return the terms of a comparison and of a search."""
+    """Return the terms of measured losses."""
     terms = {
         "control": (
             "Control",
@@ -68,10 +68,4 @@ def _result_terms(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
         f"Change of the negative log-likelihood per token on held-out text against {baseline}, in percent; lower is "
         "better. ± is one standard error over documents.",
     )
-    # Strategies in the comparison
-    if comparison is not None and (comparison["strategy"] == SP_KV).any():
-        terms["spkv"] = (
-            "SP-KV",
-            "The model with gates, which decide for every token and head what to keep.",
-        )
     return terms

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ from spkv_nas.artifacts.comparison import BASELINES, complete
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM
-from spkv_nas.base.statistics import critical_errors
+from spkv_nas.base.errors import UserError
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.stability import Certainty, bootstrap, knee
+from spkv_nas.report.cache_size import CONTEXT, cache_share
 from spkv_nas.report.section import Section
 from spkv_nas.report.serving import EngineMemory
 
@@ -29,6 +31,41 @@ Float = NDArray[np.float64]
 Predict = Callable[[NDArray[np.bool_]], tuple[Float, Float]]
 # Maps two rows of the comparison to the standard error of their NLL difference, in percentage points; NaN: unknown
 PairError = Callable[[str, str], float]
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A result table of the page's model, whose layouts are known by content.
+
+    Attributes:
+        path: its file.
+        rows: the table.
+        record: content of the record beside it.
+    """
+
+    path: Path
+    rows: pd.DataFrame
+    record: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the results, under ``reports/``."""
+        return self.path.parent.name
+
+    def layout(self, name: str, heads: str) -> Layout | None:
+        """Return a layout of the table; None if its window was not recorded.
+
+        Args:
+            name: its name there.
+            heads: a word of G and L per layer.
+        """
+        recorded, sinks = self.record.get("layouts", {}).get(name, {}), self.record.get("sinks") or 0
+        window = recorded.get("window", self.record.get("windows", {}).get(name))
+        number = recorded.get("sinks", sinks.get(name, 0) if isinstance(sinks, Mapping) else sinks)
+        try:
+            return None if window is None else Layout(tuple(heads.split()), window, name, sinks=number)
+        except UserError:  # such as a candidate that is called by its path
+            return Layout(tuple(heads.split()), window, sinks=number)
 
 
 def no_pair_error(_first: str, _second: str) -> float:
@@ -53,10 +90,11 @@ class ReportInputs:
         calibration: measured times of the model's attention; None if there are none.
         predict: predicts zero-shot ΔNLL, in percent, from the search's scores; None if they do not allow it.
         benchmarks: sections of further result tables (``report.benchmark_sections``).
-        in_progress: section of unfinished work of other commands; None if there is none.
         pair_error: returns the standard error of the difference of two rows of the comparison, which share documents.
         engine_memory: KV cache in a serving engine, by name of each probe; None for a probe whose local heads see
             other keys than the engine keeps. Empty: no engine.
+        scores: tables of ``score``, under any name.
+        verdicts: tables of ``verdict``, under any name.
         alarms: sentences of results whose numbers make no sense.
         commands: the command that proposes layouts, by the probe's name; by default for the current folder.
         covered: each layout's coverage, in [0, 1]; computed.
@@ -77,9 +115,10 @@ class ReportInputs:
     calibration: Calibration | None = None
     predict: Predict | None = None
     benchmarks: Sequence[Section] = ()
-    in_progress: Section | None = None
     pair_error: PairError = no_pair_error
     engine_memory: Mapping[str, EngineMemory | None] = field(default_factory=dict)
+    scores: Sequence[ResultFile] = ()
+    verdicts: Sequence[ResultFile] = ()
     alarms: Sequence[str] = ()
     commands: Mapping[str, str] = field(default_factory=dict)
     covered: Mapping[str, float] = field(init=False)
@@ -97,15 +136,20 @@ class ReportInputs:
         return self.engine_memory.get(self.table.name)
 
     @property
+    def context(self) -> int:
+        """Return the tokens of the sequence whose cache is counted: the engine's, or the model's, up to 128k."""
+        if self.served is not None:
+            return self.served.cost.context
+        return min(CONTEXT, self.table.metadata.get("positions") or CONTEXT)
+
+    def cache_share(self, density: float) -> float:
+        """Return the cache of one sequence as a share of the unchanged model's (``cache_size.cache_share``)."""
+        return cache_share(self.table, density, self.context)
+
+    @property
     def alarm(self) -> str | None:
         """Return why the page concludes nothing: measurements of the probe or of results make no sense; else None."""
         return next((str(each) for each in (self.table.metadata.get(ALARM), *self.alarms) if each is not None), None)
-
-    @property
-    def critical(self) -> float:
-        """Return the number of standard errors on either side of a 95 % interval of the comparison."""
-        effective = self.record.get("effective_documents")
-        return critical_errors(math.nan if effective is None else effective)
 
     @cached_property
     def certainty(self) -> Certainty | None:

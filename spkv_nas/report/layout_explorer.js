@@ -45,15 +45,15 @@ function startExplorer(explorer) {
   function drawCosts(signal, mask) {
     const { cache } = signal, prediction = state.selected < 0 ? predicted(signal, state.tau, state.budget) : null;
     element("memory-row").hidden = element("limit-row").hidden = !cache && !explorer.engine;
-    element("time-row").hidden = !cache;
+    const time = heads => seconds(explorer.times, cache, explorer.grid[1], heads, state.context);
+    const fullTime = explorer.times && cache ? time(isCandidate) : null;
+    element("time-row").hidden = fullTime === null;
     if (explorer.engine) element("memory").textContent = inEngine(signal);
     else if (cache) element("memory").textContent = size(memory(cache, state.budget)) + " of " + size(memory(cache, candidates));
     if (element("limit").value !== state.limit) element("limit").value = state.limit;
-    if (cache) {
-      const [time, source] = seconds(explorer.times, cache, heads, effective(mask), state.context);
-      const [fullTime] = seconds(explorer.times, cache, heads, isCandidate, state.context);
-      element("time").textContent = duration(time) + " of " + duration(fullTime);
-      element("time-source").textContent = source;
+    if (fullTime !== null) {
+      element("time").textContent = duration(time(effective(mask))) + " of " + duration(fullTime);
+      element("time-source").textContent = "when decoding (" + explorer.times.measured + ")";
     }
     element("predicted-row").hidden = !prediction;
     if (!prediction) return;
@@ -241,22 +241,22 @@ function startExplorer(explorer) {
     fillLayouts();
     draw();
   }
-  function fitBudget() { /* set the budget to as many global heads as fit into the memory limit, at least one */
+  function fitBudget() { /* set the budget to as many global heads as fit into the memory limit; say where not one does */
     const { cache, served } = explorer.signals[state.signal], limit = Number(state.limit) * 2 ** 20;
+    element("fits").textContent = "";
     if (!(explorer.engine ? served : cache) || !limit) return;
     state.selected = -1;
-    if (explorer.engine) {
-      state.budget = Math.max(1, served.bytes.findLastIndex(size => size !== null && size <= limit));
-      return;
-    }
-    const local = memory(cache, 0), perHead = (memory(cache, candidates) - local) / candidates;
-    const fitting = perHead ? Math.floor((limit - local) / perHead) : candidates;
+    const local = explorer.engine ? served.bytes[0] : memory(cache, 0), perHead = cache ? (memory(cache, candidates) - local) / candidates : 0;
+    const fitting = explorer.engine ? served.bytes.findLastIndex(size => size !== null && size <= limit) :
+      perHead ? Math.floor((limit - local) / perHead) : local <= limit ? candidates : 0;
+    if (fitting < 1) element("fits").textContent = "nothing fits: " + (local > limit ? "the windows alone take " + size(local) : "one global head takes " + size(explorer.engine ? served.bytes.find((size, number) => number && size !== null) : local + perHead));
     state.budget = Math.min(candidates, Math.max(1, fitting));
   }
   function select(index) {
     state.selected = index;
     if (index >= 0) state.budget = count(effective(layouts[index].mask));
     state.limit = "";
+    fitBudget();
     fillLayouts();
   }
   function goTo(index) { /* show a layout that was chosen elsewhere on the page */
@@ -271,7 +271,7 @@ function startExplorer(explorer) {
   }
   element("budget").max = candidates;
   element("context").disabled = Boolean(explorer.engine); /* the engine's numbers are for one context */
-  listen("budget", value => { state.budget = Number(value); state.limit = ""; state.selected = -1; });
+  listen("budget", value => { state.budget = Number(value); state.limit = ""; state.selected = -1; fitBudget(); });
   listen("tau", value => { state.tau = Number(value); });
   listen("domain", value => { state.domain = Number(value); });
   listen("compared", value => { state.compared = Number(value); });

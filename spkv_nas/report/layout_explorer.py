@@ -23,10 +23,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import yaml_line
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.cost.calibration import Calibration
-from spkv_nas.cost.roofline import find_hardware
 from spkv_nas.proposal.coverage import coverage, densest_candidates, provenance
 from spkv_nas.proposal.propose import densest_layout
-from spkv_nas.report.cache_size import CONTEXT, token_bytes
+from spkv_nas.report.cache_size import token_bytes
 from spkv_nas.report.choices import compressed, tables_at_thresholds
 from spkv_nas.report.colours import shades
 from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence, stopped_trials
@@ -35,7 +34,6 @@ from spkv_nas.report.serving import budgets_in_engine, layout_in_engine
 from spkv_nas.report.verdict import Verdict
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered besides the probe's own threshold
-_GPU = "h200"  # its roofline stands in for missing measurements, as in ``plan attention``
 _VARY = ("budget", "coverage", "tau")  # entries of a layout's provenance that differ between layouts
 
 
@@ -68,7 +66,7 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         "dark": sum(ink == "#fff" for _, ink in colours),  # number of shades, from the first, with white text
         "budget": min(inputs.budget, inputs.table.num_candidates),
         "fixed": sorted({*range(inputs.table.num_layers)} - {*inputs.table.layers}),  # layers that are local by design
-        "context": CONTEXT if inputs.served is None else inputs.served.cost.context,
+        "context": inputs.context,
         "start": -1 if verdict.layout is None else indices.get(verdict.layout.key, -1),
         "signals": signals,
         "times": _times(inputs.calibration),
@@ -258,24 +256,18 @@ def _cache(table: HeadScores) -> dict[str, Any] | None:
     return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW, **reach}
 
 
-def _times(calibration: Calibration | None) -> dict[str, Any]:
-    """Return the source of decoding times, and the numbers to compute them from.
-
-    These are the measured seconds of a layer, if there is a calibration, and the memory bandwidth for the roofline:
-    decoding a token reads every visible key and value once.
-    """
-    hardware = find_hardware(_GPU)
-    sources: dict[str, Any] = {"bound": f"roofline, {hardware.name}", "bandwidth": hardware.bandwidth}
-    if calibration is not None:
-        contexts, counts, seconds = calibration.grid("decode")
-        sources |= {
-            "measured": calibration.source,
-            "window": calibration.case.window,
-            "contexts": contexts.astype(int).tolist(),
-            "counts": counts.astype(int).tolist(),
-            "seconds": seconds.tolist(),
-        }
-    return sources
+def _times(calibration: Calibration | None) -> dict[str, Any] | None:
+    """Return the measured seconds of a layer, to compute decoding times from, and their source; None without any."""
+    if calibration is None:
+        return None
+    contexts, counts, seconds = calibration.grid("decode")
+    return {
+        "measured": calibration.source,
+        "window": calibration.case.window,
+        "contexts": contexts.astype(int).tolist(),
+        "counts": counts.astype(int).tolist(),
+        "seconds": seconds.tolist(),
+    }
 
 
 def _predicted(tables: list[HeadScores], inputs: ReportInputs) -> dict[str, Any] | None:

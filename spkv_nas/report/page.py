@@ -40,7 +40,7 @@ from spkv_nas.report.layout_explorer import explorer_data, layout_indices
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
-from spkv_nas.report.serving import serving_sections
+from spkv_nas.report.serving import serving_section
 from spkv_nas.report.verdict import Advise, Step, Verdict, conclude
 
 _PAGE = "index.html"
@@ -106,7 +106,11 @@ def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
             None if inputs.comparison is None else coverage_nll_chart(inputs.comparison, table.measure.noun),
             coverage_budget_chart(table, inputs.layouts, inputs.covered, inputs.certainty),
         ],
-        "detail": [domain_chart(table), position_chart(table), histogram_chart(table)],
+        "detail": [
+            domain_chart(table) if len(table.domains) > 1 else None,
+            position_chart(table),
+            histogram_chart(table),
+        ],
         "certainty": [None if inputs.certainty is None else stability_chart(inputs.certainty)],
         "search": [] if inputs.search is None else [*search_charts(inputs.search, "cost" if has_cost else None)],
     }
@@ -128,11 +132,10 @@ def _render(
 ) -> str:
     """Return the page's HTML."""
     table, search = inputs.table, inputs.search
-    in_progress = [] if inputs.in_progress is None else [inputs.in_progress]
     charts = {name: _singles(group) for name, group in groups.items()}
     # Charts whose numbers are embedded; maps of heads take theirs from the explorer's data
     embedded = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
-    embedded += [chart for section in (*inputs.benchmarks, *in_progress) for chart in section.charts]
+    embedded += [chart for section in inputs.benchmarks for chart in section.charts]
     # Fill the template
     choices = explorer_data(inputs, verdict)
     return render(
@@ -146,24 +149,25 @@ def _render(
         measure=table.measure,
         verdict=verdict,
         steps=steps,
-        findings=findings(inputs),
+        findings=findings(inputs.record),
         diagnosis=table.diagnosis(),
         facts=tables.facts(inputs, verdict),
         layouts=_layouts(inputs, charts["layouts"]),
         header=tables.comparison_header(inputs),
         rows=tables.comparison_rows(inputs, verdict),
-        domains=tables.domain_rows(table),
         certainty=inputs.certainty,
         caution=caution(table),
         trust=inputs.trust,
         missed=tables.missed_rows(inputs),
         agreement=[] if inputs.agreement is None else tables.agreement_rows(inputs.agreement),
         benchmarks=inputs.benchmarks,
-        serving=[] if inputs.served is None else serving_sections(inputs.served, table, inputs.layouts),
-        in_progress=in_progress,
+        serving=[] if inputs.served is None else [serving_section(inputs.served, table, inputs.layouts)],
         search=None if search is None else tables.search_rows(search, verdict),
+        search_about="" if search is None else tables.search_about(inputs),
+        search_is_retrained=search is not None
+        and bool(search[["short_delta_percent", "full_delta_percent"]].notna().any(axis=None)),
         search_header=tables.search_header(inputs),
-        search_findings=[] if search is None else search_findings(search),
+        search_findings=search_findings(inputs),
         words=glossary(inputs),
         provenance=tables.provenance(inputs),
         downloads=tables.downloads(inputs),

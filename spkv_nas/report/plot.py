@@ -178,10 +178,6 @@ def _draw_chart(figure: Figure, ax: Axes, chart: Chart) -> None:
         ax.tick_params(axis="y", length=0)
     if chart.y.title and not chart.y.log and chart.y.low < 0 < chart.y.high:
         ax.axhline(0, color=TONES["muted"], linewidth=0.8)
-    if chart.above is not None:
-        above = ax.secondary_xaxis("top")
-        _draw_axis(above.xaxis, chart.above)
-        above.spines["top"].set_visible(True)
     # Marks, legend, title
     for mark in chart.marks:
         _draw_mark(ax, mark)
@@ -258,7 +254,7 @@ def _draw_legend(figure: Figure, ax: Axes, chart: Chart) -> int:
         return 0
     labels = [mark.label for mark in marks]
     columns = _legend_columns(labels, 72 * (_size(chart)[0] - 0.7))
-    lift = ScaledTranslation(0, (42 if chart.above else 4) / 72, figure.dpi_scale_trans)
+    lift = ScaledTranslation(0, 4 / 72, figure.dpi_scale_trans)
     ax.legend(
         [_sample(mark) for mark in marks],
         labels,

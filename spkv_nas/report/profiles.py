@@ -13,28 +13,9 @@ from spkv_nas.proposal.registry import STRATEGIES
 
 
 def domain_profile(table: HeadScores) -> pd.DataFrame:
-    """Return one row per domain: mean and standard deviation over heads, tokens, documents, agreement.
-
-    ``agreement`` is Spearman's rank correlation of the domain's head scores with those over all domains: near 1 the
-    same heads are dense. NaN if either is constant.
-    """
-    overall = pd.Series(table.values.ravel())
-    rows = []
-    for domain in table.domains:
-        density = pd.Series(table.domain_density(domain, signed=True).ravel())
-        of_domain = table.rows[table.rows["domain"] == domain]
-        varies = density.nunique() > 1 and overall.nunique() > 1
-        rows.append(
-            {
-                "domain": str(domain),
-                "mean": density.mean(),
-                "std": density.std(ddof=0),
-                "num_tokens": int(of_domain["num_tokens"].max()),
-                "num_documents": int(of_domain["num_documents"].max()),
-                "agreement": density.rank().corr(overall.rank()) if varies else math.nan,
-            }
-        )
-    return pd.DataFrame(rows)
+    """Return one row per domain, with its name and the mean over heads."""
+    means = {str(domain): float(table.domain_density(domain, signed=True).mean()) for domain in table.domains}
+    return pd.DataFrame({"domain": list(means), "mean": list(means.values())})
 
 
 def position_profile(table: HeadScores) -> pd.DataFrame | None:

@@ -10,7 +10,7 @@ from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_
 from spkv_nas.artifacts.score_kind import DENSITY
 from spkv_nas.report.axes import percent_axis, round_axis
 from spkv_nas.report.chart import Chart, Line, Points, Shape, Tone, numbers
-from spkv_nas.report.formatting import DELTA_AXES, change, short, signed, versus
+from spkv_nas.report.formatting import DELTA_AXES, change, short, signed
 
 SHAPES: dict[str, tuple[Shape, Tone, str]] = {
     SP_KV: ("diamond", "ink", "SP-KV"),
@@ -194,4 +194,5 @@ def _tip(row: pd.Series, baseline: str) -> str:
     """Return the tooltip of a row of the comparison."""
     if row["strategy"] == baseline:
         return f"{baseline}\nthe reference, at 0"
-    return f"{row['strategy']}\ncoverage {row['coverage_percent']:.1f} %\n{versus(row, baseline)}"
+    delta = change(row["delta_nll_percent"], row["delta_nll_standard_error"])
+    return f"{row['strategy']}\ncoverage {row['coverage_percent']:.1f} %\n{delta} %"

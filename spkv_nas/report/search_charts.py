@@ -50,7 +50,7 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
     ends = ", ".join(f"{sampler} {line.y[-1]:.3f}" for sampler, line in means.items())
     return Chart(
         "search-progress",
-        "Benefit of guidance",
+        "Best score so far, by sampler",
         f"{quality_title}, mean over seeds, at the end: {ends}.",
         round_axis("Layouts scored", 0, float(progress["trials"].max()), exact=True),
         spread_axis(quality_title, low, high, zero=False) if cost is None else round_axis(quality_title, low, high),
@@ -74,14 +74,14 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
             "search-retrained-zero-shot",
             "zero_shot_delta_percent",
             "Zero-shot ΔNLL, %",
-            "Does the zero-shot score predict the retrained NLL?",
+            "Zero-shot and retrained NLL",
             "Zero-shot and retrained ΔNLL",
         ),
         (
             "search-retrained-coverage",
             "coverage_percent",
             "Coverage, %",
-            "Does coverage predict the retrained NLL?",
+            "Coverage and retrained NLL",
             "Coverage and retrained ΔNLL",
         ),
     )

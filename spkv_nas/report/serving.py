@@ -5,7 +5,7 @@ Everything is computed when the page is written; the page's script only looks it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,9 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.engines.cost import EngineCost
-from spkv_nas.cost.engines.engine import CachePlan, Step, steps
+from spkv_nas.cost.engines.engine import CachePlan
 from spkv_nas.report.formatting import capitalized
 from spkv_nas.report.section import Row, Section
-
-_FEW = 12  # rows that are shown without unfolding
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,8 @@ def layout_in_engine(served: EngineMemory, layout: Layout) -> str:
     return f"{served.phrase(planned.plan, layout.num_heads)}; as {planned.form}"
 
 
-def serving_sections(served: EngineMemory, table: HeadScores, layouts: Mapping[str, Layout]) -> list[Section]:
-    """Return the sections on the memory of layouts, and on the budgets worth choosing."""
+def serving_section(served: EngineMemory, table: HeadScores, layouts: Mapping[str, Layout]) -> Section:
+    """Return the section on the memory of layouts."""
     cost, engine = served.cost, served.cost.serving.engine
     about = (
         f"Planned as the allocator of {engine.title} does ({engine.evidence}), for requests of {cost.context:,} tokens "
@@ -106,7 +104,7 @@ def serving_sections(served: EngineMemory, table: HeadScores, layouts: Mapping[s
     # Layouts, in the form that takes least
     rows = [_full_attention(served, table), *(_row(served, name, layout) for name, layout in layouts.items())]
     header = ("Layout", "Global heads", "Served as", "One request", *served.limited)
-    shown = Section(
+    return Section(
         "serving",
         f"KV cache in {engine.title}",
         f"{about} {capitalized(engine.note)}.",
@@ -114,20 +112,6 @@ def serving_sections(served: EngineMemory, table: HeadScores, layouts: Mapping[s
         header,
         (tuple(rows),),
     )
-    # Budgets that no larger one undercuts
-    worth = list(steps(engine, cost.cache(table.num_heads), stride=_stride(served, table)))
-    groups = (tuple(_step(served, step) for step in worth),)
-    is_short = len(worth) <= _FEW
-    budgets = Section(
-        "serving-budgets",
-        f"Numbers of global heads in {engine.title}",
-        f"Those worth choosing: any larger number takes more memory. With a window of {cost.window}.",
-        (),
-        ("Global heads", "One request", *served.limited, "Instead of"),
-        groups if is_short else (),
-        () if is_short else groups,
-    )
-    return [shown, budgets]
 
 
 def _stride(served: EngineMemory, table: HeadScores) -> int:
@@ -149,19 +133,3 @@ def _row(served: EngineMemory, name: str, layout: Layout) -> Row:
     else:
         cells = (planned.form, *served.cells(planned.plan))
     return Row(name, (str(layout.num_global), *cells))
-
-
-def _step(served: EngineMemory, step: Step) -> Row:
-    """Return the row of a number of global heads."""
-    return Row(str(step.num_global), (*served.cells(step.plan), _ranges(step.instead_of) or "-"))
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Write ascending numbers that grow by one as ranges, such as "25\u201326, 30"."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [number]
-        else:
-            ranges.append([number])
-    return ", ".join("\u2013".join(map(str, ends)) for ends in ranges)

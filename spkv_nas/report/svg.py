@@ -44,7 +44,7 @@ class Frame:
         ticks = LETTER * max((len(text) for _, text in chart.y.ticks), default=0)
         left = max(56.0, ticks + 28) if chart.y.title else min(150.0, ticks + 22)
         right = chart.width - max(_GAP + 2, margin(chart, LETTER))
-        return cls(chart, left, 46.0 if chart.above else _GAP, right, chart.height - _FOOT)
+        return cls(chart, left, _GAP, right, chart.height - _FOOT)
 
     def x(self, value: float) -> float:
         """Return the position of a value on the horizontal axis."""
@@ -152,24 +152,20 @@ def _draw_axes(root: Element, frame: Frame) -> None:
         kind = "zero" if value == 0 and chart.y.title else "gridline"
         add(root, "line", class_=kind, x1=frame.left, x2=frame.right, y1=frame.y(value), y2=frame.y(value))
         add(root, "text", text, class_="tick", x=frame.left - 8, y=frame.y(value), dy=".35em", text_anchor="end")
-    _draw_ticks(root, frame, chart.x, frame.bottom, 1)
-    if chart.above is not None:
-        _draw_ticks(root, frame, chart.above, frame.top, -1)
+    _draw_ticks(root, frame, chart.x, frame.bottom)
     if chart.y.title:
         rotation = f"translate(13 {px((frame.top + frame.bottom) / 2)}) rotate(-90)"
         add(root, "text", chart.y.title, class_="title", transform=rotation, text_anchor="middle")
     add(root, "text", chart.x.title, class_="title", x=middle, y=frame.bottom + 38, text_anchor="middle")
 
 
-def _draw_ticks(root: Element, frame: Frame, axis: Axis, y: float, down: int) -> None:
-    """Draw a horizontal axis at ``y``, with ticks and texts below it, or above if ``down`` is -1."""
+def _draw_ticks(root: Element, frame: Frame, axis: Axis, y: float) -> None:
+    """Draw a horizontal axis at ``y``, with ticks and texts below it."""
     add(root, "line", class_="axis", x1=frame.left, x2=frame.right, y1=y, y2=y)
-    strokes = "".join(f"M{px(frame.x(value))} {px(y)}v{4 * down}" for value, _ in axis.ticks)
+    strokes = "".join(f"M{px(frame.x(value))} {px(y)}v4" for value, _ in axis.ticks)
     add(root, "path", class_="axis", d=strokes)
     texts = [(frame.x(value), text) for value, text in axis.ticks]
-    along(root, texts, class_="tick", y=y + (18 if down == 1 else -9), text_anchor="middle")
-    if down == -1:
-        add(root, "text", axis.title, class_="title", x=(frame.left + frame.right) / 2, y=y - 28, text_anchor="middle")
+    along(root, texts, class_="tick", y=y + 18, text_anchor="middle")
 
 
 def _draw_band(parent: Element, frame: Frame, band: Band) -> None:

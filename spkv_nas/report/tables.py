@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from gzip import compress
 from typing import Any
 
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
-from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.tables import csv_text
 from spkv_nas.evaluation.guidance import best_layouts
-from spkv_nas.report.evidence import COMPARISON, SEARCH
-from spkv_nas.report.formatting import BASELINES, change, number, signed
+from spkv_nas.report.evidence import COMPARISON, SEARCH, all_evidence
+from spkv_nas.report.formatting import change, number, without_folder
 from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.profiles import domain_profile
+from spkv_nas.report.section import Row
 from spkv_nas.report.verdict import Verdict
 
 _MAX_MISSED = 5
 _GROUPS = {SP_KV: 1, FULL_ATTENTION: 2, DENSE: 3}  # order of the rows, after the layouts (0)
 _NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is"}
-
-
-@dataclass(frozen=True)
-class ComparisonRow:
-    """One formatted row of the comparison table.
-
-    Attributes:
-        group: 0 layouts, 1 SP-KV, 2 the control, 3 the dense model as it is.
-        strategy: its name.
-        tag: the verdict's label on it, "" for none.
-        is_best: True if the verdict is about it.
-        cells: the other columns.
-        note: remark on it.
-    """
-
-    group: int
-    strategy: str
-    tag: str
-    is_best: bool
-    cells: tuple[str, ...]
-    note: str
 
 
 def facts(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, str]]:
@@ -67,10 +43,6 @@ def facts(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, str]]:
     best = verdict.layout
     if best is not None and verdict.covered is not None:
         entries.append((f"{100 * verdict.covered:.1f} %", f"{measure.noun} coverage of {best.name}", "coverage"))
-    if best is not None and verdict.evidence is not None and not math.isnan(best.delta):
-        baseline = BASELINES[verdict.evidence.baseline]
-        plus_minus = "" if math.isnan(best.error) else f"± {number(best.error, 3)}, "
-        entries.append((f"{signed(best.delta)} %", f"{plus_minus}NLL of {best.name} against {baseline}", "delta"))
     return entries
 
 
@@ -103,16 +75,18 @@ def comparison_header(inputs: ReportInputs) -> list[tuple[str, str]]:
         ("Coverage, %", "coverage"),
         ("Seeds", ""),
         ("Steps", ""),
+        *([] if inputs.comparison is None or (inputs.comparison["note"] == "").all() else [("Note", "")]),
     ]
 
 
-def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> list[ComparisonRow]:
-    """Return the layouts, lowest NLL first, then the references; nothing before training."""
+def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> list[list[Row]]:
+    """Return the groups of rows: layouts, lowest NLL first, then each reference; nothing before training."""
     comparison = inputs.comparison
     if comparison is None:
         return []
     baseline, has_dense = counted_from(comparison), _has_dense(inputs)
-    rows = []
+    has_notes = (comparison["note"] != "").any()
+    rows: list[list[Row]] = [[] for _ in range(1 + max(_GROUPS.values()))]
     for row in comparison.sort_values("nll", kind="stable").to_dict("records"):
         name = row["strategy"]
         references = (
@@ -135,29 +109,15 @@ def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> list[ComparisonRo
         )
         # Label the row that the verdict is about
         tag = "" if name in _GROUPS else verdict.tag(name, COMPARISON, row["steps"])
-        is_best = bool(tag) and verdict.layout is not None and verdict.layout.name == name
-        rows.append(ComparisonRow(_GROUPS.get(name, 0), _NAMES.get(name, name), tag, is_best, cells, row["note"]))
-    return sorted(rows, key=lambda row: row.group)
+        rows[_GROUPS.get(name, 0)].append(
+            Row(_NAMES.get(name, name), (*cells, *([row["note"]] if has_notes else [])), tag)
+        )
+    return [group for group in rows if group]
 
 
 def _has_dense(inputs: ReportInputs) -> bool:
     """Return True if the comparison has a row for the dense model as it is."""
     return inputs.comparison is not None and counted_from(inputs.comparison) == DENSE
-
-
-def domain_rows(table: HeadScores) -> list[tuple[str, ...]]:
-    """Return domain, tokens, documents, mean, spread and agreement of each domain."""
-    return [
-        (
-            str(row["domain"]),
-            number(row["num_tokens"], 0),
-            number(row["num_documents"], 0) if row["num_documents"] else "—",
-            table.measure.exact(row["mean"]),
-            table.measure.exact(row["std"]),
-            number(row["agreement"], 2),
-        )
-        for _, row in domain_profile(table).iterrows()
-    ]
 
 
 def agreement_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
@@ -173,6 +133,16 @@ def agreement_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
         )
         for _, row in rows.iterrows()
     ]
+
+
+def search_about(inputs: ReportInputs) -> str:
+    """Return what a search did, and on how many documents."""
+    modes = [
+        f"{len(each.results)} {each.description}{f' ({each.documents})' if each.documents else ''}"
+        for each in reversed(all_evidence(inputs))
+        if each.source == SEARCH
+    ]
+    return f"Distinct layouts of the search: {'; '.join(modes)}."
 
 
 def search_header(inputs: ReportInputs) -> tuple[str, ...]:
@@ -255,6 +225,6 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for i, item in enumerate(value):
             yield from _flatten(item, f"{key}.{i}")
     elif isinstance(value, list | tuple):
-        yield key, ", ".join(map(str, value))
+        yield key, ", ".join(without_folder(str(item)) for item in value)
     else:
-        yield key, "—" if value is None else str(value)
+        yield key, "—" if value is None else without_folder(str(value))

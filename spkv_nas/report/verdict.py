@@ -7,9 +7,10 @@ command all come from one ``Verdict``, so that they cannot contradict each other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -17,19 +18,14 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.report.evidence import COMPARISON, Evidence, Result, all_evidence
-from spkv_nas.report.formatting import above, listed, number, signed, standard_errors
+from spkv_nas.report.evidence import COMPARISON, MIN_DOCUMENTS, PASSES, VERDICT, Evidence, Result, all_evidence
+from spkv_nas.report.formatting import BASELINES, listed, number, signed, standard_errors
 from spkv_nas.report.inputs import ReportInputs, widest_layout
 
 _MAX_NAMED = 4
 _RUNS = "None of these errors includes the variation between training runs."
 TIED, UNKNOWN, BEHIND = "tied", "unknown", "behind"  # standing of a layout relative to the best
-_WORDS = {
-    TIED: "Not significantly different from it, within {margin} of the difference",
-    UNKNOWN: "Measured higher, though no standard error of the difference is known, so that the order is not "
-    "established",
-    BEHIND: "Significantly higher, by more than {margin} of the difference",
-}
+NOT_BEHIND = "not clearly behind"
 
 
 @dataclass(frozen=True)
@@ -50,9 +46,8 @@ class Verdict:
     Attributes:
         num_heads: KV heads of the model.
         measure: quantity that the table holds.
-        layout: the layout that the page is about: the one with the lowest NLL, or before training with the highest
-            coverage; None if there is none.
-        evidence: the evidence that decided; None before training.
+        layout: the layout that the page is about, as ``conclude`` chooses it; None if there is none.
+        evidence: the evidence that decided; None if no loss was measured.
         others: the other layouts of the same budget, in order.
         standings: ``TIED`` (within ``critical`` standard errors of the difference), ``BEHIND`` or ``UNKNOWN``, for
             each of the others.
@@ -60,6 +55,9 @@ class Verdict:
         covered: coverage of the layout, in [0, 1]; None if its heads are unknown.
         summary: the first sentence if there is no layout.
         critical: standard errors on either side of a 95 % interval.
+        saving: how much less cache the layout takes, in words.
+        judged: what a verdict says of the layout, such as "passes 1 % (nll)"; "" without one.
+        warnings: sentences on measurements that decide nothing.
     """
 
     num_heads: int
@@ -72,6 +70,9 @@ class Verdict:
     covered: float | None = None
     summary: str = ""
     critical: float = 2.0
+    saving: str = ""
+    judged: str = ""
+    warnings: tuple[str, ...] = ()
 
     @cached_property
     def is_clear(self) -> bool:
@@ -92,132 +93,157 @@ class Verdict:
             source: table that the row belongs to, ``COMPARISON`` or ``SEARCH``.
             steps: the row's number of steps, if the rows of its table differ in them.
         """
-        if self.evidence is None or self.layout is None or self.evidence.source != source:
+        if self.evidence is None or self.layout is None or self.evidence.source != source or not self.others:
             return ""
         if steps is not None and not np.isclose(steps, self.evidence.steps, equal_nan=True):
             return ""
         if name == self.layout.name:
-            return "lowest NLL" if self.is_clear else "lowest measured NLL"
-        return "not significantly different" if self.standing(name) == TIED else ""
+            return "lowest NLL" if self.is_clear else NOT_BEHIND
+        return NOT_BEHIND if self.standing(name) in (TIED, UNKNOWN) else ""
 
     @cached_property
     def lead(self) -> tuple[str, str, str]:
-        """Return the first sentence in three parts; the second is the layout's name, "" without one."""
+        """Return the first sentence in three parts; the second is the layout's name, "" without one.
+
+        It says what a user asks: how much memory the layout saves, and what it loses.
+        """
         if self.layout is None:
             return self.summary, "", ""
-        if self.evidence is None:
-            return self._before_training
-        name, count = self.layout.name, 1 + len(self.others)
-        competition = f"{self._budget}, {self.evidence.description}"
-        if count == 1:
-            return "", name, f" is the only layout measured{competition}: {self._value}."
-        if self.is_clear:
-            return "", name, f" has the lowest NLL of {count} layouts{competition}: {self._value}."
-        if TIED in self.standings:
-            num_tied = 1 + self.standings.count(TIED)
-            opening = f"No single best of {count} layouts{competition}: {num_tied} are not significantly different; "
-            return opening, name, f" is measured lowest, {self._value}."
-        return "", name, f" has the lowest measured NLL of {count} layouts{competition}: {self._value}."
+        size = ""
+        if not math.isnan(self.layout.num_global):
+            size = f"{self.layout.num_global:.0f} of {self.num_heads} KV heads global, {self.saving}; "
+        return "", self.layout.name, f": {size}{self._loss}."
 
     @property
     def sentences(self) -> list[str]:
-        """Return the other sentences: which layouts are not significantly different, unknown or behind."""
-        if self.layout is not None and self.evidence is None:
-            return ["No layout has been retrained yet, so it is not known which has the lowest NLL."]
-        margin = standard_errors(self.critical)
-        sentences = [
-            f"{template.format(margin=margin)}, in percentage points: {listed(named, _MAX_NAMED)}."
-            for standing, template in _WORDS.items()
-            if (named := self._named(standing))
-        ]
-        return [*sentences[:-1], f"{sentences[-1]} {_RUNS}"] if sentences else []
-
-    def _named(self, standing: str) -> list[str]:
-        """Return the layouts of a standing, each with its difference from the best."""
-        if self.layout is None:
-            return []
-        named = []
-        for other, other_standing, error in zip(self.others, self.standings, self.errors, strict=True):
-            if other_standing == standing and not math.isnan(difference := other.delta - self.layout.delta):
-                plus_minus = "" if math.isnan(error) else f" ± {number(error, 3)}"
-                named.append(f"{other.name} {signed(difference)}{plus_minus}")
-        return named
+        """Return the other sentences: what was measured on too little, and how the layout compares with others."""
+        return [*self.warnings, *(self._proposed if self.evidence is None else self._competition)]
 
     @property
-    def _budget(self) -> str:
-        """Return the number of global heads in words; "" if it is unknown."""
-        if self.layout is None or math.isnan(self.layout.num_global):
-            return ""
-        return f" with {self.layout.num_global:.0f} of {self.num_heads} KV heads global"
-
-    @property
-    def _value(self) -> str:
-        """Return the best layout's change of NLL in words, or its NLL."""
+    def _loss(self) -> str:
+        """Return the layout's measured change of NLL in words, or its NLL, and what a verdict says of it."""
         if self.layout is None or self.evidence is None:
-            return ""
-        if math.isnan(self.layout.delta):
-            return f"{number(self.layout.nll, 4)} nats per token"
-        return above(self.layout.delta, self.layout.error, self.evidence.baseline)
+            return f"its loss has not been measured{' on enough documents' if self.warnings else ''}"
+        if not math.isnan(self.layout.delta):
+            error = "" if math.isnan(self.layout.error) else f" ± {number(self.layout.error, 3)}"
+            value = f"NLL {signed(self.layout.delta)}{error} % against {BASELINES[self.evidence.baseline]}"
+        elif not math.isnan(self.layout.nll):
+            value = f"NLL {number(self.layout.nll, 4)} nats per token"
+        else:
+            value = "NLL not measured"
+        documents = f", on {self.evidence.documents}" if self.evidence.documents else ""
+        return f"{value}, {self.evidence.description}{documents}" + (f"; {self.judged}" if self.judged else "")
 
     @property
-    def _before_training(self) -> tuple[str, str, str]:
-        """Return the first sentence on layouts that have only been proposed."""
+    def _competition(self) -> list[str]:
+        """Return how the layout compares with the others of its budget."""
+        if self.layout is None or not self.others:
+            return []
+        total, margin = f"{1 + len(self.others)} layouts with as many global heads", standard_errors(self.critical)
+        runs = f" {_RUNS}" if self.evidence is not None and self.evidence.steps != 0 else ""
+        if self.is_clear:
+            return [f"It has the lowest NLL of {total}: the others are behind by more than {margin}.{runs}"]
+        close = [
+            f"{other.name} {signed(other.delta - self.layout.delta)} ± {number(error, 3)}"
+            for other, standing, error in zip(self.others, self.standings, self.errors, strict=True)
+            if standing != BEHIND
+        ]
+        return [
+            f"No single best of {total}: it is measured lowest; not behind by more than {margin} of the difference, in "
+            f"percentage points: {listed(close, _MAX_NAMED)}.{runs}"
+        ]
+
+    @property
+    def _proposed(self) -> list[str]:
+        """Return what a layout that was only proposed stands on."""
         if self.layout is None or self.covered is None:
-            return "", "", ""
-        num_layouts = 1 + len(self.others)
-        noun = f"{self.measure.noun} coverage: {100 * self.covered:.1f} %."
-        if num_layouts == 1:
-            return "", self.layout.name, f" is the only layout proposed{self._budget}; its {noun}"
-        return f"Of {num_layouts} layouts{self._budget}, ", self.layout.name, f" has the highest {noun}"
+            return []
+        return [
+            f"It was proposed by {self.measure.noun}: its global heads have {100 * self.covered:.1f} % of the sum over "
+            "all heads, which says nothing of the loss yet."
+        ]
 
 
 def conclude(inputs: ReportInputs) -> Verdict:
     """Return the verdict on everything that a page shows.
 
-    The evidence with the most retraining steps and several layouts of one budget decides; before retraining, coverage.
+    What was retrained longest decides, by several layouts of one budget if there are any; before retraining, the
+    smallest layout that passes a verdict, else scores, else coverage. Fewer than ``MIN_DOCUMENTS`` decide nothing.
     """
     if inputs.alarm is not None:
         return Verdict(inputs.table.num_heads, inputs.table.measure, summary=f"Warning: {inputs.alarm}")
-    retrained = [evidence for evidence in all_evidence(inputs) if evidence.steps != 0]
-    deciding = next(
-        (evidence for evidence in retrained if len(evidence.of_one_budget) > 1), next(iter(retrained), None)
+    everything = all_evidence(inputs)
+    small = {(each.source, each.documents) for each in everything if not each.is_rankable and len(each.results) > 1}
+    warnings = tuple(
+        f"The {source} measured on {documents}, too few to rank layouts; at least {MIN_DOCUMENTS} are needed."
+        for source, documents in sorted(small)
     )
-    if deciding is None:
-        return _before_training(inputs)
-    best, *others = deciding.of_one_budget
-    errors = tuple(_error(inputs, deciding, best, other) for other in others)
-    critical = inputs.critical if deciding.source == COMPARISON else 2.0
-    standings = tuple(_standing(best, other, error, critical) for other, error in zip(others, errors, strict=True))
+    rankable = [each for each in everything if each.is_rankable or len(each.results) == 1]
+    retrained, untrained = (
+        [each for each in rankable if (each.steps != 0) == trained and each.source != VERDICT]
+        for trained in (True, False)
+    )
+    judged = {result.key: result for each in everything if each.source == VERDICT for result in each.results}
+    passing = [result for result in judged.values() if result.judged.startswith(PASSES)]
+    for group in (retrained, untrained):
+        if group is untrained and passing:
+            break
+        deciding = next((each for each in group if len(each.of_one_budget) > 1), next(iter(group), None))
+        if deciding is not None:
+            return replace(_lowest(inputs, deciding, judged), warnings=warnings)
+    if not judged:
+        return replace(_before_training(inputs), warnings=warnings)
+    # A layout that passes, with its score where there is one
+    best = min(passing or judged.values(), key=lambda result: result.num_global)
+    sources = [each for each in rankable if each.steps == 0 and any(result.key == best.key for result in each.results)]
+    sources.sort(key=lambda each: each.source == VERDICT)
+    source = next(iter(sources), next(each for each in everything if any(result is best for result in each.results)))
+    scored = next(result for result in source.results if result.key == best.key)
+    return _about(inputs, scored, source, judged, warnings=warnings)
+
+
+def _about(
+    inputs: ReportInputs, result: Result, evidence: Evidence | None, judged: Mapping[object, Result], **fields: Any
+) -> Verdict:
+    """Return a verdict about a layout, with its memory and, before retraining, what ``judged`` says of it."""
+    is_judged = evidence is not None and evidence.steps == 0 and result.key in judged
+    saving = "" if math.isnan(result.num_global) else _saving(inputs, result.num_global)
     return Verdict(
         inputs.table.num_heads,
         inputs.table.measure,
-        best,
-        deciding,
-        tuple(others),
-        standings,
-        errors,
-        _covered(inputs, best),
-        critical=critical,
+        result,
+        evidence,
+        covered=_covered(inputs, result),
+        saving=saving,
+        judged=judged[result.key].judged if is_judged else "",
+        **fields,
     )
+
+
+def _lowest(inputs: ReportInputs, evidence: Evidence, judged: Mapping[object, Result]) -> Verdict:
+    """Return the verdict on the layout of the lowest NLL among those of one budget."""
+    best, *others = evidence.of_one_budget
+    errors = tuple(_error(inputs, evidence, best, other) for other in others)
+    standings = tuple(
+        _standing(best, other, error, evidence.critical) for other, error in zip(others, errors, strict=True)
+    )
+    fields = {"others": tuple(others), "standings": standings, "errors": errors, "critical": evidence.critical}
+    return _about(inputs, best, evidence, judged, **fields)
 
 
 def _before_training(inputs: ReportInputs) -> Verdict:
     """Return the verdict on layouts that have only been proposed, or on the table alone."""
-    table = inputs.table
     best = widest_layout(inputs)
     if best is None:
-        return Verdict(table.num_heads, table.measure, summary=_mean(table))
-    proposed = {
-        name: Result(name, math.nan, num_global=layout.num_global, mask=layout.global_mask)
-        for name, layout in inputs.layouts.items()
-    }
-    others = tuple(
-        result
-        for name, result in sorted(proposed.items(), key=lambda item: -inputs.covered[item[0]])
-        if name != best and result.num_global == proposed[best].num_global
-    )
-    unknown = (UNKNOWN,) * len(others), (math.nan,) * len(others)
-    return Verdict(table.num_heads, table.measure, proposed[best], None, others, *unknown, covered=inputs.covered[best])
+        return Verdict(inputs.table.num_heads, inputs.table.measure, summary=_mean(inputs.table))
+    layout = inputs.layouts[best]
+    return _about(inputs, Result(best, math.nan, num_global=layout.num_global, mask=layout.global_mask), None, {})
+
+
+def _saving(inputs: ReportInputs, num_global: float) -> str:
+    """Return how much less cache a number of global heads takes, in words."""
+    share = 100 * (1 - inputs.cache_share(min(1.0, num_global / inputs.table.num_heads)))
+    return f"{share:.1f} % less KV cache at {inputs.context:,} tokens"
 
 
 def _mean(table: HeadScores) -> str:
@@ -237,9 +263,14 @@ def _error(inputs: ReportInputs, evidence: Evidence, best: Result, other: Result
 
 
 def _standing(best: Result, other: Result, error: float, critical: float) -> str:
-    """Compare a layout with the best by the error of their difference; both share documents."""
+    """Compare a layout with the best by the error of their difference.
+
+    Where that is unknown, it is at most the sum of both errors, by which a layout may still be clearly behind.
+    """
     difference = other.delta - best.delta
-    if math.isnan(error) or math.isnan(difference):
+    if math.isnan(error):
+        return BEHIND if difference > critical * (best.error + other.error) else UNKNOWN
+    if math.isnan(difference):
         return UNKNOWN
     return TIED if difference <= critical * error else BEHIND
 

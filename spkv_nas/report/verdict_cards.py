@@ -1,7 +1,4 @@
-"""Show a verdict on the page: a card per criterion with its running intervals, and a sentence per candidate.
-
-``verdict_section`` shows a finished one, and ``verdict_part`` one that is still running, on a watched page.
-"""
+"""Show a verdict on the page: a card per criterion with its intervals, and a sentence per candidate."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ import pandas as pd
 from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by
 from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import Band, Chart, Line, Mark, Points, Rule, Shape, Tone, numbers
-from spkv_nas.report.formatting import capitalized, listed, number, short, signed
-from spkv_nas.report.in_progress import Part
+from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
 from spkv_nas.report.section import Row, Section
 
 _TITLES = {
@@ -44,11 +40,17 @@ Record = Mapping[str, Any]
 
 def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of ``verdict.csv``."""
+    # Name layouts with their numbers of global heads
+    heads = {candidate: each["heads"].replace(" ", "") for candidate, each in record.get("layouts", {}).items()}
+    names = {each: f"{each} ({text.count('G')} of {len(text)} heads)" for each, text in heads.items()}
+    rows = rows.assign(candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]])
+    answers = record.get("answers", {}).items()
+    record = {**record, "answers": {names.get(each, without_folder(each)): answer for each, answer in answers}}
     return Section(
         name,
         "Verdict",
-        f"Loss of each candidate against {record.get('against', 'the dense model')}, which it may replace if the loss "
-        f"is below every margin. {_INTERVALS}",
+        f"Loss of each candidate against {without_folder(record.get('against', 'the dense model'))}, which it may "
+        f"replace if the loss is below every margin. {_INTERVALS}",
         tuple(_sentences(rows, record)),
         ("Candidate", "Criterion", "Loss", "Interval", "Margin", "Samples"),
         tuple(
@@ -59,13 +61,6 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
     )
 
 
-def verdict_part(rows: pd.DataFrame, record: Record) -> Part:
-    """Describe a running verdict."""
-    sentences = list(_sentences(rows, record))
-    head = f"Verdict against {record.get('against', 'the dense model')}, so far; its command resumes it if interrupted."
-    return Part((head, *sentences), tuple(_cards("in-progress-verdict", rows, record)))
-
-
 def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
     """Yield a card per criterion: the loss of every candidate with its interval, and the margin."""
     for criterion, group in rows[rows["margin"] > 0.0].groupby("criterion", sort=False):
@@ -74,7 +69,7 @@ def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
         low, high = float(ends.min(axis=None)), float(ends.max(axis=None))
         x = round_axis(f"Loss, {unit}", min(0.0, low), max(margin, high), padded=True)
         noun = record.get("nouns", {}).get(str(criterion), "samples")
-        names = [f"{short(row['candidate'], 18)} " for _, row in group.iterrows()]
+        names = [f"{short(row['candidate'], 28)} " for _, row in group.iterrows()]
         summary = listed([f"{row['candidate']} {row['answer']}" for _, row in group.iterrows()], _MAX_NAMED)
         yield Chart(
             f"{prefix}-{criterion}",

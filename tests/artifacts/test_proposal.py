@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from helpers import make_table
 
 from spkv_nas.artifacts.layout import Layout
@@ -21,3 +22,21 @@ def test_later_stages_use_the_sink_tokens_of_the_layouts(tmp_path: Path) -> None
     assert Proposal.read(files).table(table).sinks == 4
     replace(layouts[1], sinks=1).write(files[1])
     assert Proposal.read(files).table(table) is table
+
+
+@pytest.mark.parametrize(
+    ("heads", "windows", "names"),
+    [
+        (("GL", "GG"), (8, 8), ["densest-1", "densest-2"]),
+        (("GL", "GL"), (8, 4), ["densest-window-8", "densest-window-4"]),
+        (("GL", "GL"), (8, 8), ["densest-a", "densest-b"]),
+    ],
+    ids=["heads", "window", "folder"],
+)
+def test_layouts_of_one_strategy_are_named_by_what_differs(
+    tmp_path: Path, heads: tuple[str, str], windows: tuple[int, int], names: list[str]
+) -> None:
+    files = [tmp_path / folder / "densest.yaml" for folder in ("a", "b")]
+    for file, row, window in zip(files, heads, windows, strict=True):
+        Layout((row,), window, "densest").write(file)
+    assert list(Proposal.read(files).layouts) == names

@@ -161,7 +161,7 @@ def make_results(name: str) -> Callable[[Path], Path]:
 def use_results(file: Path) -> None:
     inputs = ReportInputs(make_domain_table(), make_layouts("densest", "last"), **read_results(file.parent))
     assert conclude(inputs).lead
-    findings(inputs)
+    findings(inputs.record)
     explorer_data(inputs, conclude(inputs))
     if inputs.search is not None:
         search_charts(inputs.search, None)

@@ -245,7 +245,7 @@ def test_table(blocks: TokenBlocks) -> None:
     assert rows["nll"].tolist() == [full.mean, *sorted(score.mean for score in some)]
     change = paired_difference(scores["b"], full)
     expected = [LAYOUTS[1].hash, 4, 50.0, 75.0, scores["b"].mean, change.percent, change.standard_error]
-    assert rows.loc["b"].tolist() == expected
+    assert rows.loc["b"].tolist() == [*expected, "GL LL LG GG"]
     assert rows.loc["full-attention", ["num_global", "coverage_percent"]].tolist() == [8, 100.0]
     assert score_table(layouts, scores, full, {})["coverage_percent"].isna().all()
 

@@ -297,19 +297,13 @@ class TestProposal:
         for folder in ("a", "b"):
             layout.write(tmp_path / folder / "x.yaml")
         layout.write(tmp_path / "a" / "y.yaml")
-        assert list(Proposal.read_folder(tmp_path / "a").layouts) == ["mine", "y"]
+        assert list(Proposal.read_folder(tmp_path / "a").layouts) == ["mine-x", "mine-y"]
         files = [tmp_path / "a" / "x.yaml", tmp_path / "a" / "y.yaml", tmp_path / "b" / "x.yaml"]
-        assert list(Proposal.read(files).layouts) == ["mine", "y", "x"]
-        with pytest.raises(UserError, match="two layouts are called 'b-x': rename one of them"):
+        assert list(Proposal.read(files).layouts) == ["mine-a-x", "mine-a-y", "mine-b-x"]
+        with pytest.raises(UserError, match="two layouts are called 'mine-b-x': rename one of them"):
             Proposal.read([*files, tmp_path / "b" / "x.yaml"])
         with pytest.raises(UserError, match=r"no layouts in .*none\nrun propose first"):
             Proposal.read_folder(tmp_path / "none")
-
-    def test_layouts_of_one_name_are_distinguished_by_folder(self, tmp_path: Path) -> None:
-        files = [tmp_path / folder / "densest.yaml" for folder in ("a", "b")]
-        for file in files:
-            Layout(("GL",), 8, "densest").write(file)
-        assert list(Proposal.read(files).layouts) == ["a-densest", "b-densest"]
 
     def test_equal_scores_are_reported(self) -> None:
         assert (

@@ -14,9 +14,10 @@ from helpers import make_comparison, make_domain_table, make_positions, make_sea
 from matplotlib.text import Text
 
 from spkv_nas.artifacts.comparison import COLUMNS, read_comparison, write_comparison
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.report.axes import decades_axis, log_axis, round_axis, spread_axis
-from spkv_nas.report.budget_charts import agreement_charts, budgets_chart
+from spkv_nas.report.budget_charts import agreement_charts, coverage_budget_chart
 from spkv_nas.report.chart import Axis, Chart, Heatmap, Line, Panels, Points, Rule
 from spkv_nas.report.colours import cividis
 from spkv_nas.report.density_charts import density_chart, position_chart
@@ -144,18 +145,6 @@ AGREEMENT = pd.DataFrame(
         "spearman": [0.3, -0.2, math.nan],
     }
 )
-BUDGETS = pd.DataFrame(
-    {
-        "budget": [1, 2, 3],
-        "num_global": [1, 2, 3],
-        "coverage": [0.4, 0.7, 1.0],
-        "random": 0.5,
-        "worst_domain": 0.3,
-        "coverage_low": [0.3, 0.6, 1.0],
-        "coverage_high": [0.5, 0.8, 1.0],
-        "kv_bytes": [2.0**30, 2.0**31, 3 * 2.0**30],
-    }
-)
 CURVES = pd.DataFrame(
     {
         "variant": ["full", "full", "sp-kv", "sp-kv"],
@@ -169,7 +158,11 @@ CURVES = pd.DataFrame(
 
 @pytest.mark.parametrize(
     "chart",
-    [agreement_charts(AGREEMENT), budgets_chart(BUDGETS, 2, num_domains=2), palindrome_charts(CURVES, 2.3)],
+    [
+        agreement_charts(AGREEMENT),
+        coverage_budget_chart(make_domain_table(), {"one": Layout(("GL", "LG", "LL", "LL"), 8)}, {"one": 0.5}, None),
+        palindrome_charts(CURVES, 2.3),
+    ],
     ids=lambda chart: chart.name,
 )
 def test_pictures_have_the_same_bytes_every_time(chart: Chart | Panels, tmp_path: Path) -> None:
@@ -178,18 +171,6 @@ def test_pictures_have_the_same_bytes_every_time(chart: Chart | Panels, tmp_path
     for kind in ("png", "svg"):
         one, two = ((tmp_path / run / f"{chart.name}.{kind}").read_bytes() for run in ("one", "two"))
         assert one == two
-
-
-def test_memory_is_shown_above_the_budgets() -> None:
-    above = budgets_chart(BUDGETS, 2, num_domains=1).above
-    assert above is not None
-    assert [(round(value, 6), text) for value, text in above.ticks] == [
-        (1.0, "1"),
-        (1.5, "1.5"),
-        (2.0, "2"),
-        (2.5, "2.5"),
-        (3.0, "3"),
-    ]
 
 
 def test_a_comparison_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -246,8 +227,8 @@ def test_budget_curve_ends_at_everything() -> None:
 def test_profiles() -> None:
     table = make_domain_table(("code", "docs"), positions=make_positions())
     domains = domain_profile(table)
-    assert domains["agreement"].tolist() == pytest.approx([1.0, 1.0])
-    assert domains["num_tokens"].tolist() == [2000, 4000]
+    assert domains["domain"].tolist() == ["code", "docs"]
+    assert domains["mean"].tolist() == pytest.approx([table.mean] * 2)
     positions = position_profile(table)
     assert positions is not None
     assert positions["mean"].tolist() == pytest.approx([0.05, 0.13])

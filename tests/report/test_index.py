@@ -74,7 +74,7 @@ def test_every_card_leads_somewhere(workspace: Path) -> None:
     assert "It can be selected on the page of first." in paragraphs
     assert "No layouts have been proposed from it yet" in paragraphs
     assert (
-        "The map shows the best one, density-0-1: 3 global heads, ΔNLL +0.400 ± 0.100 % retrained in full."
+        "The map shows the one measured lowest, density-0-1: 3 global heads, ΔNLL +0.400 ± 0.100 % retrained in full."
         in paragraphs
     )
     lead = Page((workspace / "reports/first/index.html").read_text(encoding="utf-8"))

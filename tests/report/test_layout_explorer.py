@@ -83,7 +83,7 @@ def test_evidence_is_by_steps_of_retraining() -> None:
         ("retrained for 120 steps, on held-out documents not used for selection", 3),
         ("retrained for 100 steps", 3),
         ("retrained for 30 steps", 3),
-        ("not retrained", 4),
+        ("not retrained, on the text that the search selected on", 4),
     ]
     assert [result.name for result in evidence[0].results] == ["density-0-1", "densest", "random-0-1"]
 

@@ -18,10 +18,8 @@ from helpers import make_comparison, make_domain_table
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.shape import Shape
 from spkv_nas.cli import main
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
-from spkv_nas.cost.roofline import HARDWARE, Roofline
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import propose
 from spkv_nas.report import page as report_page
@@ -156,13 +154,11 @@ def _plain(text: str) -> str:
 
 @pytest.mark.slow
 def test_costs_beside_the_map_equal_those_of_the_commands(open_page: Any, workspace: Path, tmp_path: Path) -> None:
-    """Attention's time from the calibration or an H200's roofline, and the search's prediction."""
+    """Attention's time from the calibration, where there is one, and the search's prediction."""
     page = open_page("#budget=18&context=1000")
     table = HeadScores.read(workspace / "probes/stdlib-21x3")
     layout = propose(table, 18, num_random=0)["densest"]
-    bound = Roofline(HARDWARE["h200"], Shape(21, 6, 3, 32, 0)).layout_seconds(layout, 1000)
-    assert page.inner_text("#explorer-time").startswith(f"{1e9 * bound:.0f} ns of")
-    assert "at least" in page.inner_text("#explorer-time-source")
+    assert not page.is_visible("#explorer-time-row")  # nothing was timed
     assert page.inner_text("#explorer-predicted")[0] == "+"
     assert not open_page("#budget=19").is_visible("#explorer-predicted-row")  # the search scored 18 heads alone
     for part in ("probes", "layouts", "reports"):
@@ -177,7 +173,7 @@ def test_costs_beside_the_map_equal_those_of_the_commands(open_page: Any, worksp
     page = open_page("#budget=18&context=1000", timed)
     assert page.inner_text("#explorer-time").startswith(f"{1e6 * times.layout_seconds(layout, 1000):.0f} \u00b5s of")
     assert "measured on abacus, 1 thread" in page.inner_text("#explorer-time-source")
-    assert "at least" in open_page("#context=2000&budget=18", timed).inner_text("#explorer-time-source")
+    assert not open_page("#context=2000&budget=18", timed).is_visible("#explorer-time-row")  # beyond the timings
 
 
 def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:

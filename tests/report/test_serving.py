@@ -22,7 +22,7 @@ from spkv_nas.cost.engines.vllm import VLLM
 from spkv_nas.proposal.propose import densest_layout
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data
-from spkv_nas.report.serving import EngineMemory, budgets_in_engine, layout_in_engine, serving_sections
+from spkv_nas.report.serving import EngineMemory, budgets_in_engine, layout_in_engine, serving_section
 from spkv_nas.report.verdict import conclude
 
 TABLE = make_table(np.random.default_rng(0).random((21, 3)))
@@ -55,9 +55,7 @@ def test_bytes_of_a_budget_are_those_of_the_engine() -> None:
 def test_without_memory_only_a_request_is_counted() -> None:
     memory = served(memory=None)
     assert budgets_in_engine(memory, TABLE)["texts"][63].endswith("a request")
-    shown, budgets = serving_sections(memory, TABLE, {})
-    assert shown.header == ("Layout", "Global heads", "Served as", "One request")
-    assert budgets.header == ("Global heads", "One request", "Instead of")
+    assert serving_section(memory, TABLE, {}).header == ("Layout", "Global heads", "Served as", "One request")
 
 
 def test_an_engine_of_whole_layers() -> None:
@@ -68,7 +66,7 @@ def test_an_engine_of_whole_layers() -> None:
     layers, heads = Layout(("GGG",) * 9 + ("LLL",) * 12, 128), Layout(("GLL",) * 21, 128)
     assert layout_in_engine(memory, layers).endswith("; as whole layers")
     assert layout_in_engine(memory, heads) == "llama.cpp runs whole layers only"
-    rows = {row.head: row.cells for row in serving_sections(memory, TABLE, {"a": layers, "b": heads})[0].groups[0]}
+    rows = {row.head: row.cells for row in serving_section(memory, TABLE, {"a": layers, "b": heads}).groups[0]}
     assert rows["b"] == ("21", "not run: whole layers only", "-", "-", "-")
     assert rows["a"][:2] == ("27", "whole layers")
 
@@ -93,16 +91,6 @@ def test_layouts_are_served_in_the_form_that_takes_least() -> None:
     assert planned is not None
     assert layout_in_engine(served(), regular).endswith(f"; as {planned.form}")
     assert planned.plan.request_bytes <= VLLM.plan(served().cost.cache(63), 21).request_bytes
-
-
-def test_budgets_worth_choosing_name_those_that_they_replace() -> None:
-    _, budgets = serving_sections(served(), TABLE, {})
-    rows = {row.head: row.cells for row in budgets.folded[0]}
-    content = budgets_in_engine(served(), TABLE)["bytes"]
-    assert rows["32"][-1] == "26\u201331"
-    for number in range(1, 64):
-        is_undercut = any(size <= content[number] for size in content[number + 1 :])
-        assert (str(number) in rows) != is_undercut
 
 
 def explorer(inputs: ReportInputs) -> Mapping[str, Any]:

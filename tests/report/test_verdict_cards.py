@@ -16,7 +16,7 @@ from spkv_nas.report.chart import Line, Points, Rule
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.report.section import Section
-from spkv_nas.report.verdict_cards import verdict_part
+from spkv_nas.report.verdict_cards import verdict_section
 
 ROWS = (
     ("mine", "nll", "passes", 1.0, "%", 0.123, -0.4, 0.9, 64, None, 0.01, 1.0),
@@ -65,7 +65,7 @@ def test_a_card_per_criterion(section: Section) -> None:
 def test_one_wide_interval_does_not_hide_the_margin() -> None:
     wide = rows()
     wide.loc[0, ["low", "high"]] = -900.0, 5000.0
-    (chart, _) = verdict_part(wide.drop(2), RECORD).charts
+    (chart, _) = verdict_section("verdict", wide.drop(2), RECORD).charts
     assert chart.x.high - chart.x.low < 10.0
 
 
@@ -82,14 +82,14 @@ def test_the_sentences(section: Section) -> None:
 
 
 def test_a_text_without_more_samples_is_said() -> None:
-    sentences = verdict_part(rows(), RECORD | {"num_samples": {"ruler": 16}}).sentences
+    sentences = verdict_section("verdict", rows(), RECORD | {"num_samples": {"ruler": 16}}).findings
     assert sentences[0] == "mine is open: ruler after 16 questions, all that there are; about 120 more would tell."
 
 
-def test_a_running_verdict_without_samples() -> None:
-    part = verdict_part(rows().iloc[:0], RECORD | {"answers": {"mine": "open"}})
-    assert "mine is open: its samples are not measured yet." in part.sentences
-    assert not part.charts
+def test_a_verdict_without_samples() -> None:
+    empty = verdict_section("verdict", rows().iloc[:0], RECORD | {"answers": {"mine": "open"}})
+    assert "mine is open: its samples are not measured yet." in empty.findings
+    assert not empty.charts
 
 
 def test_the_page_escapes_names(section: Section, tmp_path: Path) -> None:

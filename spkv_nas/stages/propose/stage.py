@@ -15,6 +15,7 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.answer import Answer, propose_for, uneven_budgets, write_proposal
 from spkv_nas.proposal.budget_curve import BudgetCurve, curve_for, write_budgets
+from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import (
     MATCH_BUDGET,
     default_window,
@@ -27,7 +28,7 @@ from spkv_nas.proposal.propose import (
 )
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, write_solutions
-from spkv_nas.proposal.stability import caution
+from spkv_nas.proposal.stability import Certainty, bootstrap, caution
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import Suggestion, command_line
 from spkv_nas.stages.next_steps import after_propose
@@ -230,7 +231,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
 
     Layouts, curve and figure are written to ``layouts/<name>/budgets/``.
     """
-    from spkv_nas.report.budget_charts import budgets_chart
+    from spkv_nas.report.budget_charts import coverage_budget_chart
     from spkv_nas.report.figures import save_figure
 
     table = with_sinks(chosen_table(options, reporter), options.sinks)
@@ -250,5 +251,9 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     folder = options.folders.layout_dir(table.name)
     write_budgets(folder, curve, reporter)
     _keep_selection(folder, [table])
-    figure = save_figure(folder, budgets_chart(curve.rows, curve.knee.budget, num_domains=len(table.domains)))
+    covered = {name: coverage(curve.table, layout) for name, layout in curve.layouts.items()}
+    resampled = bootstrap(curve.table)
+    certainty = None if resampled is None else Certainty.of(resampled, curve.layouts, curve.knee.budget)
+    chart = coverage_budget_chart(curve.table, curve.layouts, covered, certainty)
+    figure = None if chart is None else save_figure(folder, replace(chart, name="budgets"))
     return BudgetsResult(curve, caution(curve.table), folder, figure)

@@ -14,16 +14,18 @@ import numpy as np
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.artifacts.search_table import BASELINE, FIDELITIES, Fidelity, read_search
+from spkv_nas.artifacts.search_table import BASELINE, FIDELITIES, Fidelity, SearchRecord, read_search
+from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.guidance import best_layouts
 from spkv_nas.report.density_charts import thumbnail
+from spkv_nas.report.evidence import MIN_DOCUMENTS
 from spkv_nas.report.formatting import change
 from spkv_nas.report.index import Card, write_index
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import conclude
 from spkv_nas.stages.lookup import find_proposal, find_table
-from spkv_nas.stages.report.results import SEARCH, read_results
+from spkv_nas.stages.report.results import SEARCH, read_inputs
 from spkv_nas.stages.table_trust import neighbours
 
 _AFTER: dict[Fidelity, str] = {
@@ -53,17 +55,17 @@ def write_workspace_index(workspace: Workspace, *, written: datetime | None = No
 
 def _probe(workspace: Workspace, name: str, number: int) -> Card:
     """Make the card of a probe: its head scores, its results in a sentence, and links to its page."""
-    table, results = find_table(workspace, name), read_results(workspace.report_dir(name))
+    table = find_table(workspace, name)
     has_page = _has_layouts(workspace, name)
     proposal = find_proposal(workspace, name) if has_page else Proposal({})
     # Describe the table and the results
-    inputs = ReportInputs(proposal.table(table), proposal.layouts, **results)
+    inputs = read_inputs(workspace, table, proposal)
     measure = inputs.table.measure
     sentences = [
         f"{table.num_layers} layers of {table.num_kv_heads} KV heads; the mean {measure.noun} is "
         f"{measure.scale.factor * inputs.table.mean:.1f} {measure.shown}."
     ]
-    if inputs.comparison is not None or inputs.search is not None:
+    if inputs.layouts:
         sentences.append("".join(conclude(inputs).lead))
     # Link to the page
     links: tuple[tuple[str, str], ...] = ()
@@ -106,9 +108,13 @@ def _search(workspace: Workspace, name: str, number: int) -> Card:
     mask = np.array([[letter == "G" for letter in layer] for layer in best["heads"].split()], float)
     fidelity = next(candidate for candidate in reversed(FIDELITIES) if not np.isnan(best[f"{candidate}_delta_percent"]))
     delta = change(best[f"{fidelity}_delta_percent"], best[f"{fidelity}_standard_error"])
+    record = read_unchecked(folder / "search.yaml", "search", SearchRecord)
+    number_of = record.get("num_documents") if fidelity == "full" else (record.get("documents") or {}).get("chosen_on")
+    documents = "" if number_of is None else f", on {number_of} documents"
+    documents += ", too few to rank layouts" if number_of is not None and number_of < MIN_DOCUMENTS else ""
     sentences = (
-        f"A search of {int((rows['sampler'] != BASELINE).sum())} layouts. The map shows the best one, {best['name']}: "
-        f"{best['num_global']} global heads, ΔNLL {delta} %{_AFTER[fidelity]}.",
+        f"A search of {int((rows['sampler'] != BASELINE).sum())} layouts. The map shows the one measured lowest, "
+        f"{best['name']}: {best['num_global']} global heads, ΔNLL {delta} %{_AFTER[fidelity]}{documents}.",
     )
     files = (("search.csv", SEARCH), ("figure", "search-progress.png"))
     links = tuple((words, f"{quote(name)}/{file}") for words, file in files if (folder / file).is_file())

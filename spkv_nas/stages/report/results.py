@@ -1,29 +1,66 @@
-"""Read a probe's results from a workspace, for the report's pages and their index."""
+"""Read the results that concern a probe from a workspace, for the report's pages and their index.
+
+Results of layouts are found by content, under any name: a score or a verdict of the page's model is on its page if it
+has a layout of the page.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts.comparison import ComparisonRecord, read_comparison
-from spkv_nas.artifacts.result_tables import ALARM, AlarmRecord
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.artifacts.result_tables import ALARM, SCORES, VERDICT, AlarmRecord, ResultTable
 from spkv_nas.artifacts.search_table import SearchRecord, read_search
 from spkv_nas.base.files import is_file
 from spkv_nas.base.records import read_record
 from spkv_nas.base.schema import Recorded
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.comparison_documents import FILE, pair_error, read_documents
 from spkv_nas.proposal.agreement import read_agreement
-from spkv_nas.report.benchmark_sections import read_benchmarks
+from spkv_nas.report.benchmark_sections import file_section, read_benchmarks
+from spkv_nas.report.inputs import ReportInputs, ResultFile
+from spkv_nas.stages.record import absolute, model_identity
 
 SEARCH = "search.csv"
 
 
-def read_results(folder: Path) -> dict[str, Any]:
-    """Read the results in a folder, by their names in ``report.inputs``.
+def read_inputs(workspace: Workspace, table: HeadScores, proposal: Proposal, **others: Any) -> ReportInputs:
+    """Return what the page of a probe is made from.
+
+    Args:
+        workspace: workspace with the results.
+        table: the page's head scores.
+        proposal: its layouts.
+        others: further fields of ``ReportInputs``.
 
     Raises:
         UserError: a file cannot be read; the error names it.
     """
+    folder = workspace.report_dir(table.name)
+    results = read_results(folder)
+    scores = [file for file in _found(workspace, table, SCORES) if file.rows["heads"].any()]
+    # Verdicts of layouts that the page has: proposed, scored or searched
+    known = {layout.hash for layout in proposal.layouts.values()}
+    for rows in (*(file.rows for file in scores), *([results["search"]] if "search" in results else [])):
+        known |= set(rows["hash"])
+    verdicts = [file for file in _found(workspace, table, VERDICT) if file.name == table.name or known & _hashes(file)]
+    elsewhere = [
+        (kind, file)
+        for kind, files in ((VERDICT, verdicts), (SCORES, scores))
+        for file in files
+        if file.path != folder / f"{kind.name}.csv"
+    ]
+    results["benchmarks"] += tuple(file_section(kind, file, number) for number, (kind, file) in enumerate(elsewhere, 1))
+    return ReportInputs(proposal.table(table), proposal.layouts, scores=scores, verdicts=verdicts, **results, **others)
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Read the results in a folder, by their names in ``report.inputs``."""
     tables = {
         "comparison": (folder / "comparison.csv", read_comparison),
         "agreement": (folder / "agreement.csv", read_agreement),
@@ -40,3 +77,21 @@ def read_results(folder: Path) -> dict[str, Any]:
     files = (folder / f"{name}.yaml" for name in ("comparison", "search", "zero-shot", "verdict"))
     alarms = [read_record(file, "results", AlarmRecord).get(ALARM) for file in files if file.is_file()]
     return {**results, "benchmarks": read_benchmarks(folder), "alarms": [each for each in alarms if each is not None]}
+
+
+def _found(workspace: Workspace, table: HeadScores, kind: ResultTable) -> Iterator[ResultFile]:
+    """Yield the tables of a kind that were measured on the model of a probe, or have its name, in order of names."""
+    model = model_identity(table.metadata)
+    for file in sorted(workspace.reports.glob(f"*/{kind.name}*.csv")):
+        rows, record = replace(kind, name=file.stem).read(file.parent) or (None, {})
+        measured = record.get("against" if kind is VERDICT else "model")
+        is_same = model is not None and isinstance(measured, str) and absolute(measured) == absolute(model)
+        if rows is not None and (is_same or file.parent.name == table.name):
+            yield ResultFile(file, rows, record)
+
+
+def _hashes(file: ResultFile) -> set[str]:
+    """Return the hashes of the layouts of a verdict."""
+    recorded = file.record.get("layouts", {})
+    layouts = (file.layout(name, each["heads"]) for name, each in recorded.items())
+    return {layout.hash for layout in layouts if layout is not None}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,10 +15,11 @@ from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import whole_scores
+from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
-from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.report.paper import write_paper_figures
 from spkv_nas.search.prediction import Prediction
@@ -25,25 +28,22 @@ from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.propose.options import ProposeOptions
-from spkv_nas.stages.report.in_progress import in_progress_section
+from spkv_nas.stages.record import model_identity
 from spkv_nas.stages.report.index import pages, write_workspace_index
 from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.page_steps import page_steps
-from spkv_nas.stages.report.results import read_results
+from spkv_nas.stages.report.results import read_inputs
 from spkv_nas.stages.report.serving import engine_memory
 from spkv_nas.stages.table_trust import neighbours, trust
 
 
-def report(
-    options: ReportOptions, reporter: Reporter = SILENT, *, written: datetime | None = None, pictures: bool = True
-) -> Path:
+def report(options: ReportOptions, reporter: Reporter = SILENT, *, written: datetime | None = None) -> Path:
     """Write the pages of a workspace, and an index if there are several probes.
 
     Args:
         options: with ``probe``, only that probe's page and the index are written.
         reporter: receives messages and progress.
-        written: time to show on a report that ``stages.watch`` rewrites; its pages also show unfinished work.
-        pictures: whether to draw figures beside the pages.
+        written: time to show on a report that ``stages.watch`` rewrites.
 
     Returns:
         Path of the index if there is one and no probe was named, else of the page.
@@ -57,7 +57,7 @@ def report(
     tables = [] if options.probe is not None else [find_table(workspace, name) for name in pages(workspace)]
     tables = tables or [chosen_table(options, reporter)]
     # Write their pages and the index
-    page_files = [_page(options, table, reporter, written, pictures=pictures) for table in tables]
+    page_files = [_page(options, table, reporter, written) for table in tables]
     index = write_workspace_index(workspace, written=written)
     return page_files[0] if index is None or options.probe is not None else index
 
@@ -68,9 +68,7 @@ def page_names(options: ReportOptions) -> list[str]:
     return pages(workspace) if options.probe is None else [find_table(workspace, options.probe).name]
 
 
-def _page(
-    options: ReportOptions, table: HeadScores, reporter: Reporter, written: datetime | None, *, pictures: bool
-) -> Path:
+def _page(options: ReportOptions, table: HeadScores, reporter: Reporter, written: datetime | None) -> Path:
     """Write the page of a probe and return its path."""
     workspace = options.folders
     proposal = find_proposal(workspace, table.name)
@@ -79,38 +77,52 @@ def _page(
         reporter.caution(missed_price)
     # Read probes and results
     folder = workspace.report_dir(table.name)
+    table = _with_positions(table)
     table_at_tau, probes = proposal.table(table), [table, *neighbours(workspace, table)]
-    results = read_results(folder)
-    if options.figures is not None and pictures:
-        paper_folder = _write_paper(folder, table_at_tau, proposal.layouts, results.get("comparison"))
+    commands = {
+        probe.name: in_folder(command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root)
+        for probe in probes
+    }
+    inputs = read_inputs(
+        workspace,
+        table,
+        proposal,
+        trust=_trust(options, table_at_tau, proposal.layouts),
+        commands=commands,
+        probes=probes,
+        engine_memory=engine_memory(options, table_at_tau, probes),
+        calibration=_calibration(folder, table, reporter),
+    )
+    if inputs.search is not None:
+        inputs = replace(inputs, predict=_prediction(inputs.search, probes))
+    if options.figures is not None:
+        paper_folder = _write_paper(folder, table_at_tau, proposal.layouts, inputs.comparison)
         reporter.announce(f"paper figures: {paper_folder}")
-    search_rows = results.get("search")
     # Write the page
     with reporter.bar("drawing") as progress:
         return write_report(
             folder,
-            ReportInputs(
-                table_at_tau,
-                proposal.layouts,
-                trust=_trust(options, table_at_tau, proposal.layouts),
-                commands={
-                    probe.name: in_folder(
-                        command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root
-                    )
-                    for probe in probes
-                },
-                probes=probes,
-                engine_memory=engine_memory(options, table_at_tau, probes),
-                calibration=_calibration(folder, table, reporter),
-                predict=None if search_rows is None else _prediction(search_rows, probes),
-                in_progress=None if written is None else in_progress_section(workspace, table.name, reporter),
-                **results,
-            ),
+            inputs,
             advise=page_steps(workspace, table),
-            pictures=pictures,
             progress=progress,
             written=written,
         )
+
+
+def _with_positions(table: HeadScores) -> HeadScores:
+    """Add the model's context to a table of an earlier version that does not record it, if its config is here."""
+    model = model_identity(table.metadata)
+    if (
+        model is None
+        or "positions" in table.metadata
+        or not (model.startswith(EMBEDDED_PREFIX) or Path(model).is_dir())
+    ):
+        return table
+    from spkv_nas.model.checkpoint import read_size
+
+    with suppress(UserError):
+        return replace(table, metadata={**table.metadata, "positions": read_size(model).positions})
+    return table
 
 
 def _write_paper(

@@ -1,8 +1,7 @@
 """Watch: rewrite the report whenever its files change, while other commands work on the workspace.
 
 Results are compared by size and modification time, every few seconds; unfinished or missing results are waited for.
-The progress of running verdicts and trainings (``stages.in_progress``) is read at every scan; if nothing else changed,
-no picture is redrawn. Scanning takes at most a tenth of a core, to leave the rest to the commands at work.
+Scanning takes at most a tenth of a core, to leave the rest to the commands at work.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from typing import NoReturn
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.report.section import Section
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.report.in_progress import in_progress_section
 from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.results import SEARCH
 from spkv_nas.stages.report.stage import page_names, report
@@ -46,7 +43,6 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
     options.folders.check_writable()
     last_state: Seen | None = None
     names: list[str] = []
-    shown_progress: dict[str, Section | None] = {}
     last_message = ""
     while True:
         # Scan the files
@@ -55,11 +51,9 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
         changed = _select(scanned, names, options) != last_state
         # Rewrite what changed
         try:
-            current_progress = _in_progress_sections(options, names, reporter)
-            if changed or current_progress != shown_progress:
-                page = report(options, reporter, written=datetime.now(timezone.utc), pictures=changed)
+            if changed:
+                page = report(options, reporter, written=datetime.now(timezone.utc))
                 names, last_message = page_names(options), ""
-                shown_progress = _in_progress_sections(options, names, reporter) if changed else current_progress
                 reporter.announce(f"written: {page}")
         except (UserError, OSError) as error:
             if last_message != (last_message := f"waiting: {first_line(error)}"):
@@ -68,11 +62,6 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
         if changed:
             last_state = _select(scanned, names, options)
         wait(EVERY if changed else min(SELDOM, max(EVERY, _SHARE * (time.process_time() - began))))
-
-
-def _in_progress_sections(options: ReportOptions, names: list[str], reporter: Reporter) -> dict[str, Section | None]:
-    """Return the section on unfinished work of every page."""
-    return {name: in_progress_section(options.folders, name, reporter) for name in names}
 
 
 def _scan(options: ReportOptions) -> Seen:

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.artifacts.defaults import SCORE_TOKENS
-from spkv_nas.artifacts.result_tables import ZERO_SHOT
+from spkv_nas.artifacts.result_tables import SCORES
 from spkv_nas.artifacts.selection import write_selection
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Reporter
@@ -89,14 +89,14 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
 
 def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], measured: Measured, reporter: Reporter) -> None:
     """Write the table, with the layouts that were scored earlier on the same text, and the documents of the text."""
-    earlier = ZERO_SHOT.read(folder)
+    earlier = SCORES.read(folder)
     if earlier is not None and earlier[1].get("inputs") == origin["inputs"]:
         others = earlier[0][~earlier[0]["hash"].isin(rows["hash"])]
         taken = others["strategy"].isin(rows["strategy"])
         others.loc[taken, "strategy"] += "-" + others["num_global"].astype(str) + "-heads-" + others["hash"]
         rows = pd.concat([rows.head(1), pd.concat([rows[1:], others]).sort_values("nll")])
     write_selection(folder, measured.blocks.text_ids)
-    ZERO_SHOT.write(folder, rows, origin, reporter)
+    SCORES.write(folder, rows, origin, reporter)
 
 
 def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> None:

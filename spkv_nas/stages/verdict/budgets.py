@@ -33,7 +33,6 @@ from spkv_nas.stages.requirements import read_requirements
 from spkv_nas.stages.verdict.contenders import Contender
 from spkv_nas.stages.verdict.margins import parse_risk
 from spkv_nas.stages.verdict.options import VerdictOptions
-from spkv_nas.stages.verdict.running import PROGRESS, RunningTable
 from spkv_nas.stages.verdict.stage import Pairs, Trial, describe, measure, origin, prepare
 
 
@@ -137,7 +136,6 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
     # Prepare the samples, without the documents that the heads were scored on
     candidates = [Contender(layout.strategy, options.model, layout, layout) for layout in layouts]
     trial = prepare(options, Contender("dense", options.model), candidates, reporter)
-    RunningTable(trial.store.folder / PROGRESS.name).remove()  # of an interrupted verdict
     measured: dict[int, Pairs] = {}  # by position
     with reporter.bar("judging") as bar:
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.proposal import layout_names
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.device import measuring_device
 from spkv_nas.base.files import write_npz
@@ -64,21 +65,21 @@ class Contender:
 
 
 def contenders(options: VerdictOptions, reporter: Reporter) -> tuple[Contender, list[Contender]]:
-    """Return the dense model and the candidates, under different names, each once."""
-    candidates: list[Contender] = []
+    """Return the dense model and the candidates, under different names (``layout_names``), each once."""
+    candidates: dict[tuple[str, str], tuple[str, Contender]] = {}
     for text in options.candidates or ():
         layout = Layout.read(text) if is_layout(text) else None
-        name = model_name(text) if layout is None else layout.strategy
-        if any(other.name == name for other in candidates):
-            name = text
         source, chosen = (text, _layout_of(text)) if layout is None else (options.model, layout)
-        candidate = Contender(name, source, layout, chosen)
-        same = next((other for other in candidates if other.content == candidate.content), None)
-        if same is None:
-            candidates.append(candidate)
-        else:
-            reporter.announce(f"{text} is the same as {same.name}: judged once")
-    return Contender(DENSE_NAME, options.model), candidates
+        candidate = Contender(model_name(text) if layout is None else layout.strategy, source, layout, chosen)
+        first, _ = candidates.setdefault(candidate.content, (text, candidate))
+        if first != text:
+            reporter.announce(f"{text} is the same as {first}: judged once")
+    names = iter(layout_names([(Path(text), each.layout) for text, each in candidates.values() if each.layout]))
+    named: list[Contender] = []
+    for text, candidate in candidates.values():
+        name = next(names) if candidate.layout else candidate.name
+        named.append(replace(candidate, name=text if any(other.name == name for other in named) else name))
+    return Contender(DENSE_NAME, options.model), named
 
 
 def _layout_of(source: str) -> Layout | None:

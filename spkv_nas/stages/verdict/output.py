@@ -20,6 +20,7 @@ def show(result: VerdictResult) -> None:
     show_alarm(result.alarm)
     grid = Table(
         "candidate",
+        "global heads",
         "criterion",
         "loss",
         "interval",
@@ -32,6 +33,7 @@ def show(result: VerdictResult) -> None:
         samples = f"{row.num_samples} {result.nouns[row.criterion]}"
         cells = (
             row.candidate,
+            f"{layout.num_global} of {layout.num_heads}" if (layout := result.layouts.get(row.candidate)) else "-",
             row.criterion,
             format_loss(row.loss),
             format_interval(row.low, row.high),

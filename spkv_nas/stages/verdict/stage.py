@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM, VERDICT
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
@@ -38,7 +39,6 @@ from spkv_nas.stages.verdict.contenders import Contender, ScoreStore, contenders
 from spkv_nas.stages.verdict.criterion import Criterion, Setting
 from spkv_nas.stages.verdict.margins import parse_margins, parse_risk
 from spkv_nas.stages.verdict.options import VerdictOptions
-from spkv_nas.stages.verdict.running import PROGRESS, RunningTable
 
 # Text to judge on by default: one block per document, within limits
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
@@ -63,6 +63,7 @@ class VerdictResult:
         unrecorded: layouts whose selection documents are not known, or not all of them.
         folder: folder of the table.
         alarm: sentence if the numbers make no sense (``evaluation.alarms``).
+        layouts: layouts of the candidates that have one, by name.
     """
 
     name: str
@@ -77,6 +78,7 @@ class VerdictResult:
     unrecorded: Sequence[str]
     folder: Path
     alarm: str | None = None
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
     def answer(self) -> Answer:
@@ -92,24 +94,38 @@ class Trial:
     Attributes:
         name: name of the results.
         dense: the dense model.
-        candidates: hash of each candidate's layout, or its checkpoint, by name.
         margins: criteria with their margins.
         samples: samples of each criterion.
         store: scores that were measured.
         selected: documents that the candidates were selected on, which ``samples`` do not have.
         num_left_out: number of these documents in the text; None: no criterion reads text.
         circumstances: of measurements on the text; None without one.
+        candidates: candidates, in order.
     """
 
     name: str
     dense: Contender
-    candidates: Mapping[str, str]
     margins: Sequence[tuple[Criterion, float]]
     samples: Mapping[str, Rounds]
     store: ScoreStore
     selected: Selected
     num_left_out: int | None
     circumstances: Circumstances | None = None
+    candidates: Sequence[Contender] = ()
+
+    @property
+    def layouts(self) -> dict[str, dict[str, Any]]:
+        """Return the layout of each candidate that has one, by name, as a ``JudgedLayout``."""
+        chosen = {each: each.chosen for each in self.candidates if each.chosen is not None}
+        return {
+            each.name: {
+                "heads": " ".join(layout.heads),
+                "window": layout.window,
+                "sinks": layout.sinks,
+                "trained": each.layout is None,
+            }
+            for each, layout in chosen.items()
+        }
 
     @property
     def num_samples(self) -> dict[str, int]:
@@ -131,7 +147,7 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     for candidate in candidates:
         check_pair(candidate.source, options.model)
     trial = prepare(options, dense, candidates, reporter)
-    folder, running = options.folders.report_dir(trial.name), RunningTable(trial.store.folder / PROGRESS.name)
+    folder = options.folders.report_dir(trial.name)
     pairs: dict[str, Pairs] = {candidate.name: {} for candidate in candidates}
 
     def judge() -> tuple[pd.DataFrame, dict[str, Answer]]:
@@ -152,27 +168,21 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     with reporter.bar("judging") as bar:
         for index, candidate in enumerate(candidates):
             levels = Levels.of(risk, answers, num_candidates=len(candidates), num_criteria=len(margins))
-
-            def show_progress(measured: Pairs, name: str = candidate.name) -> None:
-                """Show on a watched page how far a candidate is."""
-                pairs[name] = measured
-                if running.is_due():
-                    rows, so_far = judge()
-                    running.write(rows, origin(options, trial, so_far))
-
             progress = part_of(bar, index, len(candidates), candidate.name)
-            pairs[candidate.name], answer = measure(candidate, trial, levels, progress, show_progress)
+            pairs[candidate.name], answer = measure(candidate, trial, levels, progress)
             answers.append(answer)
     # Decide over all candidates
     rows, decided = judge()
     alarm = _alarm(trial, candidates, pairs)
     record = {**origin(options, trial, decided), **({} if alarm is None else {ALARM: alarm})}
     VERDICT.write(folder, rows, record, reporter)
-    running.remove()
     nouns = {criterion.name: criterion.noun for criterion, _ in margins}
-    left_out = (trial.num_left_out, trial.selected.by, trial.selected.unknown)
+    evidence = (trial.num_left_out, trial.selected.by, trial.selected.unknown)
+    layouts = {each.name: each.chosen for each in candidates if each.chosen is not None}
     counts = trial.num_samples
-    return VerdictResult(trial.name, options.model, risk, decided, rows, nouns, counts, *left_out, folder, alarm)
+    return VerdictResult(
+        trial.name, options.model, risk, decided, rows, nouns, counts, *evidence, folder, alarm, layouts
+    )
 
 
 def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Contender], reporter: Reporter) -> Trial:
@@ -198,8 +208,7 @@ def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Cont
     samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
     store = ScoreStore(options, options.folders.run_dir(subject.family) / "verdict", loaded, reporter)
     name = options.name or _probe_of(candidates) or subject.name
-    contents = {each.name: each.source if each.chosen is None else each.chosen.hash for each in candidates}
-    return Trial(name, dense, contents, margins, samples, store, selected, num_left_out, circumstances)
+    return Trial(name, dense, margins, samples, store, selected, num_left_out, circumstances, candidates)
 
 
 def _probe_of(candidates: Sequence[Contender]) -> str | None:
@@ -234,17 +243,8 @@ def _text(
     return blocks.spread(max(1, max_tokens // blocks.block_size)), selected, num_left_out, separator
 
 
-def measure(
-    candidate: Contender,
-    trial: Trial,
-    levels: Levels,
-    progress: Bar,
-    on_round: Callable[[Pairs], None] | None = None,
-) -> tuple[Pairs, Answer]:
-    """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples.
-
-    ``on_round`` is called after every round with what is measured so far.
-    """
+def measure(candidate: Contender, trial: Trial, levels: Levels, progress: Bar) -> tuple[Pairs, Answer]:
+    """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples."""
     pairs: Pairs = {}
     answers: list[Answer] = []
     for index, (criterion, margin) in enumerate(trial.margins):
@@ -258,8 +258,6 @@ def measure(
             answer = levels.answer(criterion.test.evidence(measured, margin))
             loss = f"loss {criterion.test.loss(measured):+.3g} {criterion.test.unit}" if len(measured) else ""
             show(number, rounds.num_rounds, loss)
-            if on_round is not None:
-                on_round(pairs)
             if answer != "open":
                 break
         answers.append(answer)
@@ -343,7 +341,7 @@ def origin(options: VerdictOptions, trial: Trial, decided: Mapping[str, Answer])
     """Return the record of the verdict: answers, risk, samples, and what was left out."""
     return {
         "answers": dict(decided),
-        "candidates": dict(trial.candidates),
+        "candidates": {each.name: each.source for each in trial.candidates},
         "risk": parse_risk(options.risk),
         "margin": options.margin,
         **{
@@ -356,5 +354,6 @@ def origin(options: VerdictOptions, trial: Trial, decided: Mapping[str, Answer])
         "num_samples": trial.num_samples,
         "left_out": {"documents": trial.num_left_out, "selected_by": list(trial.selected.by)},
         "unrecorded": list(trial.selected.unknown),
+        "layouts": trial.layouts,
         "environment": environment(),
     }
