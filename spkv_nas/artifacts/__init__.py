@@ -1,1 +1,0 @@
-"""Files that the pipeline stages exchange: layouts, head scores, comparisons, gate configurations. Needs no torch."""

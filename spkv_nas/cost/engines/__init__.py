@@ -1,1 +1,0 @@
-"""KV-cache memory as the allocators of serving engines plan it, one engine a file."""

@@ -1,1 +1,0 @@
-"""Text sources, tokenizers, and the token blocks that training and probing read."""

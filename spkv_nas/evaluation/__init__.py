@@ -1,1 +1,0 @@
-"""Evaluation of models and layouts: held-out NLL, paired comparison by document, ranking, and downstream tasks."""

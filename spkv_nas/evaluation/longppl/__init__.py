@@ -1,1 +1,0 @@
-"""LongPPL: perplexity of the tokens that only a long context makes likely."""

@@ -1,1 +1,0 @@
-"""Samplers of layouts, one a file; ``search.registry`` lists them."""

@@ -1,1 +1,0 @@
-"""Measure what attention costs on this machine: command ``calibrate``."""

@@ -1,1 +1,0 @@
-"""Compare how probes rank the heads: command ``compare``."""

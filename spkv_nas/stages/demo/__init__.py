@@ -1,1 +1,0 @@
-"""Run the whole workflow on the embedded reference: command ``demo``."""

@@ -1,1 +1,0 @@
-"""Evaluate a checkpoint: the subcommands of ``evaluate``, one folder each."""

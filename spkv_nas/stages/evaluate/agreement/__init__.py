@@ -1,1 +1,0 @@
-"""Measure the agreement of a checkpoint's tokens with a dense model's: command ``evaluate agreement``."""

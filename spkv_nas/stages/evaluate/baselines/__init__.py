@@ -1,1 +1,0 @@
-"""Compare with training-free cache pruning: command ``evaluate baselines``."""

@@ -1,1 +1,0 @@
-"""Measure LongPPL: command ``evaluate longppl``."""

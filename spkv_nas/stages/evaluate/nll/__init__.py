@@ -1,1 +1,0 @@
-"""Measure held-out NLL: command ``evaluate nll``."""

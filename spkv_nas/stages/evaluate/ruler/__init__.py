@@ -1,1 +1,0 @@
-"""Score RULER's tasks: command ``evaluate ruler``."""

@@ -1,1 +1,0 @@
-"""Measure NLL against density at many thresholds: command ``evaluate sweep``."""

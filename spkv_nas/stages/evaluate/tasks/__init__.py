@@ -1,1 +1,0 @@
-"""Run downstream tasks: command ``evaluate tasks``."""

@@ -1,1 +1,0 @@
-"""Export a checkpoint as a Hugging Face folder: command ``export``."""

@@ -1,1 +1,0 @@
-"""Continue a prompt with a checkpoint: command ``generate``."""

@@ -1,1 +1,0 @@
-"""Write a first recipe for a model and a text: command ``init``."""

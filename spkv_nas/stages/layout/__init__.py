@@ -1,1 +1,0 @@
-"""Show, compare and convert layout files: commands ``layout show``, ``diff`` and ``convert``."""

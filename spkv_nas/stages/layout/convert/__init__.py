@@ -1,1 +1,0 @@
-"""Convert a layout to another format: command ``layout convert``."""

@@ -1,1 +1,0 @@
-"""Print layouts as grids: command ``layout show``."""

@@ -1,1 +1,0 @@
-"""Estimate what stages and attention cost: commands ``plan`` and ``plan attention``."""

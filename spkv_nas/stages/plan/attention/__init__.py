@@ -1,1 +1,0 @@
-"""Compute what attention costs: command ``plan attention``."""

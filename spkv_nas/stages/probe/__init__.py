@@ -1,1 +1,0 @@
-"""Measure a score of every KV head: command ``probe``."""

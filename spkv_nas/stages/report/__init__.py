@@ -1,1 +1,0 @@
-"""Write the page and the figures: command ``report``."""

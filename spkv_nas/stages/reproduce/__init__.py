@@ -1,1 +1,0 @@
-"""Reproduce the paper's experiments: command group ``reproduce``."""

@@ -1,1 +1,0 @@
-"""Train the paper's ablations: command ``reproduce ablate``."""

@@ -1,1 +1,0 @@
-"""Draw the FLOPs of the paper's model ladder: command ``reproduce ladder``."""

@@ -1,1 +1,0 @@
-"""Train the paper's toy task: command ``reproduce palindrome``."""

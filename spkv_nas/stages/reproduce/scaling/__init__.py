@@ -1,1 +1,0 @@
-"""Fit the paper's scaling law: command ``reproduce scaling``."""

@@ -1,1 +1,0 @@
-"""Print the JSON Schema of a kind of file: command ``schema``."""

@@ -1,1 +1,0 @@
-"""Score layouts on a checkpoint without training: command ``score``."""

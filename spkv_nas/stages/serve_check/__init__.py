@@ -1,1 +1,0 @@
-"""Check that an inference engine computes what an exported model does: command ``serve-check``."""

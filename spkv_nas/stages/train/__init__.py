@@ -1,1 +1,0 @@
-"""Train a recipe models: command ``train``."""

@@ -1,1 +1,0 @@
-"""Retrain layouts and compare them: command ``train-hybrid``."""

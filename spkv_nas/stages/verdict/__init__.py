@@ -1,1 +1,0 @@
-"""Decide whether candidates keep up with a dense model: command ``verdict``."""

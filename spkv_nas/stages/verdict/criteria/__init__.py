@@ -1,1 +1,0 @@
-"""Define the built-in criteria of a verdict, one per file."""

@@ -1,1 +1,0 @@
-"""Recipes and training runs: the dense checkpoint, its branches, and comparisons between branches."""
