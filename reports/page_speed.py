@@ -83,7 +83,6 @@ def make_search(table: HeadScores, number: int) -> pd.DataFrame | None:
         short_standard_error=nan,
         full_delta_percent=nan,
         full_standard_error=nan,
-        zero_shot_tokens=400.0,
         heads=[" ".join("".join(row) for row in grid) for grid in letters],
     )
 

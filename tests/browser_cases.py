@@ -71,7 +71,7 @@ def write_search(folder: Path, table: HeadScores) -> None:
         delta = 20.0 - table.density.ravel()[mask].sum()
         retrained = 0.667 + 0.13 * number if number < 3 or number % 10 == 9 else np.nan
         sampler, trial = (BASELINE, number) if number < 3 else ("surrogate", number - 3)
-        scores = (delta, 0.1, retrained, 0.1, retrained, 0.05, 65_536)
+        scores = (delta, 0.1, retrained, 0.1, retrained, 0.05)
         rows.append((name, sampler, 0, trial, layout.hash, 18, 50.0, np.nan, *scores, " ".join(layout.heads)))
     pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(folder / "reports/stdlib-21x3/search.csv", index=False)
 

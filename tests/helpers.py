@@ -336,7 +336,6 @@ def make_search(**columns: list[Any]) -> pd.DataFrame:
             "short_standard_error": [0.1, 0.1, 0.1, nan, 0.1],
             "full_delta_percent": [0.7, 0.7, 0.4, nan, 1.1],
             "full_standard_error": [0.1, 0.1, 0.1, nan, 0.1],
-            "zero_shot_tokens": 400.0,
             "heads": "GL LG GL LL",
         }
     )

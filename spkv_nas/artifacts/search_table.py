@@ -38,7 +38,6 @@ _COLUMNS = (
             Column(f"{fidelity}_standard_error", "number", high=MAX_SHOWN, gaps=True),
         )
     ),
-    Column("zero_shot_tokens", "whole", default="", gaps=True),
     Column("heads"),
 )
 COLUMNS = tuple(column.name for column in _COLUMNS)
@@ -63,12 +62,6 @@ class SearchRecord(Recorded):
     effective_documents: float | None = None
     documents: SelectionDocuments | None = None
     selection: str | None = None
-
-
-def whole_scores(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows whose zero-shot ΔNLL was measured on the whole text, and not estimated from a part."""
-    tokens = rows["zero_shot_tokens"]
-    return rows[~(tokens < tokens.max())]
 
 
 def read_search(path: Path) -> pd.DataFrame:

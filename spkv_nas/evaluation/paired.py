@@ -76,22 +76,6 @@ class PairedDifference:
     standard_error: float
 
 
-@dataclass(frozen=True)
-class Score(PairedDifference):
-    """Change of a layout's NLL against full attention without training.
-
-    Attributes:
-        num_tokens: number of tokens that the score is based on.
-    """
-
-    num_tokens: int
-
-    @classmethod
-    def of(cls, change: PairedDifference, num_tokens: int) -> Score:
-        """Return the score of a change that was measured on ``num_tokens`` tokens."""
-        return cls(change.percent, change.standard_error, num_tokens)
-
-
 def paired_difference(candidate: DocumentNLL, baseline: DocumentNLL) -> PairedDifference:
     """Compute ΔNLL of ``candidate`` against ``baseline`` in percent of the baseline's NLL.
 

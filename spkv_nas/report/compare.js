@@ -19,8 +19,7 @@ function delta(change, error) {
 /* Select a layout among the dots of one element: the nearest to the pointer, or by arrow keys; open it by click or Enter. */
 function linkClouds(explorer, layouts, goTo) {
   const describe = index => [layouts[index].name, count(layouts[index].mask) + " global heads", ...explorer.measured.flatMap(([mode, , results]) =>
-    results.filter(([layout]) => layout === index).map(([, change, error]) => delta(change, error) + " %, " + mode)),
-    ...index < explorer.known ? [] : ["stopped before all text was read"]].join("\n");
+    results.filter(([layout]) => layout === index).map(([, change, error]) => delta(change, error) + " %, " + mode))].join("\n");
   for (const chart of document.querySelectorAll("svg.chart:has([data-cloud])")) {
     const dots = [...chart.querySelectorAll("[data-cloud]")].flatMap(path => {
       let x = 0, y = 0;
@@ -67,7 +66,7 @@ function linkClouds(explorer, layouts, goTo) {
 function measuredTable(explorer, layouts, coverage, goTo) {
   const element = name => document.getElementById("measured-" + name);
   if (!element("all")) return;
-  const headsColumn = 4, entries = layouts.slice(0, explorer.known).map(({ name, mask }, index) => ({ index, errors: [], cells:
+  const headsColumn = 4, entries = layouts.map(({ name, mask }, index) => ({ index, errors: [], cells:
     [name, null, null, null, count(mask), coverage(mask), ...explorer.costs ? [Number(explorer.costs[index])] : []] }));
   for (const [, column, results] of explorer.measured) for (const [index, change, error] of results) if (column > 0) {
     entries[index].cells[column] = change;

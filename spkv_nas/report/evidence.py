@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, counted_from
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import FIDELITIES, whole_scores
+from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.statistics import critical_errors
 from spkv_nas.report.inputs import ReportInputs, is_layout
 
@@ -126,24 +126,12 @@ def all_evidence(inputs: ReportInputs) -> list[Evidence]:
     return sorted(collected, key=lambda evidence: -math.inf if math.isnan(evidence.steps) else -evidence.steps)
 
 
-def stopped_trials(inputs: ReportInputs) -> list[Result]:
-    """Return the layouts whose scoring was stopped early; their change of NLL is an estimate.
-
-    Only for a search with a cost, whose chart shows them.
-    """
-    search = inputs.search
-    if search is None or search["cost"].isna().any():
-        return []
-    rows = search.drop(whole_scores(search).index)
-    return list(_search_results(inputs, rows, "zero_shot_delta_percent", None))
-
-
 def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield the evidence of each fidelity of a search, full retraining first."""
     if inputs.search is None:
         return
-    record = inputs.search_record
-    steps_by_fidelity, rows = record.get("steps") or {}, whole_scores(inputs.search)
+    record, rows = inputs.search_record, inputs.search
+    steps_by_fidelity = record.get("steps") or {}
     held_out = _number(record.get("num_documents")), _number(record.get("effective_documents"))
     selection = _number((record.get("documents") or {}).get("chosen_on")), math.nan
     for fidelity in reversed(FIDELITIES):
@@ -160,13 +148,12 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         yield Evidence(description, steps, SEARCH, baseline, _distinct(results), fidelity, *documents)
 
 
-def _search_results(inputs: ReportInputs, rows: pd.DataFrame, delta: str, error: str | None) -> Iterator[Result]:
+def _search_results(inputs: ReportInputs, rows: pd.DataFrame, delta: str, error: str) -> Iterator[Result]:
     """Yield the rows of a search whose layout has the table's grid."""
     for row in rows.to_dict("records"):
         mask = _mask(row["heads"], inputs.table.grid)
         if mask is not None:
-            standard_error = math.nan if error is None else float(row[error])
-            yield Result(str(row["name"]), float(row[delta]), standard_error, float(mask.sum()), mask)
+            yield Result(str(row["name"]), float(row[delta]), float(row[error]), float(mask.sum()), mask)
 
 
 def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:

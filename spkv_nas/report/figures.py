@@ -11,7 +11,7 @@ from spkv_nas.base.extras import missing_extra
 from spkv_nas.report.chart import Chart, Panels
 from spkv_nas.report.search_charts import search_charts
 
-SEARCH_FIGURES = ("search-progress", "search-retrained", "search-front")
+SEARCH_FIGURES = ("search-retrained", "search-front")
 
 
 def save_figure(folder: Path, chart: Chart | Panels) -> Path | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION
-from spkv_nas.evaluation.guidance import correlations, guidance
+from spkv_nas.evaluation.guidance import correlations
 from spkv_nas.evaluation.ranking import MIN_ITEMS
 from spkv_nas.report.evidence import all_evidence
-from spkv_nas.report.formatting import BASELINES, change, signed
+from spkv_nas.report.formatting import signed
 from spkv_nas.report.inputs import ReportInputs
 
 
@@ -39,24 +38,15 @@ def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
 
 
 def search_findings(inputs: ReportInputs) -> list[str]:
-    """Return what each sampler of a search reached, and how well cheap scores rank its layouts.
+    """Return how well cheap scores rank the layouts of a search.
 
     Nothing where the retrained layouts were measured on too few documents to rank them.
     """
-    sentences: list[str] = []
     rows = inputs.search
     if rows is None or not all(each.is_rankable for each in all_evidence(inputs) if each.fidelity == "full"):
-        return sentences
-    for sampler, reached in guidance(rows).items():
-        if (best := reached.retrained) is not None:
-            value = change(best.delta_nll_percent, best.standard_error)
-            sentences.append(
-                f"{sampler}: {best.layout}, its best layout after short retraining, has a ΔNLL of {value} % against "
-                f"{BASELINES[FULL_ATTENTION]} after full retraining."
-            )
-    for pair, correlation in correlations(rows).items():
-        if correlation is not None:
-            sentences.append(
-                f"Rank correlation of {pair} over {correlation['layouts']} layouts: {_with_uncertainty(correlation)}."
-            )
-    return sentences
+        return []
+    return [
+        f"Rank correlation of {pair} over {correlation['layouts']} layouts: {_with_uncertainty(correlation)}."
+        for pair, correlation in correlations(rows).items()
+        if correlation is not None
+    ]

@@ -28,7 +28,7 @@ from spkv_nas.proposal.propose import densest_layout
 from spkv_nas.report.cache_size import token_bytes
 from spkv_nas.report.choices import compressed, tables_at_thresholds
 from spkv_nas.report.colours import shades
-from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence, stopped_trials
+from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.serving import budgets_in_engine, layout_in_engine
 from spkv_nas.report.verdict import Verdict
@@ -42,21 +42,17 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     signals = [signal for table in inputs.probes if (signal := _signal(table, inputs)) is not None]
     if not signals:
         return None
-    # Collect distinct layouts: proposed, then measured, then those whose scoring was stopped
+    # Collect distinct layouts: proposed, then measured
     evidence = [replace(mode, results=_known_heads(mode)) for mode in all_evidence(inputs)]
     proposed = [Result(name, 0.0, mask=layout.global_mask) for name, layout in inputs.layouts.items()]
     retrained = [result for mode in evidence if mode.steps != 0 for result in mode.results]
     measured = [result for mode in evidence for result in mode.results]
-    stopped = stopped_trials(inputs)
     # Number the distinct layouts; names that share one layout are aliases
     names: dict[object, str] = {}
     for result in (*proposed, *measured):
         names.setdefault(result.key, result.name)
-    num_known = len(names)
-    for result in stopped:
-        names.setdefault(result.key, result.name)
     indices = {key: number for number, key in enumerate(names)}
-    named = {(result.name, indices[result.key]) for result in (*proposed, *measured, *stopped)}
+    named = {(result.name, indices[result.key]) for result in (*proposed, *measured)}
     proposed_or_retrained = {indices[result.key]: result for result in reversed((*proposed, *retrained))}
     # Data of the page's script
     colours = shades()
@@ -76,7 +72,6 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         "files": [_layout_file(inputs, proposed_or_retrained[index]) for index in sorted(proposed_or_retrained)],
         "aliases": sorted([name, index] for name, index in named if name != [*names.values()][index]),
         "offered": len(proposed_or_retrained),  # number of layouts with a file
-        "known": num_known,  # number of layouts with results; the others were stopped early
         "measured": [
             [
                 mode.description,

@@ -1,4 +1,4 @@
-"""Draw a layout search: progress by sampler, zero-shot against retrained NLL, and NLL against cost."""
+"""Draw a layout search: zero-shot against retrained NLL, and NLL against cost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import math
 import pandas as pd
 
 from spkv_nas.artifacts.search_table import BASELINE
-from spkv_nas.evaluation.guidance import best_so_far
 from spkv_nas.report.axes import round_axis, spread_axis
-from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Numbers, Panels, Points, Rule, Shape, Tone, numbers
+from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Numbers, Panels, Points, Shape, Tone, numbers
 from spkv_nas.report.formatting import capitalized, change, short, signed
 
 _SHAPES: tuple[Shape, ...] = ("circle", "diamond", "triangle", "circle")
@@ -18,47 +17,8 @@ _CHANGE = "Zero-shot ΔNLL, %"
 
 def search_charts(rows: pd.DataFrame, cost: str | None) -> list[Chart | Panels]:
     """Return the charts that have data; ``cost`` names the second objective, None without one."""
-    charts = (progress_chart(rows, cost), retrained_charts(rows), None if cost is None else front_chart(rows, cost))
+    charts = (retrained_charts(rows), None if cost is None else front_chart(rows, cost))
     return [chart for chart in charts if chart is not None]
-
-
-def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
-    """Return the best score so far by number of trials: each study thin, each sampler's mean thick."""
-    # Lines by sampler
-    progress = best_so_far(rows)
-    quality_title = "Lowest zero-shot ΔNLL so far, %" if cost is None else f"Hypervolume of NLL and {cost}"
-    marks: list[Mark] = []
-    means: dict[str, Line] = {}
-    for (sampler, trials), (tone, dash) in zip(progress.groupby("sampler", sort=False), SERIES, strict=False):
-        studies = trials.pivot(index="trials", columns="seed", values="quality")
-        if studies.shape[1] > 1:
-            marks += [
-                Line(*_corners(study.dropna()), tone=tone, width=0.9, opacity=0.5) for _, study in studies.items()
-            ]
-        label = f"{sampler}, mean of {studies.shape[1]}" if studies.shape[1] > 1 else str(sampler)
-        means[str(sampler)] = Line(*_corners(studies.mean(axis=1)), label, tone, dash)
-    # Baselines
-    low, high = float(progress["quality"].min()), float(progress["quality"].max())
-    if cost is None:
-        baselines = rows[(rows["sampler"] == BASELINE) & (rows["zero_shot_delta_percent"] <= high)]
-        low = min(low, float(baselines["zero_shot_delta_percent"].min())) if len(baselines) else low
-        marks += [
-            Rule(float(value), short(str(name), 18), vertical=False, tone="muted", dash="dotted")
-            for name, value in zip(baselines["name"], baselines["zero_shot_delta_percent"], strict=True)
-        ]
-    # Description
-    ends = ", ".join(f"{sampler} {line.y[-1]:.3f}" for sampler, line in means.items())
-    return Chart(
-        "search-progress",
-        "Best score so far, by sampler",
-        f"{quality_title}, mean over seeds, at the end: {ends}.",
-        round_axis("Layouts scored", 0, float(progress["trials"].max()), exact=True),
-        spread_axis(quality_title, low, high, zero=False) if cost is None else round_axis(quality_title, low, high),
-        (*marks, *means.values()),
-        note="Thick: mean over seeds; thin: single seeds." + (" Dotted: baselines." if cost is None else ""),
-        width=440.0,
-        height=300.0,
-    )
 
 
 def retrained_charts(rows: pd.DataFrame) -> Panels | None:
@@ -193,13 +153,6 @@ def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
             )
         )
     return tuple(groups)
-
-
-def _corners(series: pd.Series[float]) -> tuple[Numbers, Numbers]:
-    """Return (index, values) without the points inside constant runs, which do not change the line."""
-    same = series.eq(series.shift()) & series.eq(series.shift(-1))
-    corners = series[~same]
-    return numbers(corners.index), numbers(corners)
 
 
 def _front(trials: pd.DataFrame, end: float) -> tuple[Numbers, Numbers]:

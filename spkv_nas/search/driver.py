@@ -23,7 +23,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, Retraining
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.evaluation.paired import PairedDifference, Score
+from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.search.evaluator import Evaluator
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.space import Space
@@ -31,7 +31,7 @@ from spkv_nas.search.storage import finished, open_storage, open_study, storage_
 from spkv_nas.search.study_sampler import StudySampler
 from spkv_nas.search.trials import Effort, LayoutCost, Result, Trial, best_start, ranked
 
-_SCORE = "score"  # user attribute of a scored trial: point, standard error, tokens
+_SCORE = "score"  # user attribute of a scored trial: point, standard error
 
 
 class Search:
@@ -119,24 +119,24 @@ class Search:
         layout = self._sampler.layout(index, [self._read(study, trial)[0] for trial in earlier])
         score = self.evaluator.score([layout])[0]
         error = None if math.isnan(score.standard_error) else score.standard_error
-        trial.set_user_attr(_SCORE, [self.space.point(layout), error, score.num_tokens])
+        trial.set_user_attr(_SCORE, [self.space.point(layout), error])
         values = [score.percent, *([] if self.cost is None else [self.cost.of(layout)])]
         return [math.inf if math.isnan(value) else float(value) for value in values]  # NaN would be a failure
 
-    def _read(self, study: optuna.Study, trial: FrozenTrial) -> tuple[Result, Score]:
+    def _read(self, study: optuna.Study, trial: FrozenTrial) -> tuple[Result, PairedDifference]:
         """Return the result of a scored trial. Raises ``UserError`` if it is damaged."""
         try:
-            point, error, num_tokens = trial.user_attrs[_SCORE]
+            point, error = trial.user_attrs[_SCORE]
             self.space.layout(point)
-            percent = float(trial.values[0])
-            return Result(point, trial.values), Score(percent, math.nan if error is None else float(error), num_tokens)
+            error = math.nan if error is None else float(error)
+            return Result(point, trial.values), PairedDifference(float(trial.values[0]), error)
         except (KeyError, ValueError, TypeError, AttributeError, UserError) as error:
             raise UserError(
                 f"trial {trial.number} of the study '{study.study_name}' is damaged: {first_line(error)}\n"
                 "search under another --name, or remove the study: scores and checkpoints are kept in other files"
             ) from error
 
-    def _trial(self, sampler: str, number: int, layout: Layout, score: Score) -> Trial:
+    def _trial(self, sampler: str, number: int, layout: Layout, score: PairedDifference) -> Trial:
         """Return a trial without retrainings."""
         cost = None if self.cost is None else self.cost.of(layout)
         return Trial(sampler, 0 if sampler == BASELINE else self.effort.seed, number, layout, cost, score)

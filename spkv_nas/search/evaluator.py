@@ -15,7 +15,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import Fidelity, Retraining
 from spkv_nas.artifacts.selection import Selection
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.evaluation.paired import PairedDifference, Score
+from spkv_nas.evaluation.paired import PairedDifference
 
 
 class Evaluator(Protocol):
@@ -58,7 +58,7 @@ class Evaluator(Protocol):
     def steps(self, fidelity: Retraining) -> int:
         """Return the number of training steps of a retraining."""
 
-    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[Score]:
+    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[PairedDifference]:
         """Return the change of NLL of each layout without training, against full attention or another; cached."""
 
     def alarm(self, changes: Sequence[PairedDifference]) -> str | None:

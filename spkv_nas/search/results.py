@@ -22,7 +22,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.statistics import effective_number
 from spkv_nas.base.version import environment
-from spkv_nas.evaluation.guidance import correlations, guidance
+from spkv_nas.evaluation.guidance import correlations
 from spkv_nas.proposal.coverage import coverage, provenance
 from spkv_nas.search.recommendation import Recommendation, recommend
 from spkv_nas.search.trials import Trial, first_front
@@ -44,7 +44,6 @@ def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
             "num_global": trial.layout.num_global,
             "coverage_percent": 100 * coverage(table, trial.layout),
             "cost": math.nan if trial.cost is None else trial.cost,
-            "zero_shot_tokens": trial.zero_shot.num_tokens,
             "heads": " ".join(trial.layout.heads),
         }
         # Add the change of NLL at every fidelity
@@ -107,7 +106,7 @@ def _inputs(search: Search) -> dict[str, Any]:
 
 
 def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
-    """Return the content of ``search.yaml``: settings, effort, baselines, and the benefit of guidance."""
+    """Return the content of ``search.yaml``: settings, effort, and rank correlations."""
     space, effort, evaluator = search.space, search.effort, search.evaluator
     return {
         "probe": space.table.name,
@@ -126,7 +125,7 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "counted_from": {"zero_shot": DENSE, "short": FULL_ATTENTION, "full": FULL_ATTENTION},
         "control": {fidelity: vars(evaluator.control(fidelity)) for fidelity in _retrained(rows)},
         "steps": {"short": evaluator.steps("short"), "full": evaluator.steps("full")},
-        "samplers": {sampler: reached.as_mapping() for sampler, reached in guidance(rows).items()},
+        "sampler": effort.sampler,
         "rank_correlation": correlations(rows),
         "recipe": dict(evaluator.settings),
         "environment": environment(),

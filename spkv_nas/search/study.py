@@ -20,7 +20,7 @@ from spkv_nas.artifacts.defaults import SAMPLER
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.errors import UserError
-from spkv_nas.evaluation.paired import Score
+from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.results import front, result_table
 from spkv_nas.search.space import Space
@@ -48,7 +48,7 @@ class Study:
     def __init__(
         self,
         space: Space,
-        score: Callable[[Sequence[Layout]], list[Score]],
+        score: Callable[[Sequence[Layout]], list[PairedDifference]],
         starts: Mapping[str, Layout],
         *,
         sampler: str = SAMPLER,
@@ -61,7 +61,7 @@ class Study:
         self._sampler = StudySampler(space, SAMPLERS[sampler], seed, list(starts.values()))
         self._finished: list[Trial] = []
         self._scores: dict[
-            str, Score
+            str, PairedDifference
         ] = {}  # by content hash; may include layouts scored but not tried because of a stop
         self._goal = 0
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts import defaults
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, Fidelity
-from spkv_nas.evaluation.paired import PairedDifference, Score
+from spkv_nas.evaluation.paired import PairedDifference
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Trial:
     number: int
     layout: Layout
     cost: float | None
-    zero_shot: Score
+    zero_shot: PairedDifference
     short: PairedDifference | None = None
     full: PairedDifference | None = None
 

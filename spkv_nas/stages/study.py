@@ -12,7 +12,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.paired import DocumentNLL, Score, paired_difference
+from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.windows import default_window
 from spkv_nas.proposal.budget import parse_budget, parse_budgets
@@ -88,9 +88,9 @@ class _Scores:
     def __init__(self, model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -> None:
         self._model, self._blocks, self._batch_size = model, blocks, batch_size
 
-    def __call__(self, layouts: Sequence[Layout]) -> list[Score]:
+    def __call__(self, layouts: Sequence[Layout]) -> list[PairedDifference]:
         document_nlls = zero_shot(self._model, layouts, self._blocks, batch_size=self._batch_size)
-        return [Score.of(paired_difference(nll, self._full), self._blocks.tokens.size) for nll in document_nlls]
+        return [paired_difference(nll, self._full) for nll in document_nlls]
 
     @cached_property
     def _full(self) -> DocumentNLL:

@@ -26,7 +26,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.alarms import Circumstances, changes_alarm
-from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, Score, paired_difference
+from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.model.checkpoint import read_shape
 from spkv_nas.training.branches import BranchContext, is_finished, read_branch
@@ -183,10 +183,10 @@ class RecipeEvaluator:
         """Return the folder of scores on ``text``."""
         return cache_folder(self._context.runs / "zero-shot", self._model, self._context.dense, text)
 
-    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[Score]:
+    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[PairedDifference]:
         """Return the change of NLL of each layout without training against ``baseline``; None is full attention."""
         full, *scores = self._zero_shot([baseline, *layouts])
-        return [Score.of(paired_difference(score, full), self.num_selection_tokens) for score in scores]
+        return [paired_difference(score, full) for score in scores]
 
     def _zero_shot(self, layouts: Sequence[Layout | None]) -> list[DocumentNLL]:
         """Return the NLL of layouts without training on the text that scores are measured on."""

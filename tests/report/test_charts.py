@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import make_comparison, make_domain_table, make_positions, make_search
-from matplotlib.text import Text
+from helpers import make_comparison, make_domain_table, make_positions
 
 from spkv_nas.artifacts.comparison import COLUMNS, read_comparison, write_comparison
 from spkv_nas.artifacts.layout import Layout
@@ -26,7 +24,6 @@ from spkv_nas.report.labels import Box, Label, chart_labels, place_labels, sprea
 from spkv_nas.report.plot import draw, save_chart
 from spkv_nas.report.profiles import coverage_by_budget, domain_profile, position_profile
 from spkv_nas.report.result_charts import coverage_nll_chart
-from spkv_nas.report.search_charts import progress_chart
 from spkv_nas.report.svg import Frame
 from spkv_nas.report.training_charts import palindrome_charts
 
@@ -70,31 +67,6 @@ def test_labels_cover_no_mark_and_no_other_label() -> None:
             assert abs(left[i] - left[k]) >= width - 1e-6 or abs(labels[i].y - labels[k].y) >= height - 1e-6
         for x, y in marks:
             assert not (left[i] < x < left[i] + width and abs(labels[i].y - y) < height / 2)
-
-
-def test_baseline_names_do_not_overlap_lines() -> None:
-    names = ["one", "two", "three", "density-0-0", "density-0-1"]
-    search = make_search(
-        name=names,
-        sampler=["baseline"] * 3 + ["density"] * 2,
-        hash=list("abcde"),
-        zero_shot_delta_percent=[0.52, 0.51, 2.0, 2.0, 0.5],
-    )
-    chart = progress_chart(search, None)
-    frame = Frame.of(chart)
-    labels = frame.labels()
-    assert {label.text for label in labels} == {"one", "two", "three"}
-    assert all(label.x > frame.right for label in labels)
-    heights = sorted(label.y for label in labels)
-    assert min(np.diff(heights)) >= 15 - 1e-6
-    figure = draw(chart)
-    (ax,) = figure.axes
-    figure.draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in ax.texts]  # without the leaders
-    assert len(boxes) == 3
-    assert all(box.x0 > ax.get_window_extent().x1 for box in boxes)
-    assert all(box.x1 < figure.bbox.x1 for box in boxes)
-    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
 def test_the_label_of_a_vertical_line_keeps_off_curves() -> None:

@@ -13,7 +13,7 @@ import pytest
 from helpers import make_domain_table, make_layouts, make_table
 from report_cases import make_evidence
 
-from spkv_nas.artifacts.kinds import NATS, kind_of
+from spkv_nas.artifacts.kinds import DENSITY, GAIN, NATS, SHARE
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.coverage import coverage, densest_coverage
@@ -34,7 +34,7 @@ def test_levels_are_rounded_like_values(signal: str, unit: str | None, largest: 
     generator = np.random.default_rng(0)
     values = np.concatenate([generator.uniform(0 if unit is None else -largest, largest, 2000), [0.0, largest]])
     halves = np.arange(33) / 32 * (1.0 if largest == 1.0 else 1 / 32)
-    kind = kind_of({"signal": signal, "unit": unit})
+    kind = DENSITY if signal == DENSITY else GAIN if unit == NATS else SHARE
     measure = Measure.of(
         kind, signal, unit, np.concatenate([values, halves, generator.integers(0, 2000, 500) / 2000 * largest])
     )

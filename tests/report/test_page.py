@@ -21,9 +21,8 @@ from helpers import DENSITY, Page, make_comparison, make_domain_table, make_layo
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
 from spkv_nas.artifacts.kinds import NATS
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import read_search, whole_scores
+from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.tables import write_csv
 from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
 from spkv_nas.report.data import page_data
 from spkv_nas.report.figures import write_study_figures
@@ -167,40 +166,27 @@ def test_page_is_accessible(page: Page) -> None:
     assert page.all("html")[0]["lang"] == "en"
 
 
-def test_a_search_from_before_layouts_were_stopped(tmp_path: Path) -> None:
-    write_csv(tmp_path / "search.csv", make_search().drop(columns="zero_shot_tokens"))
-    assert len(whole_scores(read_search(tmp_path / "search.csv"))) == 5
-
-
 def test_a_search_is_shown_best_first(page: Page) -> None:
     search = make_search()
     assert [cells[0] for _, cells in search_rows(search)] == ["density-0-1", "densest", "random-0-1", "random-0-0"]
-    stopped = search.assign(zero_shot_tokens=[400.0, 400.0, 400.0, 100.0, 400.0])
-    assert [cells[0] for _, cells in search_rows(stopped)] == ["density-0-1", "densest", "random-0-1"]
     assert search_rows(search)[0][1][1:] == ("+0.400 ± 0.100", "+0.600 ± 0.100", "+0.500 ± 0.100", "3", "50.0")
-    progress, retrained = search_charts(search, None)
-    assert isinstance(progress, Chart)
-    assert [mark.label for mark in progress.marks if isinstance(mark, Line)] == ["density", "random"]
-    assert "density 0.500, random 1.500" in progress.description
+    (retrained,) = search_charts(search, None)
     assert isinstance(retrained, Panels)
     shown = [mark for mark in retrained.charts[0].marks if isinstance(mark, Points)]
     assert [(mark.label, len(mark.x)) for mark in shown] == [("baseline", 1), ("density", 1), ("random", 1)]
-    assert len(search_charts(make_search(cost=[4.0, 4.0, 5.0, 3.0, 6.0]), "cost")) == 3
-    assert (
-        "density: density-0-1, its best layout after short retraining, has a ΔNLL of +0.400 ± 0.100 % against the "
-        "control after full retraining." in search_findings(ReportInputs(make_domain_table(), {}, search=search))
-    )
-    few = ReportInputs(make_domain_table(), {}, search=search, search_record={"num_documents": 7})
-    assert search_findings(few) == []
+    assert len(search_charts(make_search(cost=[4.0, 4.0, 5.0, 3.0, 6.0]), "cost")) == 2
+    inputs = ReportInputs(make_domain_table(), {}, search=search)
+    assert search_findings(inputs)[0].startswith("Rank correlation of ")
+    assert search_findings(replace(inputs, search_record={"num_documents": 7})) == []
     assert "Search" in page.texts["h2"]
 
 
 def test_figures_of_a_search_follow_its_data(tmp_path: Path) -> None:
     write_study_figures(tmp_path, make_search(cost=[4.0, 4.0, 5.0, 3.0, 6.0]), "seconds")
-    names = {"search-progress", "search-retrained", "search-front"}
+    names = {"search-retrained", "search-front"}
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     write_study_figures(tmp_path, make_search(full_delta_percent=[math.nan] * 5), None)
-    assert {path.name for path in tmp_path.iterdir()} == {"search-progress.png", "search-progress.svg"}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_front_is_a_staircase() -> None:
@@ -303,10 +289,10 @@ def test_rank_correlations_come_with_their_intervals() -> None:
     ("metadata", "words"),
     [
         (
-            {"signal": "opening", "unit": NATS},
+            {"signal": "opening", "kind": "gain", "unit": NATS},
             ("0.02400", "opening gain", "Opening gain, nats per token / 1,000", "Opening gain coverage"),
         ),
-        ({"signal": "duo"}, ("0.02400", "duo score", "Duo score, %", "duo score coverage of densest")),
+        ({"signal": "duo", "kind": "share"}, ("0.02400", "duo score", "Duo score, %", "duo score coverage of densest")),
     ],
     ids=["opening", "duo"],
 )

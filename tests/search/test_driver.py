@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from spkv_nas.artifacts.selection import SELECTION, Selection, digest
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import read_record
-from spkv_nas.evaluation.guidance import best_so_far, guidance, hypervolume
-from spkv_nas.evaluation.paired import PairedDifference, Score
+from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.ranking import densest
 from spkv_nas.search.driver import Search
 from spkv_nas.search.registry import SAMPLERS
-from spkv_nas.search.results import front, result_table, write_results
+from spkv_nas.search.results import front, write_results
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space, descending
 from spkv_nas.search.study_sampler import StudySampler
@@ -149,7 +148,7 @@ def made_trials(values: list[tuple[float, float | None]], sampler: str = "densit
     generator = np.random.default_rng(0)
     layouts = [Layout.from_mask(densest(generator.random((6, 3)), 6), window=8) for _ in values]
     return [
-        Trial(sampler, 0, i, layout, cost, Score(nll, 0.1, 100))
+        Trial(sampler, 0, i, layout, cost, PairedDifference(nll, 0.1))
         for i, (layout, (nll, cost)) in enumerate(zip(layouts, values, strict=True))
     ]
 
@@ -161,28 +160,10 @@ class TestResults:
         assert ranked(np.array([[2.0], [1.0], [3.0]])) == [1, 0, 2]
         assert ranked(np.array([[2.0], [np.nan], [3.0]])) == [0, 2, 1]
 
-    def test_hypervolume_is_the_share_of_the_box(self) -> None:
-        low, high = np.zeros(2), np.ones(2)
-        assert hypervolume(np.array([[0.5, 0.5]]), low, high) == pytest.approx(0.25)
-        points = np.random.default_rng(0).random((6, 2))
-        cells = (np.arange(400) + 0.5) / 400
-        covered = [any((p <= (x, y)).all() for p in points) for x, y in product(cells, cells)]
-        assert hypervolume(points, low, high) == pytest.approx(np.mean(covered), abs=5e-3)
-
     def test_front_of_two_objectives(self) -> None:
         trials = made_trials([(3.0, 1.0), (1.0, 3.0), (2.0, 2.0), (2.5, 2.5)])
         assert [trial.number for trial in front(trials)] == [1, 2, 0]
         assert [trial.number for trial in front(made_trials([(3.0, None), (1.0, None)]))] == [1]
-
-    def test_guidance_by_hand(self, table: HeadScores) -> None:
-        trials = made_trials([(3.0, None), (1.0, None), (2.0, None)]) + made_trials(
-            [(4.0, None), (5.0, None)], "random"
-        )
-        rows = result_table(trials, table)
-        assert best_so_far(rows)["quality"].tolist() == [3.0, 1.0, 1.0, 4.0, 4.0]
-        result = guidance(rows)
-        assert result["density"].after_trials == {3: 1.0}
-        assert result["random"].by_seed == [4.0]
 
 
 class TableEvaluator:
@@ -209,9 +190,9 @@ class TableEvaluator:
     def steps(self, fidelity: Retraining) -> int:
         return {"short": 1, "full": 4}[fidelity]
 
-    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[Score]:
+    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[PairedDifference]:
         least = 0.0 if baseline is None else value(baseline, self._table)
-        return [Score(value(layout, self._table) - least, self._error, 100) for layout in layouts]
+        return [PairedDifference(value(layout, self._table) - least, self._error) for layout in layouts]
 
     def run_name(self, layout: Layout | None) -> str:
         return "full-attention" if layout is None else layout.content_hash
@@ -274,7 +255,7 @@ class TestSearch:
         parts, evaluator = self.search(table, tmp_path / "parts", Effort(trials=15, num_retrained=0))
         score, count = evaluator.score, iter(range(100))
 
-        def interrupted(*arguments: Any) -> list[Score]:
+        def interrupted(*arguments: Any) -> list[PairedDifference]:
             if next(count) in (0, 7, 12):
                 raise KeyboardInterrupt
             return score(*arguments)

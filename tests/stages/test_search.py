@@ -75,7 +75,7 @@ class TestCommand:
         assert len(documents) == 10 + summary["num_documents"]  # of all fidelities
         assert summary["counted_from"] == {"zero_shot": "dense", "short": "full-attention", "full": "full-attention"}
         assert summary["control"].keys() == {"short", "full"}
-        assert (reports / "search-progress.png").is_file()
+        assert (reports / "search-retrained.png").is_file()
         kept = list((workspace / "layouts" / "tiny" / "search").glob("*.yaml"))
         assert all(Layout.read(path).num_global == 4 for path in kept)
 

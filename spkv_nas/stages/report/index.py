@@ -116,7 +116,7 @@ def _search(workspace: Workspace, name: str, number: int) -> Card:
         f"A search of {int((rows['sampler'] != BASELINE).sum())} layouts. The map shows the one measured lowest, "
         f"{best['name']}: {best['num_global']} global heads, ΔNLL {delta} %{_AFTER[fidelity]}{documents}.",
     )
-    files = (("search.csv", SEARCH), ("figure", "search-progress.png"))
+    files = (("search.csv", SEARCH), ("figure", "search-retrained.png"))
     links = tuple((words, f"{quote(name)}/{file}") for words, file in files if (folder / file).is_file())
     return Card(name, thumbnail(f"Best layout of {name}", mask, None, number), sentences, "", links)
 

@@ -14,7 +14,6 @@ import pandas as pd
 from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import whole_scores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
@@ -173,7 +172,7 @@ def _calibration(folder: Path, table: HeadScores, reporter: Reporter) -> Calibra
 def _prediction(search: pd.DataFrame, probes: Sequence[HeadScores]) -> Prediction | None:
     """Fit a prediction of zero-shot ΔNLL to a search's scores on the probes' grid; None with too few scores."""
     num_layers, num_kv_heads = probes[0].grid
-    rows = whole_scores(search).drop_duplicates("heads").dropna(subset="zero_shot_delta_percent")
+    rows = search.drop_duplicates("heads").dropna(subset="zero_shot_delta_percent")
     rows = rows[[[len(row) for row in heads.split()] == [num_kv_heads] * num_layers for heads in rows["heads"]]]
     if rows.empty:
         return None

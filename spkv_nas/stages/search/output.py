@@ -9,7 +9,7 @@ from rich.table import Table
 
 from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.statistics import effective_number
-from spkv_nas.evaluation.guidance import best_layouts, correlations, guidance
+from spkv_nas.evaluation.guidance import best_layouts, correlations
 from spkv_nas.evaluation.ranking import format_rank_correlation
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.stages.printing import about_errors, change, show_alarm
@@ -57,7 +57,7 @@ def show(result: SearchResult) -> None:
 
 
 def document(result: SearchResult) -> dict[str, Any]:
-    """Return all layouts of a search, what its sampler reached, the rank correlations, and the layout to take."""
+    """Return all layouts of a search, the rank correlations of cheap measures, and the layout to take."""
     recommended = result.recommended
     return {
         "layouts": result.rows,
@@ -66,7 +66,6 @@ def document(result: SearchResult) -> dict[str, Any]:
         "num_documents": int((result.evaluation_tokens > 0).sum()),
         "effective_documents": effective_number(result.evaluation_tokens),
         "cost": result.cost_name,
-        "guidance": {sampler: summary.as_mapping() for sampler, summary in guidance(result.rows).items()},
         "rank_correlation": correlations(result.rows),
         "recommended": None if recommended is None else {"layout": str(result.file), "reason": recommended.reason},
         "folder": result.folder,

@@ -136,20 +136,8 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
     # Prepare the samples, without the documents that the heads were scored on
     candidates = [Contender(layout.strategy, options.model, layout, layout) for layout in layouts]
     trial = prepare(options, Contender("dense", options.model), candidates, reporter)
-    measured: dict[int, Pairs] = {}  # by position
-    with reporter.bar("judging") as bar:
-
-        def test(position: int, level: float) -> Answer:
-            """Measure a budget until its answer at a level is known; keep the larger number of samples."""
-            levels = Levels(level, level / len(trial.margins))
-            progress = part_of(bar, len(measured), 1 + 2 * len(budgets).bit_length(), f"{budgets[position]} heads")
-            pairs, answer = measure(candidates[position], trial, levels, progress)
-            if _size(pairs) > _size(measured.get(position, {})):
-                measured[position] = pairs
-            return answer
-
-        # Look at budgets, and decide
-        bisection = critical(len(budgets), risk, test)
+    # Look at budgets, and decide
+    bisection, measured = _look(trial, budgets, risk, reporter)
     cost = requirements.cache_cost(table, options.window)
     assert cost is not None  # there is a default context
     rows = _rows(bisection, budgets, measured, trial, cost, table)
@@ -183,9 +171,20 @@ def critical_budget(options: VerdictOptions, reporter: Reporter = SILENT) -> Bud
     )
 
 
-def _size(pairs: Pairs) -> int:
-    """Return the number of samples of all criteria."""
-    return sum(map(len, pairs.values()))
+def _look(trial: Trial, budgets: Sequence[int], risk: float, reporter: Reporter) -> tuple[Critical, dict[int, Pairs]]:
+    """Bisect the candidates; return the looks and, by position, what was measured."""
+    measured: dict[int, Pairs] = {}
+    with reporter.bar("judging") as bar:
+
+        def test(position: int, level: float) -> Answer:
+            """Measure a budget until its answer at a level is known; keep the larger number of samples."""
+            levels = Levels(level, level / len(trial.margins))
+            progress = part_of(bar, len(measured), 1 + 2 * len(budgets).bit_length(), f"{budgets[position]} heads")
+            pairs, answer = measure(trial.candidates[position], trial, levels, progress)
+            measured[position] = max(pairs, measured.get(position, {}), key=lambda each: sum(map(len, each.values())))
+            return answer
+
+        return critical(len(budgets), risk, test), measured
 
 
 def _table(options: VerdictOptions, reporter: Reporter) -> HeadScores:
