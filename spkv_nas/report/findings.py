@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spkv_nas.evaluation.guidance import correlations
 from spkv_nas.evaluation.ranking import MIN_ITEMS
+from spkv_nas.evaluation.searched import correlations
 from spkv_nas.report.evidence import all_evidence
 from spkv_nas.report.formatting import signed
 from spkv_nas.report.inputs import ReportInputs

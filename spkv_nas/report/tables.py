@@ -11,7 +11,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
 from spkv_nas.base.tables import csv_text
-from spkv_nas.evaluation.guidance import best_layouts
+from spkv_nas.evaluation.searched import best_layouts
 from spkv_nas.report.evidence import COMPARISON, SEARCH, all_evidence
 from spkv_nas.report.formatting import change, number, without_folder
 from spkv_nas.report.inputs import ReportInputs

@@ -100,7 +100,8 @@ class Search:
         study = open_study(self._storage, f"{self._name}/{name}", self._settings(), metrics)
         self._reporter.reused(len(finished(study, total)), total, "searched layouts")
         with self._reporter.bar("scoring layouts") as progress:
-            done = work(study, total, lambda trial, index: self._run(study, trial, index), progress)
+            first_of_round = self._sampler.first_of_round
+            done = work(study, total, lambda trial, index: self._run(study, trial, index), progress, first_of_round)
         # Baselines are scored by every worker; the evaluator keeps their scores
         baselines = {**self.starts, **self.others}
         scores = self.evaluator.score(list(baselines.values()))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # reads pandas, which takes too long for --help
 class Sampler(ABC):
     """Choose the layouts of one round of trials after another.
 
-    A sampler has no state: its layouts depend on the arguments alone, so that a search that was interrupted goes on as
-    if it had not been.
+    A sampler has no state: its layouts depend on the arguments alone, so that any number of workers, however
+    interrupted, produce the same study.
 
     Attributes:
         name: name of the sampler, of its studies and of its trials.
@@ -41,7 +41,7 @@ class Sampler(ABC):
         Args:
             space: the search space.
             numbers: numbers of the round's trials.
-            results: results of the finished trials before them, in order.
+            results: results of all trials before them, in order.
             seed: random seed of the study.
             starts: layouts to try first; empty unless ``takes_starts``.
         """

@@ -27,7 +27,7 @@ from sqlalchemy.pool import NullPool
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.extras import missing_extra
 
-HEARTBEAT, GRACE = 20, 120  # seconds between heartbeats, and without one until a trial fails
+HEARTBEAT, GRACE = 10, 60  # seconds between heartbeats, and without one until a trial fails
 STARTUP = 4  # retrainings that are never pruned: a median of fewer says little
 INDEX = "index"  # user attribute of a trial: number of its task
 _SETTINGS = "settings"  # user attribute of a study
@@ -35,6 +35,7 @@ _POLL = 0.2  # seconds between looks at the trials of other workers
 _ATTEMPTS = 10  # to create the tables, which several workers may do at once
 _IF_DAMAGED = "if its file is damaged, remove it: scores and retrained checkpoints are kept in other files"
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+Run = Callable[[Trial, int], Sequence[float]]
 _OPTIONS = {
     "sqlite": {"poolclass": NullPool, "connect_args": {"timeout": 60}},
     "postgresql": {"poolclass": NullPool, "pool_pre_ping": True},  # reconnect if the server was restarted
@@ -102,19 +103,15 @@ def open_study(storage: RDBStorage, name: str, settings: Mapping[str, Any], metr
 
 def finished(study: optuna.Study, number: int) -> dict[int, FrozenTrial]:
     """Return the first finished trial, complete or pruned, of each of the tasks 0 to ``number`` - 1, in order."""
-    trials: dict[int, FrozenTrial] = {}
-    for trial in study.get_trials(deepcopy=False, states=_FINISHED):
-        index = trial.user_attrs.get(INDEX)  # None: added by hand, or left without a task
-        if index is not None and index < number:
-            trials.setdefault(index, trial)
-    return dict(sorted(trials.items()))
+    return _finished(study.get_trials(deepcopy=False, states=_FINISHED), number)
 
 
 def work(
     study: optuna.Study,
     number: int,
-    run: Callable[[Trial, int], Sequence[float]],
+    run: Run,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    num_prior: Callable[[int], int] = lambda index: 0,
 ) -> dict[int, FrozenTrial]:
     """Work on the tasks 0 to ``number`` - 1 of a study until all workers have finished them; return ``finished``.
 
@@ -123,11 +120,16 @@ def work(
         number: number of tasks.
         run: returns the values of a task; may report to its trial, and raise ``TrialPruned``.
         progress: called with the number of finished tasks and ``number``.
+        num_prior: maps a task to the number of first tasks that must be finished before it starts.
     """
     while len(done := finished(study, number)) < number:
         progress(len(done), number)
-        if _free(study, number):
-            study.optimize(partial(_run_free, study, number, run), n_trials=1)
+        if _free(study.get_trials(deepcopy=False), number, num_prior):
+            try:
+                study.optimize(partial(_run_free, study, number, run, num_prior), n_trials=1)
+            except (ValueError, AssertionError) as error:
+                if "Cannot tell" not in f"{error} {error.__context__}":
+                    raise  # else it was held for dead meanwhile, and another worker runs the task
         else:
             time.sleep(_POLL)  # other workers hold the rest
             with _stable():
@@ -137,12 +139,12 @@ def work(
 
 
 def _run_free(
-    study: optuna.Study, number: int, run: Callable[[Trial, int], Sequence[float]], trial: Trial
+    study: optuna.Study, number: int, run: Run, num_prior: Callable[[int], int], trial: Trial
 ) -> Sequence[float]:
-    """Run a free task as a trial, its first by the order of trials that have none yet."""
-    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    rank = sum(other.number < trial.number and INDEX not in other.user_attrs for other in running)
-    free = _free(study, number)
+    """Run a free task as a trial; of several trials without a task, the first takes the first, and so on."""
+    trials = study.get_trials(deepcopy=False)
+    waiting = [each for each in trials if each.state == TrialState.RUNNING and INDEX not in each.user_attrs]
+    rank, free = sum(each.number < trial.number for each in waiting), _free(trials, number, num_prior)
     if rank >= len(free):  # other workers were faster
         time.sleep(_POLL)
         raise TrialPruned
@@ -150,11 +152,22 @@ def _run_free(
     return run(trial, free[rank])
 
 
-def _free(study: optuna.Study, number: int) -> list[int]:
-    """Return the tasks that no trial has finished or is running."""
-    trials = study.get_trials(deepcopy=False, states=(*_FINISHED, TrialState.RUNNING))
-    taken = {trial.user_attrs.get(INDEX) for trial in trials}
-    return [index for index in range(number) if index not in taken]
+def _free(trials: Sequence[FrozenTrial], number: int, num_prior: Callable[[int], int]) -> list[int]:
+    """Return the tasks that may start, and that none of all trials has finished or is running."""
+    done = _finished(trials, number)
+    first_unfinished = next(index for index in range(number + 1) if index not in done)
+    taken = done.keys() | {trial.user_attrs.get(INDEX) for trial in trials if trial.state == TrialState.RUNNING}
+    return [index for index in range(number) if index not in taken and num_prior(index) <= first_unfinished]
+
+
+def _finished(trials: Sequence[FrozenTrial], number: int) -> dict[int, FrozenTrial]:
+    """Return the first finished one among ``trials`` of each task; those without a task do not count."""
+    first: dict[int, FrozenTrial] = {}
+    for trial in trials:
+        index = trial.user_attrs.get(INDEX)
+        if trial.state in _FINISHED and index is not None and index < number:
+            first.setdefault(index, trial)
+    return dict(sorted(first.items()))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Sample the layouts of one study in rounds: a trial sees the results that were finished before its round began.
+"""Sample the layouts of one study in rounds: a trial sees the results of all rounds before its own.
 
-A lone worker, however interrupted, thus produces the same study; with several workers it depends on what has finished.
+Any number of workers, however interrupted, thus produce the same study.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StudySampler:
 
         Args:
             index: number of the trial.
-            results: results of the finished trials before its round, in order; only read at the first of a round.
+            results: results of the trials before its round, in order; only read at the first of a round.
         """
         first = self.first_of_round(index)
         if self._round[0] != first:

@@ -118,7 +118,7 @@ def test_the_explorer_looks_up_the_engine() -> None:
 def test_the_explorer_leaves_out_heads_that_are_local_by_design(signal: str) -> None:
     """Also where heads that can be global score 0 or less, and heads that cannot would come before them."""
     native = [None, 16, 16, None]
-    unit = {} if signal == "density" else {"signal": signal, "unit": "nats"}
+    unit = {} if signal == "density" else {"signal": signal, "kind": "share", "unit": "nats"}
     density = np.array([[0.9, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0 if signal == "density" else -0.2, 0.5]])
     table = make_domain_table(density=density, metadata={"native_windows": native, **unit})
     data = explorer(ReportInputs(table, {}))

@@ -22,6 +22,7 @@ import pytest
 from helpers import RECIPE, write_project
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
 from spkv_nas.search.storage import open_storage, open_study, storage_errors, work
 
 psycopg = pytest.importorskip("psycopg")
@@ -142,7 +143,8 @@ def test_one_of_three_machines_is_lost(server: Server, tmp_path: Path) -> None:
             worker.kill()
             worker.wait()
     assert {index for (index,) in server.rows(DONE)} == set(range(30))
-    assert table(tmp_path / "two") == table(tmp_path / "three")
+    main(project(tmp_path / "alone"))
+    assert table(tmp_path / "two") == table(tmp_path / "three") == table(tmp_path / "alone")
 
 
 @pytest.mark.slow

@@ -97,6 +97,40 @@ def test_workers_share_the_tasks_and_those_of_a_dead_one(url: str, monkeypatch: 
     assert len(complete) <= 21  # two workers that saw the same free task are rare
 
 
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
+def test_a_round_waits_for_the_one_before(make_study: Callable[..., optuna.Study]) -> None:
+    study, started = make_study(), list[tuple[int, int]]()
+
+    def run(trial: Trial, index: int) -> list[float]:
+        started.append((index, len(finished(study, 6))))
+        if index == 1 and len(started) == 2:
+            raise KeyboardInterrupt
+        return value(trial, index)
+
+    with pytest.raises(KeyboardInterrupt):
+        work(study, 6, run, num_prior=lambda index: index - index % 3)
+    open_trial = study.ask()
+    open_trial.set_user_attr(INDEX, 1)  # as of another worker
+    assert storage_module._free(study.trials, 6, lambda index: index - index % 3) == [2]
+    study.tell(open_trial, 1.0)
+    work(study, 6, run, num_prior=lambda index: index - index % 3)
+    assert [(index, count) for index, count in started if index >= 3] == [(3, 3), (4, 4), (5, 5)]
+
+
+def test_a_worker_that_was_held_for_dead_goes_on(make_study: Callable[..., optuna.Study]) -> None:
+    """Another worker has failed its trial meanwhile, and the task is run again."""
+    study, ran = make_study(), list[int]()
+
+    def run(trial: Trial, index: int) -> list[float]:
+        ran.append(index)
+        if len(ran) == 1:
+            study.tell(trial.number, state=TrialState.FAIL)
+        return value(trial, index)
+
+    assert list(work(study, 2, run)) == [0, 1]
+    assert ran == [0, 0, 1]
+
+
 def test_layouts_behind_the_median_are_pruned(make_study: Callable[..., optuna.Study]) -> None:
     reports = [1.0, 4.0, 2.0, 3.0, 2.0, 2.6, 9.0]
 

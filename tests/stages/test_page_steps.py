@@ -22,7 +22,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Workspace with head gates of the embedded reference, and its two layouts."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     make_domain_table(
-        metadata={"model": "embedded:reference", "data": {}, "signal": "head-gates", "options": {}}
+        metadata={"model": "embedded:reference", "data": {}, "signal": "head-gates", "kind": "share", "options": {}}
     ).write(tmp_path / "probes/test")
     for name, layout in make_layouts("densest", "last").items():
         layout.write(tmp_path / f"layouts/test/{name}.yaml")

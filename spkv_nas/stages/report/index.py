@@ -17,7 +17,7 @@ from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.search_table import BASELINE, FIDELITIES, Fidelity, SearchRecord, read_search
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.evaluation.guidance import best_layouts
+from spkv_nas.evaluation.searched import best_layouts
 from spkv_nas.report.density_charts import thumbnail
 from spkv_nas.report.evidence import MIN_DOCUMENTS
 from spkv_nas.report.formatting import change

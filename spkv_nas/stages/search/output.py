@@ -9,8 +9,8 @@ from rich.table import Table
 
 from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.statistics import effective_number
-from spkv_nas.evaluation.guidance import best_layouts, correlations
 from spkv_nas.evaluation.ranking import format_rank_correlation
+from spkv_nas.evaluation.searched import best_layouts, correlations
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.stages.printing import about_errors, change, show_alarm
 from spkv_nas.stages.search.stage import SearchResult
