@@ -64,7 +64,7 @@ class DocumentInfo:
         return cls(document.id, document.domain, document.label, document.whole)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TokenBlocks:
     """``N`` blocks of ``T`` tokens.
 
@@ -84,6 +84,14 @@ class TokenBlocks:
     documents: Collection[DocumentInfo]
     largest: int | None = None
     boundaries: Boundaries = PLAIN
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return self.num_blocks
+
+    def __repr__(self) -> str:
+        """Return the sizes on one line."""
+        return f"{self.num_blocks:,} blocks of {self.block_size:,} tokens from {len(self.documents):,} documents"
 
     @property
     def opening(self) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.density import text_blocks
 from spkv_nas.probing.registry import SIGNALS, check_options
+from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.probing.sinks import choose_sinks
 
@@ -34,7 +35,7 @@ def probe(
     blocks: TokenBlocks | Iterable[str],
     tau: float | None = None,
     *,
-    signal: str = DENSITY.name,
+    signal: str | Signal = DENSITY.name,
     window: int | None = None,
     sinks: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -49,7 +50,7 @@ def probe(
         model: any supported decoder; "density" needs gates, the other built-in signals keep gates open.
         blocks: held-out text, either as token blocks or as strings, which are tokenized into blocks.
         tau: gate threshold in [0, 1], for "density" only; None uses the model's threshold.
-        signal: name of one of ``SIGNALS``; "head-gates" selects the best heads (reports/study).
+        signal: one of ``SIGNALS``, by name, or another signal; "head-gates" selects the best heads (reports/study).
         window: number of recent keys a local head sees, including the query's own key. Not accepted by "density";
             defaults to ``default_window``.
         sinks: number of first tokens that a local head sees as well (sink tokens); None: ``choose_sinks``.
@@ -63,16 +64,24 @@ def probe(
     Raises:
         UserError: the signal is unknown or lacks an option, or it cannot be measured on this model and text.
     """
-    if window is not None and SIGNALS[signal].needs_gates:
-        raise UserError(f"signal {signal} uses the window of the model's gates: leave window out")
-    name = name or ("probe" if signal == DENSITY.name else signal)
+    entry = SIGNALS[signal]
+    if window is not None and entry.needs_gates:
+        raise UserError(f"signal {entry.name} uses the window of the model's gates: leave window out")
+    name = name or ("probe" if entry.name == DENSITY.name else entry.name)
+    check_options(entry, **options)
+    known = {"batch_size", "cache", *(option.name for option in entry.options)}
+    if unknown := sorted(options.keys() - known):
+        raise UserError(f"signal {entry.name} has no option '{unknown[0]}'; it takes {', '.join(sorted(known))}")
+    for option in entry.options:
+        if options.get(option.name) is not None:
+            options[option.name] = option.checked(options[option.name])
     blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
     chosen: dict[str, Any] = {"window": window, "sinks": sinks, "tau": tau}
     return measure_signal(signal, model, blocks, name=name, metadata=metadata, progress=progress, **chosen, **options)
 
 
 def measure_signal(
-    signal: str,
+    signal: str | Signal,
     model: PreTrainedModel,
     blocks: TokenBlocks,
     *,
@@ -86,7 +95,7 @@ def measure_signal(
     """Measure a signal on token blocks.
 
     Args:
-        signal: name of one of ``SIGNALS``.
+        signal: one of ``SIGNALS``, by name, or another signal.
         model: any supported decoder.
         blocks: held-out text.
         window: number of recent keys a local head sees, including the query's own key; defaults to
@@ -109,7 +118,7 @@ def measure_signal(
     if entry.needs_gates:
         config = gate_config(model)
         if config is None:
-            raise UserError(f"this model has no gates, so it has no {signal}: train an SP-KV reference model first")
+            raise UserError(f"this model has no gates, so it has no {entry.name}: train an SP-KV reference model first")
         window = config.window
     elif window is None:
         window = default_window(model, blocks.block_size)

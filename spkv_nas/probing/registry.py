@@ -75,11 +75,11 @@ def signal_options() -> tuple[SharedOption, ...]:
     return tuple(SharedOption(name, options) for name, options in declared.items())
 
 
-def check_options(signal: str, **options: object) -> None:
+def check_options(signal: str | Signal, **options: object) -> None:
     """Check that a signal exists and takes every option that is not None.
 
     Args:
-        signal: name of a signal.
+        signal: a signal or its name.
         **options: values by option name; names that no signal declares are not checked.
 
     Raises:
@@ -89,7 +89,7 @@ def check_options(signal: str, **options: object) -> None:
     for option in signal_options():
         if options.get(option.name) is not None and entry.option(option.name) is None:
             raise UserError(
-                f"--{_dashed(option.name)} does not apply to --signal {signal}; "
+                f"--{_dashed(option.name)} does not apply to --signal {entry.name}; "
                 f"it applies to {', '.join(option.declared)}"
             )
 

@@ -171,7 +171,7 @@ class TestMeasures:
             spkv_nas.probe(tiny_model(), blocks, signal="x")
         with pytest.raises(UserError, match="leave window out"):
             spkv_nas.probe(gated(), blocks, window=5)
-        with pytest.raises(UserError, match="--tau does not apply to --signal opening"):
+        with pytest.raises(UserError, match="tau does not apply to signal opening"):
             spkv_nas.probe(tiny_model(), blocks, 0.4, signal="opening")
 
 
