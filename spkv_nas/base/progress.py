@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,6 +78,15 @@ class Reporter:
     """
 
     bar: Callable[[str], AbstractContextManager[Bar]] = _no_bar
+
+    @classmethod
+    def of(cls, progress: Progress | None) -> Reporter:
+        """Return a reporter whose progress bars call ``progress``."""
+        return (
+            cls()
+            if progress is None
+            else cls(lambda _: nullcontext(lambda done, total, note="": progress(done, total)))
+        )
 
     @property
     def verbose(self) -> bool:
