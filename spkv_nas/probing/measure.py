@@ -68,13 +68,10 @@ def probe(
     if window is not None and entry.needs_gates:
         raise UserError(f"signal {entry.name} uses the window of the model's gates: leave window out")
     name = name or ("probe" if entry.name == DENSITY.name else entry.name)
-    check_options(entry, **options)
+    options = check_options(entry, **options)
     known = {"batch_size", "cache", *(option.name for option in entry.options)}
     if unknown := sorted(options.keys() - known):
         raise UserError(f"signal {entry.name} has no option '{unknown[0]}'; it takes {', '.join(sorted(known))}")
-    for option in entry.options:
-        if options.get(option.name) is not None:
-            options[option.name] = option.checked(options[option.name])
     blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
     chosen: dict[str, Any] = {"window": window, "sinks": sinks, "tau": tau}
     return measure_signal(signal, model, blocks, name=name, metadata=metadata, progress=progress, **chosen, **options)
@@ -92,28 +89,14 @@ def measure_signal(
     progress: Progress | None = None,
     **options: Any,
 ) -> HeadScores:
-    """Measure a signal on token blocks.
+    """Measure a signal on token blocks, for commands; arguments and errors are those of ``probe``.
 
-    Args:
-        signal: one of ``SIGNALS``, by name, or another signal.
-        model: any supported decoder.
-        blocks: held-out text.
-        window: number of recent keys a local head sees, including the query's own key; defaults to
-            ``default_window``. A signal of gates takes theirs.
-        sinks: number of first tokens that a local head sees as well (sink tokens), which layouts of the table then
-            have; None: ``choose_sinks``.
-        name: name of the table.
-        metadata: provenance of the model and the text; the signal adds its own entries.
-        progress: called with (blocks or steps done, total).
-        options: options specific to the signal; None selects the signal's default.
-
-    Raises:
-        UserError: the signal is unknown, the window is below 1, the model cannot read the blocks (``check_blocks``), or
-            they are too short.
+    A signal of gates takes their window, and options that are None the signal's defaults. Layouts of the table have the
+    sink tokens that it was measured with.
     """
-    check_options(signal, **options)
-    _check_heads(model)
     entry = SIGNALS[signal]
+    set_options = check_options(entry, **options)
+    _check_heads(model)
     # Choose the window
     if entry.needs_gates:
         config = gate_config(model)
@@ -126,7 +109,6 @@ def measure_signal(
         raise UserError(f"the window is {window}; it must be at least 1, because it includes the query's own key")
     check_blocks(model, blocks)
     # Choose the sink tokens
-    set_options = {option: value for option, value in options.items() if value is not None}
     number, facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
     if entry.takes_sinks and (number or sinks is not None):
         set_options["sinks"] = number

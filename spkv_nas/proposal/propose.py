@@ -53,11 +53,9 @@ def propose(
         are the table's.
 
     Raises:
-        UserError: the budget is not 1 to the number of heads, seed or num_random is negative, or the window is below 1.
+        UserError: the budget is not 1 to the number of heads.
     """
     heads = parse_budget(table.learned_budget if budget is None else budget, table.num_candidates)
-    if seed < 0 or num_random < 0:
-        raise UserError(f"seed and number of random layouts must be at least 0; found {seed} and {num_random}")
     # Choose heads by every strategy; the layouts of a random one take consecutive seeds
     return {
         name: layout_by(strategy, table, heads, name=name, window=window, seed=seed + number)
