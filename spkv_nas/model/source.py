@@ -146,8 +146,6 @@ def config_folder(source: str) -> Path:
         UserError: it is an adapter, or a folder without a config.
         OSError: as ``pinned``; the repository has no config.
     """
-    from transformers.utils import cached_file
-
     # Check a folder
     if Path(source).exists():
         if Path(source).is_dir():
@@ -156,6 +154,8 @@ def config_folder(source: str) -> Path:
     # Look a repository up
     if _ID.fullmatch(split_revision(source)[0]) is None:
         raise UserError(f"cannot load model {source}: the folder does not exist")
+    from transformers.utils import cached_file
+
     try:
         name, commit = pinned(source)
         file = cached_file(name, _CONFIG, revision=commit)
