@@ -24,7 +24,7 @@ from pydantic import ConfigDict, Field
 
 from spkv_nas.artifacts.grid import Grid, OnGrid, check_grid
 from spkv_nas.artifacts.views import grid_html
-from spkv_nas.base.arguments import convert, whole_number
+from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import StrPath, parse_yaml, read_text, write_atomic, yaml_line
 from spkv_nas.base.limits import MAX_WINDOW
@@ -74,8 +74,8 @@ class Layout(OnGrid):
         heads = convert("heads", Sequence[str], self.heads, remedy="give one row per layer, one letter per KV head")
         # What describes a layout is of Python's own types, so that files can hold it
         object.__setattr__(self, "heads", tuple(heads))
-        object.__setattr__(self, "window", whole_number("window", self.window))
-        object.__setattr__(self, "sinks", whole_number("sinks", self.sinks))
+        object.__setattr__(self, "window", convert("window", int, self.window))
+        object.__setattr__(self, "sinks", convert("sinks", int, self.sinks))
         if not self.heads or not self.heads[0]:
             raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
         for layer, row in enumerate(self.heads):

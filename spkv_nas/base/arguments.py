@@ -47,12 +47,6 @@ def convert(
     raise UserError(f"{what} must be {expected}; found {found}{f': {remedy}' if remedy else ''}")
 
 
-def whole_number(what: str, value: Any) -> int:
-    """Return an integer, such as NumPy's or a float without a fraction, as int. Raises ``UserError``."""
-    number: int = convert(what, int, value)
-    return number
-
-
 def _as(what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any], Any]]) -> Any:
     """Return ``value`` as one kind, or ``_UNFIT``."""
     origin = get_origin(kind) or kind

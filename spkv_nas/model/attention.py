@@ -244,7 +244,7 @@ def cache_error(cache: Any) -> UserError:
     """Make the error for a cache that is no ``SPKVCache``."""
     return UserError(
         f"SP-KV attention cannot use a {type(cache).__name__}, which would store every key: generate with "
-        "past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False"
+        "past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False; prefix tuning is not supported"
     )
 
 

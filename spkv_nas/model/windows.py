@@ -112,14 +112,7 @@ def layout_applied(
         with spkv_nas.layout_applied(model, layout):
             spkv_nas.evaluate(model, blocks)
 
-    Args:
-        model: dense, hybrid or gated; yielded.
-        layout: global and local KV heads.
-        window: recent keys that a local head sees; None: the layout's.
-        sinks: first tokens of a sequence that a local head sees as well; None: the layout's.
-
-    Raises:
-        UserError: as ``apply_layout``.
+    Arguments and errors are those of ``apply_layout``; yields the model, without its wrapper.
     """
     current, applied = checkpoint_layout(model), _with_reach(layout, window, sinks)
     with restored(model):

@@ -12,14 +12,18 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model.custom_model_type import native_class
 
 
-def unwrapped(model: Any) -> PreTrainedModel:
+def unwrapped(model: Any, *, adds_gates: bool = False) -> PreTrainedModel:
     """Return the causal language model inside wrappers of PEFT, ``torch.compile`` and data parallelism.
 
     The wrapper computes with what is done to the model inside: adapters stay active, and compiled code is compiled anew
     where it has to be.
 
+    Args:
+        model: the object.
+        adds_gates: whether new parameters follow, which DDP would not know.
+
     Raises:
-        UserError: nothing of this kind is inside, or the wrapper computes more than the model inside.
+        UserError: nothing of this kind is inside, the wrapper computes more than the model inside, or is DDP.
     """
     while not isinstance(model, PreTrainedModel):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -32,6 +36,11 @@ def unwrapped(model: Any) -> PreTrainedModel:
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
         elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            if adds_gates:
+                raise UserError(
+                    f"{type(model).__name__} would not share the gradients of new gates: add them to model.module, "
+                    "then wrap the model again"
+                )
             model = model.module
         else:
             raise UserError(

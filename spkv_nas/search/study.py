@@ -19,6 +19,7 @@ import pandas as pd
 from spkv_nas.artifacts.defaults import SAMPLER
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
+from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError
 from spkv_nas.evaluation.paired import Score
 from spkv_nas.search.registry import SAMPLERS
@@ -74,7 +75,7 @@ class Study:
             num_trials: number of trials to add.
             callbacks: called with the study and each finished trial.
         """
-        self._goal = len(self._finished) + num_trials
+        self._goal = len(self._finished) + convert("num_trials", int, num_trials)
         while len(self._finished) < self._goal:
             # Sample the layouts that do not depend on each other's results
             layouts = self._next_layouts()

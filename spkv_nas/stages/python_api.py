@@ -22,7 +22,7 @@ from typing import Any, get_type_hints
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.arguments import convert
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.progress import LOGGER, log_lines
 from spkv_nas.data.blocks import TokenBlocks
 
@@ -90,12 +90,7 @@ def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
     if name == "model":
         from spkv_nas.model.wrappers import unwrapped
 
-        if function in ("attach_gates", "learn_gates") and type(value).__name__ == "DistributedDataParallel":
-            raise UserError(
-                f"DistributedDataParallel would not share the gradients of new gates: call {function}(model.module, "
-                "...), then wrap the model again"
-            )
-        return unwrapped(value)
+        return unwrapped(value, adds_gates=function in ("attach_gates", "learn_gates"))
     remedy = next((text for part, text in _REMEDIES.items() if part in str(kind)), "")
     converted = convert(name, kind, value, _CONVERTERS, remedy)
     if isinstance(converted, int) and name in _LEAST and converted < _LEAST[name]:
@@ -126,4 +121,8 @@ def _shown(name: str, value: Any) -> str:
     """Return an argument for a log line."""
     if isinstance(value, TokenBlocks):
         return str(value)
-    return f"{name}={value!r}" if isinstance(value, int | float | str | PathLike | None) else type(value).__name__
+    return (
+        f"{name}={shortened(repr(value), 60)}"
+        if isinstance(value, int | float | str | PathLike | None)
+        else type(value).__name__
+    )

@@ -104,9 +104,9 @@ class TestWrappedModels:
             with pytest.raises(UserError, match=r"virtual tokens.*get_base_model"):
                 call(prefix)
         parallel = WRAPPERS["ddp"](tiny_model())
-        with pytest.raises(UserError, match=r"attach_gates\(model.module, ...\)"):
+        with pytest.raises(UserError, match=r"add them to model\.module"):
             spkv_nas.attach_gates(parallel)
-        with pytest.raises(UserError, match=r"learn_gates\(model.module, ...\)"):
+        with pytest.raises(UserError, match=r"add them to model\.module"):
             spkv_nas.learn_gates(parallel, blocks, GateConfig(window=4, target_density=0.5))
         assert not attention_layers(parallel)
         assert not attention_layers(prefix)
