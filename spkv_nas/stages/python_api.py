@@ -91,29 +91,26 @@ def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
         from spkv_nas.model.wrappers import unwrapped
 
         return unwrapped(value, adds_gates=function in ("attach_gates", "learn_gates"))
-    remedy = next((text for part, text in _REMEDIES.items() if part in str(kind)), "")
+    remedy = next((text for part, text in _REMEDIES.items() if re.search(rf"\b{part}\b", str(kind))), "")
     converted = convert(name, kind, value, _CONVERTERS, remedy)
     if isinstance(converted, int) and name in _LEAST and converted < _LEAST[name]:
         raise UserError(f"{name} must be at least {_LEAST[name]}; found {converted}")
     return converted
 
 
-def _read(kind: Any, value: Any) -> Any:
-    """Return the layout or head scores of a file; anything but a path unchanged."""
-    return kind.read(value) if isinstance(value, str | PathLike) else value
-
-
-def _only(value: Any) -> Any:
-    """Return the value of a mapping with one; anything else unchanged."""
-    return next(iter(value.values())) if isinstance(value, Mapping) and len(value) == 1 else value
+def _read(read: Callable[[Any], Any], value: Any) -> Any:
+    """Return what a path names, or the value of a mapping with one; anything else unchanged."""
+    if isinstance(value, Mapping) and len(value) == 1:
+        return next(iter(value.values()))
+    return read(value) if isinstance(value, str | PathLike) else value
 
 
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {  # by class, make an instance of what means one
     "PreTrainedTokenizerBase": lambda value: getattr(value, "tokenizer", value),  # of a multimodal model's processor
-    "Layout": lambda value: _read(Layout, _only(value)),
-    "HeadScores": lambda value: _read(HeadScores, value),
+    "Layout": lambda value: _read(Layout.read, value),
+    "HeadScores": lambda value: _read(HeadScores.read, value),
     "DocumentNLL": lambda value: getattr(value, "nll", value),
-    "Path": lambda value: Path(value) if isinstance(value, str | PathLike) else value,
+    "Path": lambda value: _read(Path, value),
 }
 
 
