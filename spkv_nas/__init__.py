@@ -19,6 +19,7 @@ Once spkv_nas is imported, before or after transformers, the Auto classes of tra
 type ``spkv`` (``model/custom_model_type.py``).
 """
 
+from inspect import isfunction
 from typing import Any
 
 import lazy_loader
@@ -31,15 +32,21 @@ _attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first access.
+    """Import a public name on first access; functions check and convert their arguments (``stages.python_api``).
 
     Raises:
         UserError: the name needs a package that is not installed.
     """
     try:
-        return _attribute(name)
+        value = _attribute(name)
     except ModuleNotFoundError as error:
         raise missing_extra(error) or error from error
+    if isfunction(value):
+        from spkv_nas.stages.python_api import public
+
+        value = public(value)
+    globals()[name] = value
+    return value
 
 
 def _register() -> None:

@@ -30,8 +30,8 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    window: int | Tensor,
-    sinks: int | Tensor = 0,
+    window: int | tuple[int, ...] | Tensor,
+    sinks: int | tuple[int, ...] | Tensor = 0,
     sink_logits: Tensor | None = None,
     log_utility: Tensor | None = None,
     keep: Tensor | None = None,
@@ -44,11 +44,12 @@ def attention(
         q: [B, Hq, T, D], float64, float32, bfloat16 or float16; 16-bit inputs are computed in float32.
         k: [B, Hkv, T, D]; Hq is a multiple of Hkv, query head h reads KV head h // (Hq / Hkv).
         v: [B, Hkv, T, D].
-        window: number of recent keys that are always visible, including the query's own: an int, or an int tensor
-            [Hkv]. T or more is global. The values of a tensor on the GPU are not checked (below 1 counts as 1), because
-            reading them would synchronise, which a CUDA graph cannot do.
+        window: number of recent keys that are always visible, including the query's own: an int, or one per KV head as
+            a tuple or an int tensor [Hkv]. T or more is global. A tuple is constant for ``torch.compile``; reading a
+            tensor on the CPU would break its graph. The values of a tensor on the GPU are not checked (below 1 counts
+            as 1), because reading them would synchronise, which a CUDA graph cannot do.
         sinks: number of sink tokens: the first keys of the sequence, which later queries always see, too, without a
-            gate. An int, or an int tensor [Hkv] like ``window`` (below 0 on the GPU counts as 0). 0: none.
+            gate. An int, a tuple, or an int tensor [Hkv] like ``window`` (below 0 on the GPU counts as 0). 0: none.
         sink_logits: [Hq], floating point, learned sinks: logits that only add exp(logit) to the denominator of the
             head's softmax. -inf or None: none. Differentiable.
         log_utility: [B, Hkv, T], floating point, natural logarithm of the utility (at most 0; not checked), which is
@@ -287,7 +288,11 @@ def _sink_logits(sink_logits: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _sinks(
-    sinks: int | Tensor, windows: tuple[int, ...] | Tensor, heads: int, length: int, device: torch.device
+    sinks: int | tuple[int, ...] | Tensor,
+    windows: tuple[int, ...] | Tensor,
+    heads: int,
+    length: int,
+    device: torch.device,
 ) -> tuple[int, ...] | Tensor | None:
     """Return the number of sink tokens of every KV head, in the form of ``windows``; None if it is 0 for all.
 
@@ -303,23 +308,29 @@ def _sinks(
     return values if any(values) else None
 
 
-def _per_head(name: str, value: int | Tensor, heads: int, length: int, _: torch.device) -> tuple[int, ...]:
+def _per_head(
+    name: str, value: int | tuple[int, ...] | Tensor, heads: int, length: int, _: torch.device
+) -> tuple[int, ...]:
     """Return the window or the number of sinks of every KV head, clamped to T."""
     if isinstance(value, Tensor):
         _check_int_tensor(name, value, heads)
         values = tuple(int(n) for n in value.tolist())
     else:
         try:
-            values = (operator.index(value),) * heads
+            values = tuple(map(operator.index, value if isinstance(value, tuple) else (value,) * heads))
         except TypeError:
-            raise ValueError(f"{name}: expected an int or an int tensor [{heads}]; found {value!r}") from None
+            values = ()
+        if len(values) != heads:
+            raise ValueError(f"{name}: expected an int, or {heads} as a tuple or int tensor; found {value!r}")
     least, expected = _MIN[name]
     if min(values) < least:
         raise ValueError(f"{name}: expected {expected}; found {min(values)}")
     return tuple(min(n, length) for n in values)
 
 
-def _per_head_tensor(name: str, value: int | Tensor, heads: int, length: int, device: torch.device) -> Tensor:
+def _per_head_tensor(
+    name: str, value: int | tuple[int, ...] | Tensor, heads: int, length: int, device: torch.device
+) -> Tensor:
     """Return ``_per_head`` as int32 [Hkv] on ``device``, without reading a tensor that is already there."""
     if isinstance(value, Tensor) and value.device == device and device.type == "cuda":
         _check_int_tensor(name, value, heads)

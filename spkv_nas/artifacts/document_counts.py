@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.histogram import EDGES, sigmoid
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
@@ -96,11 +95,11 @@ class DocumentCounts:
         )
 
     @classmethod
-    def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> DocumentCounts | None:
+    def read(cls, path: Path, domains: tuple[str, ...], density: ArrayLike) -> DocumentCounts | None:
         """Read the counts from a file; None if it does not exist.
 
         Raises:
-            UserError: the file is damaged, or is for other ``domains`` or another ``grid``.
+            UserError: the file is damaged, or is for other ``domains`` or another ``density`` [P, L, Hkv].
         """
         if not is_file(path):
             return None
@@ -108,11 +107,14 @@ class DocumentCounts:
         arrays = read_arrays(path, _ARRAYS, remedy)
         names = tuple(str(name) for name in arrays["domains"])
         kept, tokens, domain = arrays["kept"], arrays["tokens"].astype(np.int64), arrays["domain"].astype(np.int64)
-        if names != domains or kept.shape[1:] != grid or not (domain < len(names)).all():
+        if names != domains or kept.shape[1:] != np.shape(density)[1:] or not (domain < len(names)).all():
             raise UserError(
                 f"{path} does not belong to the table in its folder: other domains or another grid\n{remedy}"
             )
-        return cls(kept, tokens, domain, names, arrays["bins"], arrays["edges"])
+        counts = cls(kept, tokens, domain, names, arrays["bins"], arrays["edges"])
+        if not np.allclose(counts.density(), density, rtol=0, atol=1e-5):
+            raise UserError(f"{path} does not add up to the densities of the table in its folder\n{remedy}")
+        return counts
 
     def write(self, path: Path) -> None:
         """Write the file atomically, with integers in the smallest type that holds them."""

@@ -56,7 +56,12 @@ class GateConfig(BaseModel):
     @classmethod
     def _at_the_threshold(cls, data: Any) -> Any:
         """Default the initial bias of priced gates to the logit of tau, where the price acts at once."""
-        if not isinstance(data, dict) or not (data.get("price") or data.get("target_density")):
+        if not isinstance(data, dict):
+            return data
+        data = {
+            key: value.item() if getattr(value, "ndim", None) == 0 else value for key, value in data.items()
+        }  # NumPy's
+        if not (data.get("price") or data.get("target_density")):
             return data
         tau = data.get("tau", cls.model_fields["tau"].default)
         usable = isinstance(tau, int | float) and 0.0 < tau < 1.0

@@ -15,9 +15,11 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
-from spkv_nas.artifacts.kinds import DENSITY, GAIN, SCORE
+from spkv_nas.artifacts.kinds import DENSITY, GAIN, KINDS, SCORE
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text
 from spkv_nas.base.limits import MAX_SHOWN
@@ -41,6 +43,22 @@ COLUMNS = tuple(column.name for column in _COLUMNS)
 def file_rows(rows: pd.DataFrame, kind: str = DENSITY) -> pd.DataFrame:
     """Return rows as a file of a kind has them: the columns ``COLUMNS``, the scores under the name of the kind."""
     return rows[list(COLUMNS)].rename(columns={_SCORE: _column(kind)})
+
+
+def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
+    """Return the rows of scores [L, Hkv] of one domain. Raises ``UserError`` for another shape, kind or range."""
+    scores = np.asarray(values, dtype=np.float64)
+    if scores.ndim != 2 or not scores.size or kind not in KINDS:
+        raise UserError(
+            f"expected scores [layers, KV heads] of kind {', '.join(KINDS)}; found {list(scores.shape)} of kind {kind}"
+        )
+    high = _MAX_SIZE.get(kind)
+    low, high = (0.0, 1.0) if high is None else (-high, high)
+    if not ((low <= scores) & (scores <= high)).all():
+        raise UserError(f"scores of kind {kind} must be numbers between {low:g} and {high:g}")
+    layers, heads = np.indices(scores.shape).reshape(2, -1)
+    columns = (layers, heads, scores.ravel(), "all", 1, 0, np.nan)
+    return pd.DataFrame(dict(zip(COLUMNS, columns, strict=True)))
 
 
 def read_rows(file: Path, kind: str | None = None) -> tuple[pd.DataFrame, str]:

@@ -16,21 +16,22 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from spkv_nas.artifacts.diagnosis import FROZEN, missed_price, undifferentiated
 from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gains import Gains
-from spkv_nas.artifacts.grid import Grid, OnGrid
-from spkv_nas.artifacts.head_score_rows import file_rows, read_rows
-from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
-from spkv_nas.artifacts.kinds import DENSITY
+from spkv_nas.artifacts.grid import Grid, OnGrid, grid_words
+from spkv_nas.artifacts.head_score_rows import array_rows, file_rows, read_rows
+from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.artifacts.kinds import DENSITY, SCORE
 from spkv_nas.artifacts.local_layers import ConfigLayer, candidate_layers, config_layers
 from spkv_nas.artifacts.positions import read_positions
 from spkv_nas.artifacts.probe_file import ProbeFile
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, digest, read_selection, write_selection
 from spkv_nas.artifacts.views import grid_html
+from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath, is_file, is_folder
 from spkv_nas.base.records import read_record, write_record
@@ -42,7 +43,7 @@ _TABLE, RECORD = "density.csv", "probe.yaml"
 _POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS = "positions.csv", "histogram.npz", "documents.npz", "gains.csv"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HeadScores(OnGrid):
     """Head scores per layer, KV head and domain, at one threshold.
 
@@ -63,17 +64,17 @@ class HeadScores(OnGrid):
     """
 
     name: str
-    rows: pd.DataFrame = field(repr=False)
+    rows: pd.DataFrame
     tau: float = 0.5
     window: int | None = None
-    positions: pd.DataFrame | None = field(default=None, repr=False)
+    positions: pd.DataFrame | None = None
     positions_tau: float | None = None
-    histogram: LogitHistogram | None = field(default=None, repr=False)
-    documents: DocumentCounts | None = field(default=None, repr=False)
-    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    histogram: LogitHistogram | None = None
+    documents: DocumentCounts | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     probe_hash: str | None = None
-    gains: Gains | None = field(default=None, repr=False)
-    selected_on: Selection | None = field(default=None, repr=False)
+    gains: Gains | None = None
+    selected_on: Selection | None = None
 
     @cached_property
     def grid(self) -> Grid:
@@ -132,6 +133,12 @@ class HeadScores(OnGrid):
         return None if self.is_density else self.sinks
 
     @property
+    def learned_budget(self) -> int | None:
+        """Return the number of global heads that the scores were learned for; None if they do not depend on one."""
+        budget = self.metadata.get("budget")
+        return None if budget is None else int(budget)
+
+    @property
     def kind(self) -> str:
         """Return the kind of the scores, one of ``kinds.KINDS``."""
         return str(self.metadata.get("kind", DENSITY))
@@ -158,11 +165,6 @@ class HeadScores(OnGrid):
         reached = self.metadata.get("reached_density")
         learned = self.metadata.get("training") != FROZEN
         return missed_price(self.priced_at, reached, weights_learned=learned) if self.is_density else None
-
-    @property
-    def is_priced(self) -> bool:
-        """Return whether keys had a price in training; density then shows need, not the number of useful keys."""
-        return bool(self.metadata.get("price")) or self.priced_at is not None
 
     @property
     def tau_of_positions(self) -> float:
@@ -242,14 +244,8 @@ class HeadScores(OnGrid):
         if self.documents is not None:
             order = [histogram.domains.index(domain) for domain in self.documents.domains]
             documents = self.documents.at_tau(tau, lambda tau: histogram.density(tau)[order])
-        return replace(
-            self,
-            rows=rows,
-            tau=tau,
-            positions_tau=self.tau_of_positions,
-            probe_hash=self.content_hash,
-            documents=documents,
-        )
+        earlier: dict[str, Any] = {"positions_tau": self.tau_of_positions, "probe_hash": self.content_hash}
+        return replace(self, rows=rows, tau=tau, documents=documents, **earlier)
 
     def tau_for_density(self, rho: float) -> float:
         """Return the threshold whose mean density is closest to ``rho``, of those that keep any tokens.
@@ -261,24 +257,17 @@ class HeadScores(OnGrid):
             raise UserError(f"the density to match must lie in [0, 1]; found {rho}")
         histogram = self._need_histogram()
         tokens = self.rows.groupby("domain")["num_tokens"].first()
-        share = [float(tokens.get(domain, 0)) / tokens.sum() for domain in histogram.domains]
-
-        def mean(tau: float) -> float:
-            return float(np.tensordot(share, histogram.density(tau), 1).mean())
-
-        low, high = histogram.logit_range
-        for _ in range(60):  # bisect: the mean density falls as tau rises
-            middle = (low + high) / 2
-            low, high = (middle, high) if mean(sigmoid(middle)) > rho else (low, middle)
-        means = {tau: mean(tau) for tau in (sigmoid(low), sigmoid(high), 0.0)}
-        return min((tau for tau in means if means[tau] > 0), key=lambda tau: abs(means[tau] - rho))
+        return histogram.tau_for_density(
+            rho, [float(tokens.get(domain, 0)) / tokens.sum() for domain in histogram.domains]
+        )
 
     def diagnosis(self) -> list[str]:
         """Return warnings if the gates missed their price or have not differentiated; empty for other signals."""
         if not self.is_density:
             return []
         missed = [] if self.missed_price is None else [self.missed_price]
-        return missed + undifferentiated(self.density, is_priced=self.is_priced)
+        is_priced = bool(self.metadata.get("price")) or self.priced_at is not None  # density then shows need
+        return missed + undifferentiated(self.density, is_priced=is_priced)
 
     def _repr_html_(self) -> str:
         """Return an HTML table of the score of every KV head (densities in percent), for notebooks."""
@@ -286,6 +275,31 @@ class HeadScores(OnGrid):
         texts = [[scale.text(value) for value in row] for row in self.values]
         caption = f"{self.name}: {self.measure.noun}, {self.measure.shown}{at_tau}; mean {scale.factor * self.mean:.1f}"
         return grid_html(caption, scale.fraction(self.values), texts)
+
+    def __repr__(self) -> str:
+        """Return name, signal, kind, grid and unit on one line."""
+        facts = f"signal {self.signal}, kind {self.kind}, unit {self.measure.unit}"
+        return f"HeadScores({self.name!r}, {grid_words(self.grid)}, {facts})"
+
+    @classmethod
+    def from_array(
+        cls, values: ArrayLike, *, name: str = "custom", kind: str = SCORE, window: int | None = None, **record: Any
+    ) -> HeadScores:
+        """Create a table from scores [L, Hkv], higher for heads that need global attention.
+
+        Args:
+            values: finite numbers; densities and shares lie in [0, 1].
+            name: name of the table.
+            kind: "score", "share", "gain" or "density".
+            window: recent keys that local heads of its layouts see.
+            record: entries of ``probe.yaml``, such as ``unit`` and ``sinks``.
+        """
+        window = convert("window", int | None, window)
+        return cls(name, array_rows(values, kind), window=window, metadata={**record, "kind": kind})
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per layer, KV head and domain, as ``density.csv`` has them."""
+        return file_rows(self.rows, self.kind)
 
     @classmethod
     def read(cls, path: StrPath) -> HeadScores:
@@ -323,7 +337,9 @@ class HeadScores(OnGrid):
             table,
             positions=read_positions(folder / _POSITIONS, table.grid),
             histogram=LogitHistogram.read(folder / _HISTOGRAM, table.domains, table.grid),
-            documents=_read_documents(folder / _DOCUMENTS, table),
+            documents=DocumentCounts.read(
+                folder / _DOCUMENTS, table.domains, [table.domain_density(domain) for domain in table.domains]
+            ),
             gains=Gains.read(folder / _GAINS, table.grid),
             selected_on=read_selection(metadata[SELECTION], [folder]) if SELECTION in metadata else None,
         )
@@ -361,12 +377,12 @@ class HeadScores(OnGrid):
 
     def _need_histogram(self) -> LogitHistogram:
         """Return the histogram, or raise ``UserError`` without one."""
-        if self.histogram is None:
-            raise UserError(
-                f"density table '{self.name}' has no histogram of utilities, so its density is known only at "
-                f"tau = {self.tau:g}\nprobe the model again to choose another tau"
-            )
-        return self.histogram
+        if self.histogram is not None:
+            return self.histogram
+        raise UserError(
+            f"density table '{self.name}' has no histogram of utilities, so its density is known only at tau = "
+            f"{self.tau:g}\nprobe the model again to choose another tau"
+        )
 
     def _on_grid(self, rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
         """Arrange a column of one domain as [L, Hkv]."""
@@ -380,16 +396,3 @@ class HeadScores(OnGrid):
         tokens = np.stack([self._on_grid(part, "num_tokens") for part in parts])
         values = np.stack([self._on_grid(part, column) for part in parts])
         return np.asarray(reduce(values, tokens / tokens.sum(0)))
-
-
-def _read_documents(path: Path, table: HeadScores) -> DocumentCounts | None:
-    """Read the counts per document and check that they add up to the table's densities; None without a file."""
-    counts = DocumentCounts.read(path, table.domains, table.grid)
-    if counts is not None:
-        density = np.stack([table.domain_density(domain) for domain in table.domains])
-        if not np.allclose(counts.density(), density, rtol=0, atol=1e-5):
-            raise UserError(
-                f"{path} does not add up to the densities of the table in its folder\n"
-                "probe again, or remove the file: only confidence intervals need it"
-            )
-    return counts

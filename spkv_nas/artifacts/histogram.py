@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +74,24 @@ class LogitHistogram:
             return np.asarray(at_edge[..., 0])
         share = (limit - self.edges[right - 1]) / (self.edges[right] - self.edges[right - 1])
         return np.asarray((1.0 - share) * at_edge[..., right - 1] + share * at_edge[..., right])
+
+    def tau_for_density(self, rho: float, shares: Sequence[float]) -> float:
+        """Return the threshold whose mean density is closest to ``rho``, of those that keep any tokens.
+
+        Args:
+            rho: mean density over heads and domains.
+            shares: share of each domain in the mean, in the order of ``domains``.
+        """
+
+        def mean(tau: float) -> float:
+            return float(np.tensordot(shares, self.density(tau), 1).mean())
+
+        low, high = self.logit_range
+        for _ in range(60):  # bisect: the mean density falls as tau rises
+            middle = (low + high) / 2
+            low, high = (middle, high) if mean(sigmoid(middle)) > rho else (low, middle)
+        means = {tau: mean(tau) for tau in (sigmoid(low), sigmoid(high), 0.0)}
+        return min((tau for tau in means if means[tau] > 0), key=lambda tau: abs(means[tau] - rho))
 
     @cached_property
     def _at_edge(self) -> NDArray[np.float64]:

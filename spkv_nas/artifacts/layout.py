@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field
 
 from spkv_nas.artifacts.grid import Grid, OnGrid, check_grid
 from spkv_nas.artifacts.views import grid_html
+from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import StrPath, parse_yaml, read_text, write_atomic, yaml_line
 from spkv_nas.base.limits import MAX_WINDOW
@@ -70,6 +71,11 @@ class Layout(OnGrid):
 
     def __post_init__(self) -> None:
         """Validate the grid, the window, the sinks and the strategy."""
+        heads = convert("heads", Sequence[str], self.heads, remedy="give one row per layer, one letter per KV head")
+        # What describes a layout is of Python's own types, so that files can hold it
+        object.__setattr__(self, "heads", tuple(heads))
+        object.__setattr__(self, "window", convert("window", int, self.window))
+        object.__setattr__(self, "sinks", convert("sinks", int, self.sinks))
         if not self.heads or not self.heads[0]:
             raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
         for layer, row in enumerate(self.heads):
@@ -86,7 +92,7 @@ class Layout(OnGrid):
             raise UserError(f"window is {str(self.window)[:40]}; it is at most {MAX_WINDOW}")
         if not 0 <= self.sinks <= MAX_WINDOW:
             raise UserError(f"sinks is {str(self.sinks)[:40]}; it must lie between 0 and {MAX_WINDOW}")
-        check_name(self.strategy, "the strategy")
+        check_name(convert("strategy", str, self.strategy), "the strategy")
 
     @property
     def grid(self) -> Grid:
@@ -167,7 +173,7 @@ class Layout(OnGrid):
         """Create a layout whose global heads are the true entries of ``mask``, bool [L, Hkv]."""
         grid = np.asarray(mask)
         if grid.ndim != 2 or grid.dtype != np.bool_:
-            raise ValueError(f"mask must be bool [L, Hkv], found {grid.dtype} {list(grid.shape)}")
+            raise UserError(f"mask must be bool [L, Hkv], found {grid.dtype} {list(grid.shape)}")
         heads = tuple("".join("G" if is_global else "L" for is_global in row) for row in grid)
         return cls(heads, window, strategy, provenance or {}, sinks=sinks)
 

@@ -58,8 +58,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary = None
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}\nfree disk space, or choose a writable folder with "
-            "--workspace"
+            f"cannot write {path}: {error.strerror or error}\nfree disk space, or choose a writable folder"
         ) from error
     finally:
         if temporary is not None:

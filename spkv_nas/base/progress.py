@@ -11,12 +11,14 @@ it loads anything else.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 LOGGER = logging.getLogger("spkv_nas")
+EVERY = 30.0  # seconds between the lines of ``log_lines``
 
 Announce = Callable[[str], None]  # called with one line when a step begins
 Progress = Callable[[int, int], None]  # called with (done, total)
@@ -35,6 +37,30 @@ def silent(_: str) -> None:
 
 def no_progress(done: int, total: int, note: str = "") -> None:
     """Discard a progress update."""
+
+
+def log_lines(title: str) -> Bar:
+    """Return a bar that logs one line every ``EVERY`` seconds, with the time left."""
+    last = time.monotonic()
+    start: tuple[float, int] | None = None  # (time, steps done) of the first call
+
+    def tell(done: int, total: int, note: str = "") -> None:
+        nonlocal start, last
+        now = time.monotonic()
+        since, first = start = start or (now, done)
+        if now - last >= EVERY and done > first:
+            last = now
+            remaining = clock((now - since) * (total - done) / (done - first))
+            LOGGER.info(", ".join(part for part in (f"{title}: {done} of {total}", note, f"{remaining} left") if part))
+
+    return tell
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as ``m:ss`` or ``h:mm:ss``."""
+    minutes, whole_seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
 
 
 @contextmanager
@@ -61,6 +87,15 @@ class Reporter:
     """
 
     bar: Callable[[str], AbstractContextManager[Bar]] = _no_bar
+
+    @classmethod
+    def of(cls, progress: Progress | None) -> Reporter:
+        """Return a reporter whose progress bars call ``progress``."""
+        return (
+            cls()
+            if progress is None
+            else cls(lambda _: nullcontext(lambda done, total, note="": progress(done, total)))
+        )
 
     @property
     def verbose(self) -> bool:

@@ -71,8 +71,10 @@ class Registry(Generic[Entry]):
         """Iterate over all entries."""
         return iter(self.entries.values())
 
-    def __getitem__(self, name: str) -> Entry:
-        """Return the entry of a name. Raises ``UserError``, which lists the names, if there is none."""
+    def __getitem__(self, name: str | Entry) -> Entry:
+        """Return the entry of a name, or an entry itself. Raises ``UserError``, which lists the names, if unknown."""
+        if isinstance(name, self.kind):
+            return name
         if name not in self.entries:
             raise UserError(f"unknown {self.noun} '{name}'; expected one of {', '.join(self.names)}")
         return self.entries[name]

@@ -155,5 +155,5 @@ def as_user_error(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write {folder}: {first_line(error)}\nfree disk space, or choose a writable folder with --workspace"
+            f"cannot write {folder}: {first_line(error)}\nfree disk space, or choose a writable folder"
         ) from error

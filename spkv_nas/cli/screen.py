@@ -7,9 +7,8 @@ that no step is silent. A step that knows its progress gets a row of its own wit
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import RenderableType
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TaskID
@@ -18,9 +17,8 @@ from rich.table import Column
 from rich.text import Text
 
 from spkv_nas.base.console import announce, caution, err, out
-from spkv_nas.base.progress import LOGGER, Announce, Bar, Reporter
+from spkv_nas.base.progress import LOGGER, Announce, Bar, Reporter, clock, log_lines
 
-EVERY = 30.0  # seconds between progress lines outside a terminal
 _FRAMES = 5  # per second; drawing one takes half a millisecond
 
 
@@ -49,7 +47,7 @@ def working(title: str, *, quiet: bool = False, verbose: bool = False, takes_lon
         if takes_long:
             announce(f"{title}: starting")
         with _printed(level, announce):
-            yield Reporter(_lines)
+            yield Reporter(lambda title: nullcontext(log_lines(title)))
 
 
 @contextmanager
@@ -187,30 +185,5 @@ class _Time(_FixedColumn):
 
     def render(self, task: Task) -> Text:
         if task.total is None or task.time_remaining is None:
-            return Text(_clock(task.elapsed or 0.0), style="dim")
-        return Text(f"{_clock(task.time_remaining)} left", style="cyan")
-
-
-@contextmanager
-def _lines(title: str) -> Iterator[Bar]:
-    """Report a step outside a terminal: one line every ``EVERY`` seconds."""
-    last = time.monotonic()
-    start: tuple[float, int] | None = None  # (time, steps done) of the first call
-
-    def tell(done: int, total: int, note: str = "") -> None:
-        nonlocal start, last
-        now = time.monotonic()
-        since, first = start = start or (now, done)
-        if now - last >= EVERY and done > first:
-            last = now
-            remaining = _clock((now - since) * (total - done) / (done - first))
-            announce(", ".join(part for part in (f"{title}: {done} of {total}", note, f"{remaining} left") if part))
-
-    yield tell
-
-
-def _clock(seconds: float) -> str:
-    """Format seconds as ``m:ss`` or ``h:mm:ss``."""
-    minutes, whole_seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
+            return Text(clock(task.elapsed or 0.0), style="dim")
+        return Text(f"{clock(task.time_remaining)} left", style="cyan")

@@ -19,14 +19,13 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_npz
 from spkv_nas.data.config import AUTO, Bos
 from spkv_nas.data.sources import Document, as_documents
-from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PLAIN, Boundaries, boundaries, encode
+from spkv_nas.data.tokenizer import PLAIN, Boundaries, boundaries, tokenised
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Digest
 
     from transformers import PreTrainedTokenizerBase
 
-TOKENIZE_BATCH = 64  # documents per batch
 REMEDY = "remove it: the text is then tokenised again"
 _INT32 = 2**31 - 1  # largest token or index
 _GOLDEN_RATIO = (1 + 5**0.5) / 2
@@ -64,7 +63,7 @@ class DocumentInfo:
         return cls(document.id, document.domain, document.label, document.whole)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TokenBlocks:
     """``N`` blocks of ``T`` tokens.
 
@@ -84,6 +83,14 @@ class TokenBlocks:
     documents: Collection[DocumentInfo]
     largest: int | None = None
     boundaries: Boundaries = PLAIN
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return self.num_blocks
+
+    def __repr__(self) -> str:
+        """Return the sizes on one line."""
+        return f"{self.num_blocks:,} blocks of {self.block_size:,} tokens from {len(self.documents):,} documents"
 
     @property
     def opening(self) -> tuple[int, ...]:
@@ -375,25 +382,3 @@ def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str
             f"the {what} has {num_tokens} tokens, fewer than one block of {block_size}\n"
             "use more text, or smaller blocks (--block-size; data.block_size in a recipe)"
         )
-
-
-def tokenised(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, separator: tuple[int, ...]
-) -> Iterator[tuple[Document, NDArray[np.int32]]]:
-    """Yield each document with its tokens, followed by the separator."""
-    end = np.array(separator, dtype=np.int32)
-    for batch in _batches(documents):
-        for document, ids in zip(batch, encode([document.text for document in batch], tokenizer), strict=True):
-            yield document, np.concatenate([ids, end])
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield batches of documents for the tokenizer; larger ones would only cost memory."""
-    batch: list[Document] = []
-    for document in documents:
-        batch.append(document)
-        if len(batch) == TOKENIZE_BATCH or sum(len(each.text) for each in batch) >= MAX_ENCODED_CHARACTERS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -130,11 +130,13 @@ def in_pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
 def as_documents(texts: Any, block_size: int) -> Iterator[Document]:
     """Yield strings as documents, in pieces if they are long or few; a single string is one document.
 
+    Empty and repeated ones are left out, as those of files are.
+
     Raises:
         UserError: an item is no text.
     """
     items = [texts] if isinstance(texts, str | bytes | Mapping | Document) else texts
-    return in_pieces(starmap(_item, enumerate(items, 1)), piece_size(block_size))
+    return in_pieces(_distinct(starmap(_item, enumerate(items, 1)), LeftOut()), piece_size(block_size))
 
 
 def _item(number: int, item: Any) -> Document:

@@ -17,14 +17,14 @@ from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.block_cache import BlockCache, ContentKey
 from spkv_nas.data.block_files import BlockWriter, check_blocks, is_written, map_blocks, read_notes
-from spkv_nas.data.blocks import TokenBlocks, tokenised
+from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.config import AUTO, Bos, DataConfig, SourceConfig
 from spkv_nas.data.heldout import RULE, heldout_share
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.readers import BrokenOffError
 from spkv_nas.data.sources import Document, LeftOut, documents, heldout
 from spkv_nas.data.spread import SpreadSample
-from spkv_nas.data.tokenizer import TRAINING_PIECE, boundaries, pieces, train_bpe
+from spkv_nas.data.tokenizer import TRAINING_PIECE, boundaries, pieces, tokenised, train_bpe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import score_table, zero_shot
 
@@ -19,6 +20,7 @@ def score(
     layouts: Layout | Sequence[Layout] | Mapping[str, Layout],
     *,
     batch_size: int = 8,
+    progress: Progress | None = None,
 ) -> pd.DataFrame:
     """Score layouts on the current weights of ``model``, without retraining; the model is left unchanged.
 
@@ -27,6 +29,7 @@ def score(
         blocks: text, preferably held out; the same for all layouts, so that their differences are paired by document.
         layouts: one layout, several, or several by name; without names each is called by its strategy.
         batch_size: blocks per forward pass.
+        progress: called with (blocks done, total) over all layouts.
 
     Returns:
         One row for full attention and one per layout, lowest NLL first: strategy, hash, num_global, density_percent,
@@ -42,6 +45,7 @@ def score(
     )
     if not by_name or len(by_name) < len(layouts):
         raise UserError("give at least one layout, each under a distinct name: score(model, blocks, {name: layout})")
-    full, *scores = zero_shot(model, [None, *by_name.values()], blocks, batch_size=batch_size)
+    reporter = Reporter.of(progress)
+    full, *scores = zero_shot(model, [None, *by_name.values()], blocks, batch_size=batch_size, reporter=reporter)
     rows = score_table(by_name, dict(zip(by_name, scores, strict=True)), full, {})
     return rows.drop(columns="coverage_percent")

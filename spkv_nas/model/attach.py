@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,48 +96,49 @@ def detach(model: PreTrainedModel) -> None:
         uninstall(layer)
     before = getattr(model, "_spkv_before", None)
     if before is not None:
-        attn_implementation, handle, caches = before
+        attn_implementation, handle, use_cache = before
         handle.remove()
         model.set_attn_implementation(attn_implementation or "sdpa")
-        del model._prepare_cache_for_generation
-        model.config.get_text_config().use_cache = caches[0]
-        if getattr(model, "generation_config", None):
-            model.generation_config.use_cache = caches[1]
-        del model._spkv_before
+        model.config.get_text_config().use_cache = use_cache
+        del model._prepare_cache_for_generation, model._spkv_before
     remove_section(model)
 
 
 @contextmanager
-def detached(model: PreTrainedModel) -> Iterator[None]:
-    """Remove gates, windows and hooks inside the ``with`` block, and restore the same ones after it."""
-    if not attention_layers(model):
-        yield
-        return
+def restored(model: PreTrainedModel) -> Iterator[None]:
+    """Restore gates, layout and hooks after the ``with`` block, whatever the block does to them."""
     # Remember hooks, gates, learned sinks and settings
     layers = [
-        (layer, layer_state(layer), layer_predictor(layer), layer_learned_sinks(layer))
+        (layer, layer_state(layer), dict(vars(layer_state(layer))), layer_predictor(layer), layer_learned_sinks(layer))
         for layer in attention_layers(model).values()
     ]
-    attn_implementation, _, caches = model._spkv_before
-    section, generation_config = getattr(model.config, "spkv", None), getattr(model, "generation_config", None)
-    use_cache = generation_config.use_cache if generation_config else None
-    detach(model)
+    attn_implementation, _, use_cache = getattr(model, "_spkv_before", (None, None, None))
+    section = getattr(model.config, "spkv", None)
     try:
         yield
     finally:
+        detach(model)
         # Restore them
-        model.set_attn_implementation("spkv")
-        for layer, state, predictor, learned_sinks in layers:
+        for layer, state, values, predictor, learned_sinks in layers:
+            vars(state).update(values)
             install(layer, state)
             if predictor is not None:
                 layer.utility_predictor = predictor
             if learned_sinks is not None:
                 layer.learned_sinks = learned_sinks
-        prepare(model, attn_implementation, caches)
+        if layers:
+            model.set_attn_implementation("spkv")
+            prepare(model, attn_implementation, use_cache)
         if section is not None:
             restore_section(model, section)
-        if generation_config:
-            generation_config.use_cache = use_cache
+
+
+@contextmanager
+def detached(model: PreTrainedModel) -> Iterator[None]:
+    """Remove gates, windows and hooks inside the ``with`` block, and restore the same ones after it."""
+    with restored(model):
+        detach(model)
+        yield
 
 
 def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int]) -> list[str | None]:
@@ -194,48 +196,50 @@ def hook_layers(model: PreTrainedModel) -> None:
     prepare(model, before)
 
 
-def prepare(model: PreTrainedModel, attn_implementation: str | None, caches: tuple[bool, bool] | None = None) -> None:
+def prepare(model: PreTrainedModel, attn_implementation: str | None, use_cache: bool | None = None) -> None:
     """Prepare a hooked model as a whole: its cache, the check of each call, and the state that ``detach`` restores.
 
-    A forward pass creates a cache only on request. ``generate`` creates an ``SPKVCache`` once ``allow_cache`` permits
-    it, which is not done for gates, because only hard gates need one.
+    A forward pass creates a cache only on request, and ``generate`` creates one that the model can use.
 
     Args:
         model: a hooked model.
         attn_implementation: implementation that ``detach`` restores; None: "sdpa".
-        caches: ``use_cache`` of the config and of the generation config that ``detach`` restores; by default their
-            current values.
+        use_cache: value in the config that ``detach`` restores; by default the current one.
     """
     handle = model.register_forward_pre_hook(_check_call, with_kwargs=True)
-    generation_config = getattr(model, "generation_config", None)
     text = model.config.get_text_config()  # a vision-language model has its cache in this part
-    before = caches or (text.use_cache, generation_config.use_cache if generation_config else None)
-    model._spkv_before = (attn_implementation, handle, before)
-    model._prepare_cache_for_generation = _prepare_cache
+    model._spkv_before = (attn_implementation, handle, text.use_cache if use_cache is None else use_cache)
+    model._prepare_cache_for_generation = partial(_prepare_cache, model)
     text.use_cache = False
-    if generation_config:
-        generation_config.use_cache = False
 
 
-def allow_cache(model: PreTrainedModel) -> None:
-    """Restore the original ``use_cache`` of ``generate`` on a hooked model; models with a layout always allow it."""
-    if getattr(model, "generation_config", None):
-        model.generation_config.use_cache = model._spkv_before[2][1]
-
-
-def _prepare_cache(config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode, *_: Any) -> None:
+def _prepare_cache(
+    model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode, *_: Any
+) -> None:
     """Create no cache in ``generate``, whose method this replaces, because the first call does (``_check_call``).
 
-    Raises ``UserError`` for decoding that crops the cache.
+    Gates compute without a cache unless they are open or hard, and a cache can hold what they keep. Raises
+    ``UserError`` for decoding that crops the cache.
     """
     if mode == GenerationMode.ASSISTED_GENERATION:
         raise UserError(f"this model has gates or a layout: {NOT_ASSISTED}")
     if isinstance(cache := model_kwargs.get("past_key_values"), Cache):
         cache._is_user_defined = True  # generate then keeps it up to date
-    elif config.cache_implementation is not None and config.use_cache is not False:
+        return
+    config.use_cache = config.use_cache and _can_cache(model)
+    if config.cache_implementation is not None and config.use_cache is not False:
         warnings.warn(
             f"cache_implementation '{config.cache_implementation}' is ignored: this model uses SPKVCache", stacklevel=3
         )
+
+
+def _can_cache(model: PreTrainedModel) -> bool:
+    """Return whether gates are open or hard and ``SPKVCache`` can hold what they keep; True for a layout."""
+    gated = [state for state in layer_states(model) if state.gate_window is not None]
+    try:
+        return not gated or (gated[0].settings.mode in ("open", "hard") and len(SPKVCache(model).layers) > 0)
+    except UserError:
+        return False
 
 
 def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -256,7 +260,7 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         raise cache_error(cache)
     num_cached = 0 if cache is None else cache.get_seq_length()
     _check_positions(kwargs.get("position_ids"), kwargs.get("attention_mask"), num_cached)
-    if cache is None and uses_cache and not torch.is_grad_enabled():  # no gradients pass through a cache
+    if cache is None and uses_cache:
         kwargs = {**kwargs, "past_key_values": SPKVCache(model)}
     return args, kwargs
 

@@ -118,10 +118,10 @@ class LayerState:
         window = self.gate_window if gated and self.gate_window is not None else self.checkpoint_window
         return (window,) * self.num_kv_heads
 
-    def operator_window(self, device: torch.device, *, gated: bool) -> int | Tensor:
-        """Return ``head_windows`` as the attention operator takes them: an int, or an int tensor [Hkv] on ``device``.
+    def operator_window(self, device: torch.device, *, gated: bool) -> int | tuple[int, ...] | Tensor:
+        """Return ``head_windows`` as the attention operator takes them: an int, or one per KV head.
 
-        The tensor is cached as long as the windows stay the same, because copying one to a GPU synchronises.
+        On a GPU they are a tensor [Hkv], cached as long as the windows stay the same, because copying synchronises.
         """
         return self._by_head(self.head_windows(gated=gated), device)
 
@@ -133,7 +133,7 @@ class LayerState:
         """
         return max([0, *self._layout_sinks()])
 
-    def operator_sinks(self, device: torch.device) -> int | Tensor:
+    def operator_sinks(self, device: torch.device) -> int | tuple[int, ...] | Tensor:
         """Return the sink tokens of a layout as the attention operator takes them, like ``operator_window``.
 
         They are one int unless a layer has heads with its native window, because heads that see all keys also see the
@@ -146,10 +146,12 @@ class LayerState:
         pairs = zip(self.sinks, self.windows or (), strict=False)
         return tuple(sinks if takes_sinks(self, window) else 0 for sinks, window in pairs)
 
-    def _by_head(self, values: tuple[int, ...], device: torch.device) -> int | Tensor:
-        """Return one int if all KV heads have the same, else a cached int tensor [Hkv]; 0 if there are none."""
+    def _by_head(self, values: tuple[int, ...], device: torch.device) -> int | tuple[int, ...] | Tensor:
+        """Return one int if all KV heads have the same, else ``values``, on a GPU as a tensor; 0 if there are none."""
         if len(set(values)) <= 1:
             return values[0] if values else 0
+        if device.type == "cpu":  # constant to torch.compile
+            return values
         key = (values, device)
         if key not in self._tensors:
             with torch.inference_mode(False):  # a later backward pass may save it
@@ -217,8 +219,6 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if cache is not None:
         extra["spkv_cache"] = _cache_layer(cache, layer)
     if predictor is not None and (settings.mode != "open" or LOCAL in predictor.row):
-        if cache is not None and getattr(predictor, "mix", None) is not None:
-            raise UserError("a bidirectional predictor needs future tokens: generate with use_cache=False")
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         logits = predictor(
             hidden_states, sinks=cache is None
@@ -244,7 +244,7 @@ def cache_error(cache: Any) -> UserError:
     """Make the error for a cache that is no ``SPKVCache``."""
     return UserError(
         f"SP-KV attention cannot use a {type(cache).__name__}, which would store every key: generate with "
-        "past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False"
+        "past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False; prefix tuning is not supported"
     )
 
 
@@ -274,7 +274,10 @@ def _attention_function(
     # Attend over the cache
     if cache is not None:
         if gate is not None and gate.log_utility is not None:
-            raise UserError('soft and sampled gates keep every key: call set_gate_mode(model, "hard") to use a cache')
+            raise UserError(
+                'soft and sampled gates keep every key: call set_gate_mode(model, "hard") to use a cache, or the model '
+                "with use_cache=False"
+            )
         if state.gate_window is not None:
             state.check_gate_reach(cache.get_seq_length() + query.shape[2])
         keep = gate.keep if gate else None

@@ -129,6 +129,10 @@ def refuse_tensors(
     if attention_mask is not None and (attention_mask.ndim != 2 or cache is None):
         feature = "padding" if attention_mask.ndim == 2 else "a custom attention mask"
         raise UserError(f"this batch has {feature}, which SP-KV attention would ignore: give full blocks instead")
+    if cache is not None and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise UserError(
+            "no gradients pass through SPKVCache: call the model inside torch.no_grad(), or with use_cache=False"
+        )
     if dropout:
         raise UserError(
             f"attention dropout {dropout} is not supported: set it to 0 in the model's config (attention_dropout, or "

@@ -55,6 +55,7 @@ from spkv_nas.model.weight_files import (
     stored_names,
 )
 from spkv_nas.model.weights import check_loaded, check_room, quiet_report
+from spkv_nas.model.wrappers import check_no_adapter
 
 _TOKENIZER_FILES = (  # every kind of tokenizer has at least one of them
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -71,10 +72,13 @@ def save(
 ) -> None:
     """Write a checkpoint to ``folder``: the files of ``save_files``, which says what it raises, and their manifest.
 
+    Adapters of PEFT are refused: merge them first.
+
     Pass a folder of ``base.replace.new_folder``, so that an interrupted command leaves a complete checkpoint or
     nothing.
     """
     folder = Path(folder)
+    check_no_adapter(model)
     save_files(model, tokenizer, folder, weights)
     write_manifest(folder)
 
@@ -185,7 +189,7 @@ def load(
     path_or_id: StrPath,
     *,
     dtype: str | torch.dtype | None = None,
-    device_map: str | torch.device | dict[str, Any] | None = None,
+    device_map: str | int | torch.device | dict[str, Any] | None = None,
     revision: str | None = None,
     attn_implementation: str | None = None,
     mapped: bool = False,

@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
+from spkv_nas.model.wrappers import unwrapped
 
 _FORMAT, _DIGEST, _HEADS = "spkv-nas/cache/1", "sha256", "heads"  # metadata of the file
 _MASK = "mask"  # tensor of the file: which tokens are not padding
@@ -246,17 +247,20 @@ class SPKVCache(Cache):
     """Key-value cache of a model with gates or a layout (see the module docstring for its use)."""
 
     def __init__(self, model: PreTrainedModel, *, page_size: int = 16, max_pages: int | None = None) -> None:
-        """Create an empty cache, and let the model's ``generate`` use a cache again.
+        """Create an empty cache.
 
         Args:
             model: a model with gates or a layout; any other raises ``UserError``.
             page_size: tokens per page.
             max_pages: maximum number of pages per layer; None: no limit.
         """
-        states = layer_states(model)
+        states = layer_states(model := unwrapped(model))
         if not states:
             raise UserError("this model has neither gates nor a layout: generate with transformers' own cache")
-        indices = [getattr(layer, "layer_idx", None) for layer in attention_layers(model).values()]
+        layers = attention_layers(model).values()
+        if any(getattr(getattr(layer, "utility_predictor", None), "mix", None) for layer in layers):
+            raise UserError("a bidirectional predictor needs future tokens: generate with use_cache=False")
+        indices = [getattr(layer, "layer_idx", None) for layer in layers]
         shares_keys = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
         if getattr(model, "_is_stateful", False) or shares_keys or indices != list(range(len(states))):
             raise UserError(
@@ -266,8 +270,6 @@ class SPKVCache(Cache):
         shared = min((w for state in states if (w := _local_window(state)) is not None), default=_RING)
         masks: list[Tensor | None] = [None] * 3
         super().__init__([SPKVCacheLayer(state, shared, page_size, max_pages, masks) for state in states])
-        if model.generation_config is not None:
-            model.generation_config.use_cache = True
 
     @property
     def _paged(self) -> list[PagedKVCache]:
@@ -322,8 +324,7 @@ class SPKVCache(Cache):
         if self.layers[0].mask is not None:
             tensors[_MASK] = self.layers[0].mask.contiguous()
         # Write a temporary file and rename it
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.partial")
+        partial = (path := Path(path)).with_name(f".{path.name}.partial")
         try:
             save_file(tensors, partial, {"format": _FORMAT, **sizes, _DIGEST: _digest(sizes, tensors)})
             partial.replace(path)

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.artifacts.local_layers import mark_local_layers
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attach import allow_cache, check_hooks, dry_run, gate_rows, install_gates, prepare
+from spkv_nas.model.attach import check_hooks, dry_run, gate_rows, install_gates, prepare
 from spkv_nas.model.attention import GateSettings, LayerState, install, layer_states
 from spkv_nas.model.config_section import checkpoint_layout, has_learned_sinks, saved_gates, saved_layers
 from spkv_nas.model.weights import check_loaded, quiet_report
@@ -41,9 +41,9 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
                 model, info = super().from_pretrained(source, *args, **options)
             check_loaded(model, info, what)
             # Restore caches, and compare the hooks with a dry run
-            prepare(model, "sdpa", caches=(True, True))  # the files have the values of the hooked model
-            if checkpoint_layout(model) is not None:
-                allow_cache(model)
+            prepare(model, "sdpa", use_cache=True)  # the files have the values of the hooked model
+            if model.generation_config is not None:
+                model.generation_config.use_cache = True
             check_hooks(dry_run(model), what)
             return (model, info) if output_loading_info else model
 

@@ -39,7 +39,7 @@ def resolve(path_or_id: StrPath) -> Path:
     """Return a path, or the folder of an embedded checkpoint: ``embedded:dense`` or ``embedded:reference``."""
     text = os.fspath(path_or_id)
     if not text.startswith(EMBEDDED_PREFIX):
-        return Path(text)
+        return Path(text).expanduser()
     folder = EMBEDDED / text.removeprefix(EMBEDDED_PREFIX)
     if not folder.is_dir():
         names = sorted(f"{EMBEDDED_PREFIX}{p.name}" for p in EMBEDDED.iterdir() if (p / _CONFIG).is_file())
@@ -57,7 +57,7 @@ def check_checkpoint(path_or_id: str | Path) -> None:
     if folder is None:
         return
     if not folder.is_dir():
-        raise UserError(f"cannot load model {path_or_id}: it is a file; a checkpoint is a folder")
+        raise UserError(f"cannot load model {path_or_id}: a checkpoint is a folder, and there is no folder, but a file")
     check_format(folder)
     read_model_config(folder / _CONFIG)
 
@@ -89,8 +89,6 @@ def _local(path_or_id: str | Path) -> Path | None:
     if path.exists():
         return path
     source = str(path_or_id)
-    if _ID.fullmatch(split_revision(source)[0]) is None:
-        raise UserError(f"cannot load model {source}: the folder does not exist")
     try:
         config_folder(source)
     except OSError as error:
@@ -148,20 +146,22 @@ def config_folder(source: str) -> Path:
         UserError: it is an adapter, or a folder without a config.
         OSError: as ``pinned``; the repository has no config.
     """
-    from transformers.utils import cached_file
-
     # Check a folder
     if Path(source).exists():
         if Path(source).is_dir():
             check_format(Path(source))
         return Path(source)
     # Look a repository up
+    if _ID.fullmatch(split_revision(source)[0]) is None:
+        raise UserError(f"cannot load model {source}: the folder does not exist")
+    from transformers.utils import cached_file
+
     try:
         name, commit = pinned(source)
         file = cached_file(name, _CONFIG, revision=commit)
     except OSError as error:
         _check_adapter(source, is_reachable="does not appear to have a file" in str(error))
-        raise
+        raise OSError(f"there is no such folder, and on the hub: {first_line(error)}") from error
     if file is None:
         raise OSError(f"{source} has no {_CONFIG}")
     return Path(file).parent
@@ -193,6 +193,8 @@ def model_folder(source: str, explicit: str | None = None) -> Path:
 
     if Path(source).is_dir():
         return Path(source)
+    if Path(source).exists():
+        raise UserError(f"cannot load model {source}: a checkpoint is a folder, and there is no folder, but a file")
     folder = config_folder(source)
     name, commit = pinned(source)
 

@@ -13,7 +13,7 @@ from spkv_nas.artifacts.gate_config import GLOBAL, suitable_window
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import layout_window, takes_sinks
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attach import allow_cache, check_heads, detach, detached, dry_run, hook_layers
+from spkv_nas.model.attach import check_heads, detach, dry_run, hook_layers, restored
 from spkv_nas.model.attention import LayerState, attention_layers, layer_state, layer_states
 from spkv_nas.model.config_section import checkpoint_layout, gate_config, write_section
 from spkv_nas.model.learned_sinks import LearnedSinks, layer_learned_sinks
@@ -55,7 +55,6 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
         if learned is not None and not keeps_learned:
             del layer.learned_sinks
     write_section(model, layout)
-    allow_cache(model)
 
 
 def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = None) -> None:
@@ -113,25 +112,14 @@ def layout_applied(
         with spkv_nas.layout_applied(model, layout):
             spkv_nas.evaluate(model, blocks)
 
-    Args:
-        model: dense, hybrid or gated; yielded.
-        layout: global and local KV heads.
-        window: recent keys that a local head sees; None: the layout's.
-        sinks: first tokens of a sequence that a local head sees as well; None: the layout's.
-
-    Raises:
-        UserError: as ``apply_layout``.
+    Arguments and errors are those of ``apply_layout``; yields the model, without its wrapper.
     """
     current, applied = checkpoint_layout(model), _with_reach(layout, window, sinks)
-    if current is not None and current.content_hash == applied.content_hash:
-        yield model  # with its learned sinks, which belong to this layout
-        return
-    with detached(model):
-        apply_layout(model, applied)
-        try:
-            yield model
-        finally:
+    with restored(model):
+        if current is None or current.content_hash != applied.content_hash:  # else with its learned sinks
             detach(model)
+            apply_layout(model, applied)
+        yield model
 
 
 def _with_reach(layout: Layout, window: int | None, sinks: int | None) -> Layout:

@@ -36,7 +36,6 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import ALPHA_UNIT
 from spkv_nas.artifacts.local_layers import layout_window, takes_sinks
 from spkv_nas.base.distributed import sum_gradients, sum_over_processes
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
@@ -110,11 +109,8 @@ def duo(
         progress: called with (steps done, total).
 
     Raises:
-        UserError: the blocks are not longer than the window, steps are below 1, or the model cannot be hooked.
+        UserError: the blocks are not longer than the window, or the model cannot be hooked.
     """
-    # Check the arguments
-    if steps < 1:
-        raise UserError(f"duo needs at least one step; found {steps}")
     check_window(blocks, window, sinks)
     with full_attention(model) as states, frozen(model):
         # Train alpha

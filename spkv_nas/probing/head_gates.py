@@ -37,7 +37,6 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import GATE_UNIT
 from spkv_nas.artifacts.local_layers import candidate_layers, native_windows
 from spkv_nas.base.distributed import sum_over_processes
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
@@ -94,10 +93,8 @@ def head_gates(
         progress: called with (steps done, total).
 
     Raises:
-        UserError: the blocks are not longer than the window, steps are below 1, or the model cannot be hooked.
+        UserError: the blocks are not longer than the window, or the model cannot be hooked.
     """
-    if steps < 1:
-        raise UserError(f"head gates need at least one step; found {steps}")
     check_blocks(model, blocks)
     window = default_window(model, blocks.block_size) if window is None else window
     sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})

@@ -25,6 +25,7 @@ from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.density import text_blocks
 from spkv_nas.probing.registry import SIGNALS, check_options
+from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.probing.sinks import choose_sinks
 
@@ -34,7 +35,7 @@ def probe(
     blocks: TokenBlocks | Iterable[str],
     tau: float | None = None,
     *,
-    signal: str = DENSITY.name,
+    signal: str | Signal = DENSITY.name,
     window: int | None = None,
     sinks: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -49,7 +50,7 @@ def probe(
         model: any supported decoder; "density" needs gates, the other built-in signals keep gates open.
         blocks: held-out text, either as token blocks or as strings, which are tokenized into blocks.
         tau: gate threshold in [0, 1], for "density" only; None uses the model's threshold.
-        signal: name of one of ``SIGNALS``; "head-gates" selects the best heads (reports/study).
+        signal: one of ``SIGNALS``, by name, or another signal; "head-gates" selects the best heads (reports/study).
         window: number of recent keys a local head sees, including the query's own key. Not accepted by "density";
             defaults to ``default_window``.
         sinks: number of first tokens that a local head sees as well (sink tokens); None: ``choose_sinks``.
@@ -63,16 +64,21 @@ def probe(
     Raises:
         UserError: the signal is unknown or lacks an option, or it cannot be measured on this model and text.
     """
-    if window is not None and SIGNALS[signal].needs_gates:
-        raise UserError(f"signal {signal} uses the window of the model's gates: leave window out")
-    name = name or ("probe" if signal == DENSITY.name else signal)
+    entry = SIGNALS[signal]
+    if window is not None and entry.needs_gates:
+        raise UserError(f"signal {entry.name} uses the window of the model's gates: leave window out")
+    name = name or ("probe" if entry.name == DENSITY.name else entry.name)
+    options = check_options(entry, **options)
+    known = {"batch_size", "cache", *(option.name for option in entry.options)}
+    if unknown := sorted(options.keys() - known):
+        raise UserError(f"signal {entry.name} has no option '{unknown[0]}'; it takes {', '.join(sorted(known))}")
     blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
     chosen: dict[str, Any] = {"window": window, "sinks": sinks, "tau": tau}
     return measure_signal(signal, model, blocks, name=name, metadata=metadata, progress=progress, **chosen, **options)
 
 
 def measure_signal(
-    signal: str,
+    signal: str | Signal,
     model: PreTrainedModel,
     blocks: TokenBlocks,
     *,
@@ -83,33 +89,19 @@ def measure_signal(
     progress: Progress | None = None,
     **options: Any,
 ) -> HeadScores:
-    """Measure a signal on token blocks.
+    """Measure a signal on token blocks, for commands; arguments and errors are those of ``probe``.
 
-    Args:
-        signal: name of one of ``SIGNALS``.
-        model: any supported decoder.
-        blocks: held-out text.
-        window: number of recent keys a local head sees, including the query's own key; defaults to
-            ``default_window``. A signal of gates takes theirs.
-        sinks: number of first tokens that a local head sees as well (sink tokens), which layouts of the table then
-            have; None: ``choose_sinks``.
-        name: name of the table.
-        metadata: provenance of the model and the text; the signal adds its own entries.
-        progress: called with (blocks or steps done, total).
-        options: options specific to the signal; None selects the signal's default.
-
-    Raises:
-        UserError: the signal is unknown, the window is below 1, the model cannot read the blocks (``check_blocks``), or
-            they are too short.
+    A signal of gates takes their window, and options that are None the signal's defaults. Layouts of the table have the
+    sink tokens that it was measured with.
     """
-    check_options(signal, **options)
-    _check_heads(model)
     entry = SIGNALS[signal]
+    set_options = check_options(entry, **options)
+    _check_heads(model)
     # Choose the window
     if entry.needs_gates:
         config = gate_config(model)
         if config is None:
-            raise UserError(f"this model has no gates, so it has no {signal}: train an SP-KV reference model first")
+            raise UserError(f"this model has no gates, so it has no {entry.name}: train an SP-KV reference model first")
         window = config.window
     elif window is None:
         window = default_window(model, blocks.block_size)
@@ -117,7 +109,6 @@ def measure_signal(
         raise UserError(f"the window is {window}; it must be at least 1, because it includes the query's own key")
     check_blocks(model, blocks)
     # Choose the sink tokens
-    set_options = {option: value for option, value in options.items() if value is not None}
     number, facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
     if entry.takes_sinks and (number or sinks is not None):
         set_options["sinks"] = number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
@@ -75,23 +76,27 @@ def signal_options() -> tuple[SharedOption, ...]:
     return tuple(SharedOption(name, options) for name, options in declared.items())
 
 
-def check_options(signal: str, **options: object) -> None:
-    """Check that a signal exists and takes every option that is not None.
+def check_options(signal: str | Signal, **options: Any) -> dict[str, Any]:
+    """Return the options that are not None, converted to their types.
 
     Args:
-        signal: name of a signal.
+        signal: a signal or its name.
         **options: values by option name; names that no signal declares are not checked.
 
     Raises:
-        UserError: the signal is unknown, or an option is not for it.
+        UserError: the signal is unknown, an option is not for it, or a value is of another type or out of bounds.
     """
     entry = SIGNALS[signal]
-    for option in signal_options():
-        if options.get(option.name) is not None and entry.option(option.name) is None:
+    values = {name: value for name, value in options.items() if value is not None}
+    for shared in signal_options():
+        if shared.name in values and entry.option(shared.name) is None:
             raise UserError(
-                f"--{_dashed(option.name)} does not apply to --signal {signal}; "
-                f"it applies to {', '.join(option.declared)}"
+                f"--{_dashed(shared.name)} does not apply to --signal {entry.name}; "
+                f"it applies to {', '.join(shared.declared)}"
             )
+    return values | {
+        option.name: option.checked(values[option.name]) for option in entry.options if option.name in values
+    }
 
 
 def _dashed(name: str) -> str:

@@ -16,7 +16,6 @@ different domains are treated as independent.
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import candidate_layers
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import SILENT, Progress, Reporter
+from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.ridge import Ridge
 from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
@@ -95,7 +94,7 @@ def regression(
 
     # Score the layouts and fit the gains
     work = Work()
-    scoring: Any = {"batch_size": batch_size, "cache": cache, "reporter": _shown_by(progress), "work": work}
+    scoring: Any = {"batch_size": batch_size, "cache": cache, "reporter": Reporter.of(progress), "work": work}
     scores = zero_shot(model, layouts, blocks, **scoring)
     totals, counts = np.stack([score.total for score in scores]), scores[0].num_tokens
     fit = _fit(layouts, totals.sum(1) / counts.sum())
@@ -139,20 +138,13 @@ def _layouts(
     return layouts
 
 
-def _shown_by(progress: Progress | None) -> Reporter:
-    """Return a reporter whose progress bars call ``progress``."""
-    if progress is None:
-        return SILENT
-    return Reporter(bar=lambda _: nullcontext(lambda done, total, note="": progress(done, total)))
-
-
 def _fit(layouts: list[Layout], nll: Float) -> Ridge:
     """Regress ``nll`` [layouts] (nats per token) on the layouts' global-head masks; warn if the fit explains little."""
     fit = Ridge.fit(np.stack([layout.global_mask.ravel() for layout in layouts]).astype(float), nll)
     if fit.explained < _EXPLAINED:
         warnings.warn(
             f"a sum of head gains predicts only {max(fit.explained, 0.0):.0%} of the variance in NLL of {len(layouts)} "
-            "layouts, so these gains are unreliable: give a larger --num-layouts",
+            "layouts, so these gains are unreliable: measure more layouts",
             stacklevel=4,
         )
     return fit

@@ -17,6 +17,7 @@ A module of a signal is imported by every ``--help``, so it must import torch in
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.kinds import SHARE, SHARE_UNIT
+from spkv_nas.base.arguments import convert
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 
 if TYPE_CHECKING:
@@ -60,6 +63,17 @@ class Option:
     def default_text(self) -> str:
         """Return the default as the help shows it."""
         return self.shown or (f"{self.default:,}" if isinstance(self.default, int) else str(self.default))
+
+    def checked(self, value: Any) -> Any:
+        """Return a value as the option's type. Raises ``UserError`` for another type, or outside of its bounds."""
+        number = convert(self.name, self.type if self.type is not str else str | int, value)
+        low, high = self.flag.low, self.flag.high
+        if (low is not None and number < low) or (high is not None and number > high):
+            raise UserError(
+                f"{self.name} must lie between {-math.inf if low is None else low:g} and "
+                f"{math.inf if high is None else high:g}; found {number}"
+            )
+        return number if self.type is not str else str(number)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ def propose(
 
     Args:
         table: head densities.
-        budget: number of global KV heads, or a share such as "25%"; defaults to the paper's share, 2 of 7 heads. The
-            layer patterns (A and B) round it to whole layers.
+        budget: number of global KV heads, or a share such as "25%"; defaults to the number that the table was learned
+            for, or the paper's share, 2 of 7 heads. The layer patterns (A and B) round it to whole layers.
         window: local attention window in tokens; defaults to the table's, or 128.
         seed: random seed of the first random layout; the others use consecutive seeds.
         num_random: number of layouts of each random strategy.
@@ -53,11 +53,9 @@ def propose(
         are the table's.
 
     Raises:
-        UserError: the budget is not 1 to the number of heads, seed or num_random is negative, or the window is below 1.
+        UserError: the budget is not 1 to the number of heads.
     """
-    heads = parse_budget(budget, table.num_candidates)
-    if seed < 0 or num_random < 0:
-        raise UserError(f"seed and number of random layouts must be at least 0; found {seed} and {num_random}")
+    heads = parse_budget(table.learned_budget if budget is None else budget, table.num_candidates)
     # Choose heads by every strategy; the layouts of a random one take consecutive seeds
     return {
         name: layout_by(strategy, table, heads, name=name, window=window, seed=seed + number)

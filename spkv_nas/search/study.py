@@ -19,10 +19,12 @@ import pandas as pd
 from spkv_nas.artifacts.defaults import SAMPLER
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
+from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.results import front, result_table
+from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.study_sampler import StudySampler
 from spkv_nas.search.trials import TRIALS_PER_ROUND, LayoutCost, Result, Trial
@@ -37,7 +39,7 @@ class Study:
         space: the search space.
         score: returns the change of NLL of each layout, in order.
         starts: layouts of the space to try first, by name.
-        sampler: name of one of ``search.registry.SAMPLERS``.
+        sampler: one of ``search.registry.SAMPLERS``, by name, or another.
         seed: random seed of the sampler.
         cost: a second objective to minimise; ``front`` then trades off both.
 
@@ -51,14 +53,15 @@ class Study:
         score: Callable[[Sequence[Layout]], list[PairedDifference]],
         starts: Mapping[str, Layout],
         *,
-        sampler: str = SAMPLER,
+        sampler: str | Sampler = SAMPLER,
         seed: int = 0,
         cost: LayoutCost | None = None,
     ) -> None:
         """Create a study without trials; ``optimize`` runs it."""
         self._space, self._score, self._cost = space, score, cost
-        self._kind, self._seed = sampler, seed
-        self._sampler = StudySampler(space, SAMPLERS[sampler], seed, list(starts.values()))
+        chosen = SAMPLERS[sampler]
+        self._kind, self._seed = chosen.name, seed
+        self._sampler = StudySampler(space, chosen, seed, list(starts.values()))
         self._finished: list[Trial] = []
         self._scores: dict[
             str, PairedDifference
@@ -72,7 +75,7 @@ class Study:
             num_trials: number of trials to add.
             callbacks: called with the study and each finished trial.
         """
-        self._goal = len(self._finished) + num_trials
+        self._goal = len(self._finished) + convert("num_trials", int, num_trials)
         while len(self._finished) < self._goal:
             # Sample the layouts that do not depend on each other's results
             layouts = self._next_layouts()

@@ -11,6 +11,7 @@ from spkv_nas.artifacts.defaults import SAMPLER
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import LOGGER
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
@@ -18,6 +19,7 @@ from spkv_nas.model.windows import default_window
 from spkv_nas.proposal.budget import parse_budget, parse_budgets
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import asks_for_several
+from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.starts import starting_layouts
 from spkv_nas.search.study import Callback, Study
@@ -32,7 +34,7 @@ def search_layouts(
     *,
     trials: int = 100,
     window: int | None = None,
-    sampler: str = SAMPLER,
+    sampler: str | Sampler = SAMPLER,
     seed: int = 0,
     signals: Sequence[HeadScores] = (),
     starts: Mapping[str, Layout] | None = None,
@@ -47,10 +49,10 @@ def search_layouts(
         blocks: text to choose on. The best score is biased by selection: score the winner again on other text.
         table: head scores that guide the sampler, such as ``head_gates`` gives.
         budget: global KV heads, as a number, a share such as "25%", or a range such as "12..24"; by default the
-            paper's share.
+            number that the table was learned for, or the paper's share.
         trials: layouts to try; 0 returns a study to call ``optimize`` on.
         window: tokens visible to local heads, the query's own included; by default the table's, or ``default_window``.
-        sampler: name of one of ``search.registry.SAMPLERS``: "surrogate" or "random".
+        sampler: name of one of ``search.registry.SAMPLERS``: "surrogate" or "random"; or a sampler.
         seed: random seed; equal seeds give equal trials.
         signals: further head scores that "surrogate" may use.
         starts: layouts to try first, by name; by default those of the proposal strategies.
@@ -62,6 +64,7 @@ def search_layouts(
         UserError: the budget, the sampler or a table does not fit, a start breaks the budget, or there is no text.
     """
     # Define the search space
+    budget = table.learned_budget if budget is None else budget
     several = asks_for_several(budget, None)
     number = table.num_candidates
     budgets = parse_budgets(str(budget), number) if several else [parse_budget(budget, number)]
@@ -90,7 +93,9 @@ class _Scores:
 
     def __call__(self, layouts: Sequence[Layout]) -> list[PairedDifference]:
         document_nlls = zero_shot(self._model, layouts, self._blocks, batch_size=self._batch_size)
-        return [paired_difference(nll, self._full) for nll in document_nlls]
+        changes = [paired_difference(nll, self._full) for nll in document_nlls]
+        LOGGER.info(f"scored {len(changes)} layouts, the best at {min(change.percent for change in changes):+.2f} %")
+        return changes
 
     @cached_property
     def _full(self) -> DocumentNLL:

@@ -58,7 +58,9 @@ def test_domains_are_weighted_by_their_tokens() -> None:
     np.testing.assert_allclose(table.domain_density("docs"), [[0.6, 0.8]])
     assert table.domains == ("code", "docs")
     assert (table.num_layers, table.num_kv_heads, table.num_heads) == (1, 2, 2)
-    assert repr(table) == "HeadScores(name='p', tau=0.5, window=None, positions_tau=None, probe_hash=None)"
+    assert (
+        repr(table) == "HeadScores('p', 1 layers x 2 KV heads, signal density, kind density, unit share of tokens kept)"
+    )
     assert table.mean == pytest.approx(0.4)
     assert table.std == pytest.approx(0.1)
 

@@ -131,7 +131,7 @@ class TestPipe:
         self, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         recipe, workspace = project
-        monkeypatch.setattr("spkv_nas.cli.screen.EVERY", 0.0)
+        monkeypatch.setattr("spkv_nas.base.progress.EVERY", 0.0)
         main(["evaluate", "--model", dense(workspace), *text(recipe), "--name", "told", "--workspace", str(workspace)])
         output = capsys.readouterr().err
         assert output.startswith("evaluate nll: starting\n")

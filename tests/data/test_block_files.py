@@ -171,7 +171,7 @@ class TestRestart:
     def test_ends_as_an_undisturbed_run(
         self, kills: list[int], config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("spkv_nas.data.blocks.TOKENIZE_BATCH", 1)
+        monkeypatch.setattr("spkv_nas.data.tokenizer.TOKENIZE_BATCH", 1)
         expected = self.run(config, bytes_tokenizer(), tmp_path / "undisturbed")
         tokenised: list[str] = []
         for patience in kills:

@@ -187,7 +187,7 @@ class TestLaws:
         ({"v": torch.zeros(1, 1, 6, 8)}, "v: expected the shape of k"),
         ({"q": torch.zeros(1, 3, 6, 8)}, "q: expected a multiple of k's 2 heads"),
         ({"q": torch.zeros(1, 4, 0, 8)}, r"q: expected at least one .* \(1, 4, 0, 8\)"),
-        ({"window": 2.0}, "window: expected an int or an int tensor .* 2.0"),
+        ({"window": 2.0}, "window: expected an int, or 2 as a tuple or int tensor; found 2.0"),
         ({"scale": 0}, "scale: expected a finite number other than 0"),
         ({"k": torch.zeros(1, 2, 6, 8, device="meta")}, "k: expected device cpu, that of q; found meta"),
         ({"keep": torch.ones(1, 2, 6, device="meta").bool()}, "keep: expected device cpu"),

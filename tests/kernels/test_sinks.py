@@ -206,7 +206,7 @@ class TestLaws:
         ({"sinks": -1}, "sinks: expected 0 or more; found -1"),
         ({"sinks": torch.tensor([1])}, r"sinks: expected an int tensor \[2\]; found torch.int64 \(1,\)"),
         ({"sinks": torch.tensor([1.0, 2.0])}, r"sinks: expected an int tensor \[2\]"),
-        ({"sinks": 2.0}, r"sinks: expected an int or an int tensor \[2\]; found 2.0"),
+        ({"sinks": 2.0}, r"sinks: expected an int, or 2 as a tuple or int tensor; found 2.0"),
         ({"sink_logits": torch.zeros(2)}, r"sink_logits: expected floating point \[4\], one per query head"),
         ({"sink_logits": torch.zeros(4).int()}, "sink_logits: expected floating point"),
         ({"sink_logits": torch.zeros(4, device="meta")}, "sink_logits: expected device cpu, that of q; found meta"),

@@ -11,7 +11,7 @@ from helpers import gated, logits, tiny_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
-from spkv_nas import SPKVCache, apply_layout, detach, load, save, set_gate_mode
+from spkv_nas import GateConfig, SPKVCache, apply_layout, attach_gates, detach, load, save, set_gate_mode
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 
@@ -48,7 +48,7 @@ def test_a_forward_pass_with_use_cache_gets_a_cache(tokens: Tensor) -> None:
         second = model(input_ids=tokens[:, -1:], past_key_values=first.past_key_values)
     assert torch.allclose(second.logits[:, -1], logits(model, tokens)[:, -1], atol=1e-5)
     assert model(input_ids=tokens).past_key_values is None
-    with pytest.raises(UserError, match="cannot use a DynamicCache"):  # through which no gradient would go
+    with pytest.raises(UserError, match="no gradients pass through SPKVCache"):
         model(input_ids=tokens, use_cache=True)
     with pytest.raises(UserError, match="cannot use a DynamicCache"):
         model.generate(tokens, past_key_values=DynamicCache(), **GREEDY)
@@ -88,3 +88,27 @@ def test_a_pipeline(tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTo
     assert both == one
     save(model, tokenizer, tmp_path)
     assert pipeline("text-generation", model=str(tmp_path))(prompts, **options) == one
+
+
+@pytest.mark.parametrize(("mode", "caches"), [("soft", False), ("sampled", False), ("open", True), ("hard", True)])
+def test_gates_generate_with_a_cache_unless_they_are_soft(mode: str, caches: bool, tokens: Tensor) -> None:
+    """Hard gates computed the whole text again for every token."""
+    model = gated()
+    set_gate_mode(model, mode, 0.5)
+    widths: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: widths.append(args[0].shape[1]))
+    made = model.generate(tokens, return_dict_in_generate=True, **GREEDY)
+    assert isinstance(made.past_key_values, SPKVCache) == caches
+    assert (set(widths[1:]) == {1}) == caches
+    if mode == "hard":
+        assert torch.equal(made.sequences, model.generate(tokens, use_cache=False, **GREEDY))
+
+
+def test_gates_that_no_cache_can_hold_generate_without(tokens: Tensor) -> None:
+    model = tiny_model()
+    attach_gates(model, GateConfig(window=8, predictor="bidirectional", kernel_size=3), seed=0)
+    set_gate_mode(model, "hard")
+    made = model.generate(tokens, return_dict_in_generate=True, **GREEDY)
+    assert made.past_key_values is None
+    with pytest.raises(UserError, match="needs future tokens: generate with use_cache=False"):
+        SPKVCache(model)

@@ -132,11 +132,12 @@ class TestMeasures:
             with pytest.raises(UserError, match="each under a distinct name"):
                 spkv_nas.score(model, blocks, wrong)
 
-    @pytest.mark.parametrize("measure", ["evaluate", "score", "head_gates", "probe", "learn_gates"])
+    @pytest.mark.parametrize("measure", ["evaluate", "score", "head_gates", "probe", "learn_gates", "search_layouts"])
     def test_blocks_that_the_model_cannot_read(self, measure: str, blocks: TokenBlocks) -> None:
         """They ended in an IndexError, or were measured beyond the model's context without a word."""
         options: dict[str, Any] = {
             "score": {"layouts": LAYOUT},
+            "search_layouts": {"table": make_table(DENSITY), "trials": 1, "window": 4},
             "head_gates": {"window": 4, "steps": 1},
             "probe": {"window": 4, "signal": "attention-mass"},
             "learn_gates": {"config": spkv_nas.GateConfig(window=4, target_density=0.5), "steps": 1},
@@ -171,7 +172,7 @@ class TestMeasures:
             spkv_nas.probe(tiny_model(), blocks, signal="x")
         with pytest.raises(UserError, match="leave window out"):
             spkv_nas.probe(gated(), blocks, window=5)
-        with pytest.raises(UserError, match="--tau does not apply to --signal opening"):
+        with pytest.raises(UserError, match="tau does not apply to signal opening"):
             spkv_nas.probe(tiny_model(), blocks, 0.4, signal="opening")
 
 

@@ -1,0 +1,100 @@
+"""Convert an argument to the type of its parameter, or say in one line what it must be.
+
+Python users have NumPy's integers, floats that are whole numbers, and 0-dimensional arrays: what means the same number
+is converted. What does not, such as a string of digits or a bool for a number, is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from spkv_nas.base.errors import UserError, shortened
+
+_UNFIT: Any = object()  # returned for a value that is not of a kind
+_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
+
+
+def convert(
+    what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any], Any]] | None = None, remedy: str = ""
+) -> Any:
+    """Return ``value`` as ``kind``, an annotation such as ``int | None`` or ``Sequence[Layout]``.
+
+    Args:
+        what: name of the argument.
+        kind: class, union, literal, or container of these.
+        value: the argument.
+        converters: by class name, make an instance from other objects, or return them unchanged.
+        remedy: what to do, after the error's colon.
+
+    Raises:
+        UserError: the value is of another kind.
+    """
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    converters = converters or {}
+    tables: tuple[Mapping[str, Callable[[Any], Any]], ...] = ({}, converters)
+    for convert_with in tables:  # a value of one of the kinds is not converted to another
+        for option in kinds:
+            name = getattr(option, "__name__", "")
+            made = convert_with[name](value) if name in convert_with else value
+            if (result := _as(what, option, made, converters)) is not _UNFIT:
+                return result
+    expected = " or ".join(dict.fromkeys(_word(option) for option in kinds))
+    found = shortened(repr(value), 80) if isinstance(value, Real | str | NoneType) else _article(type(value).__name__)
+    raise UserError(f"{what} must be {expected}; found {found}{f': {remedy}' if remedy else ''}")
+
+
+def _as(what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any], Any]]) -> Any:
+    """Return ``value`` as one kind, or ``_UNFIT``."""
+    origin = get_origin(kind) or kind
+    is_text = isinstance(value, str | bytes)
+    if origin is Any:
+        return value
+    if origin is Literal:
+        return value if any(value is each or (is_text and value == each) for each in get_args(kind)) else _UNFIT
+    if origin in (int, float, bool):
+        return _number(origin, value)
+    if origin is Callable or getattr(origin, "_is_protocol", False):
+        return value if callable(value) else _UNFIT
+    if not isinstance(value, origin) or (is_text and origin is Sequence):
+        return _UNFIT
+    if origin is Sequence:
+        (item,) = get_args(kind)
+        return [convert(f"{what}[{index}]", item, each, converters) for index, each in enumerate(value)]
+    if origin is Mapping:
+        _, item = get_args(kind)
+        return {key: convert(f"{what}[{key!r}]", item, each, converters) for key, each in value.items()}
+    return value
+
+
+def _number(kind: type, value: Any) -> Any:
+    """Return a number as a Python int, float or bool, or ``_UNFIT``."""
+    if getattr(value, "ndim", None) == 0:  # of NumPy or torch
+        value = value.item()
+    if isinstance(value, bool):
+        return value if kind is bool else _UNFIT
+    if kind is bool or not isinstance(value, Real):
+        return _UNFIT
+    if kind is float:
+        return float(value) if math.isfinite(value) else _UNFIT
+    if isinstance(value, Integral):
+        return value
+    return int(float(value)) if float(value).is_integer() else _UNFIT
+
+
+def _word(kind: Any) -> str:
+    """Return the words for a kind in an error."""
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    origin = get_origin(kind) or kind
+    if origin in (Sequence, Iterable, Mapping):
+        return "several " + _word(get_args(kind)[-1])
+    return _WORDS.get(origin) or ("a function" if origin is Callable else _article(origin.__name__))
+
+
+def _article(name: str) -> str:
+    """Return a class's name with its article."""
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"

@@ -1,0 +1,125 @@
+"""Check, convert and log every call of a public Python function, in one place.
+
+``spkv_nas.__getattr__`` passes public functions through ``public``; commands call the functions inside. Arguments are
+converted to the annotated types (``base.arguments``): NumPy's numbers, models in wrappers, layouts and head scores as
+paths. Errors name parameters where those of a command name options.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import cache, wraps
+from os import PathLike
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.arguments import convert
+from spkv_nas.base.errors import UserError, shortened
+from spkv_nas.base.progress import LOGGER, log_lines
+from spkv_nas.data.blocks import TokenBlocks
+
+_OPTION = re.compile(r"--([a-z][a-z-]+)")
+_LEAST = {
+    **dict.fromkeys(("window", "steps", "step_tokens", "batch_size", "max_tokens"), 1),
+    **dict.fromkeys(("sinks", "seed", "num_random", "trials"), 0),
+    "block_size": 2,
+}
+_REMEDIES = {
+    "PreTrainedTokenizerBase": "spkv_nas.load returns the model's",
+    "TokenBlocks": "make them with spkv_nas.build_blocks(texts, tokenizer)",
+    "Layout": "spkv_nas.propose returns layouts by name, of which choose one, such as layouts['densest']",
+    "HeadScores": "make them with HeadScores.from_array(values)",
+    "DocumentNLL": "spkv_nas.evaluate(model, blocks).nll is one",
+}
+
+
+def public(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of the library for Python users, under its name in ``spkv_nas``."""
+    name, signature = function.__name__, inspect.signature(function)
+    is_long = signature.parameters.keys() & {"model", "tokenizer", "path_or_id", "checkpoint"}
+    level = logging.INFO if is_long else logging.DEBUG
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        """Convert the arguments, and call the function with gradients enabled."""
+        bound = signature.bind(*args, **kwargs)
+        torch = sys.modules.get("torch")
+        try:
+            kinds = _kinds(function)
+            for key, value in bound.arguments.items():
+                if key in kinds and signature.parameters[key].kind is not inspect.Parameter.VAR_KEYWORD:
+                    bound.arguments[key] = _argument(name, key, kinds[key], value)
+            LOGGER.log(level, f"{name}: {', '.join(_shown(*each) for each in bound.arguments.items())}")
+            if "progress" in signature.parameters and bound.arguments.get("progress") is None:
+                bound.arguments["progress"] = log_lines(name)
+            start = time.monotonic()
+            # Signals that learn need gradients, and weights that are made in inference mode never have any
+            with nullcontext() if torch is None else torch.inference_mode(False):
+                result = function(*bound.args, **bound.kwargs)
+            LOGGER.log(level, f"{name}: done in {time.monotonic() - start:.1f} s")
+            return result
+        except UserError as error:
+            error.args = (_OPTION.sub(lambda match: match[1].replace("-", "_"), str(error)),)
+            raise
+
+    call.__module__ = "spkv_nas"  # where pickle finds it
+    return call
+
+
+@cache
+def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a function's parameters."""
+    try:
+        return get_type_hints(function)
+    except NameError:  # of a class that is imported for types only
+        from transformers import PreTrainedTokenizerBase
+
+        return get_type_hints(function, localns={"PreTrainedTokenizerBase": PreTrainedTokenizerBase})
+
+
+def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
+    """Return an argument as its parameter's type. Raises ``UserError``, which names the parameter."""
+    if name == "model":
+        from spkv_nas.model.wrappers import unwrapped
+
+        return unwrapped(value, adds_gates=function in ("attach_gates", "learn_gates"))
+    remedy = next((text for part, text in _REMEDIES.items() if re.search(rf"\b{part}\b", str(kind))), "")
+    converted = convert(name, kind, value, _CONVERTERS, remedy)
+    if isinstance(converted, int) and name in _LEAST and converted < _LEAST[name]:
+        raise UserError(f"{name} must be at least {_LEAST[name]}; found {converted}")
+    return converted
+
+
+def _read(read: Callable[[Any], Any], value: Any) -> Any:
+    """Return what a path names, or the value of a mapping with one; anything else unchanged."""
+    if isinstance(value, Mapping) and len(value) == 1:
+        return next(iter(value.values()))
+    return read(value) if isinstance(value, str | PathLike) else value
+
+
+_CONVERTERS: dict[str, Callable[[Any], Any]] = {  # by class, make an instance of what means one
+    "PreTrainedTokenizerBase": lambda value: getattr(value, "tokenizer", value),  # of a multimodal model's processor
+    "Layout": lambda value: _read(Layout.read, value),
+    "HeadScores": lambda value: _read(HeadScores.read, value),
+    "DocumentNLL": lambda value: getattr(value, "nll", value),
+    "Path": lambda value: _read(Path, value),
+}
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return an argument for a log line."""
+    if isinstance(value, TokenBlocks):
+        return str(value)
+    return (
+        f"{name}={shortened(repr(value), 60)}"
+        if isinstance(value, int | float | str | PathLike | None)
+        else type(value).__name__
+    )

@@ -1,0 +1,188 @@
+"""Test that public functions convert arguments of the wrong kind, or name them in one line with what to do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import DENSITY, make_table, tiny_model
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+import spkv_nas
+from spkv_nas import GateConfig, Layout, UserError
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.config_section import checkpoint_layout
+
+LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mixed")
+TEXTS = [f"number {n} of the quick brown foxes jumps over the lazy dog again and again" * 4 for n in range(24)]
+
+
+class TestArguments:
+    @pytest.fixture
+    def right(
+        self, blocks: TokenBlocks, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> dict[str, dict[str, Any]]:
+        """Return the required arguments of each public function."""
+        model, scores = tiny_model(vocab_size=300), make_table(DENSITY)
+        nll = spkv_nas.DocumentNLL(np.ones(2), np.ones(2, dtype=np.int64))
+        measured = {"model": model, "blocks": blocks}
+        return {
+            "attach_gates": {"model": model},
+            "detach": {"model": model},
+            "set_gate_mode": {"model": model, "mode": "hard"},
+            "apply_layout": {"model": model, "layout": LAYOUT},
+            "layout_applied": {"model": model, "layout": LAYOUT},
+            "load": {"path_or_id": tmp_path},
+            "save": {"model": model, "tokenizer": tiny_tokenizer, "folder": tmp_path},
+            "export": {"layout": LAYOUT, "checkpoint": tmp_path, "out": tmp_path},
+            "build_blocks": {"texts": TEXTS, "tokenizer": tiny_tokenizer},
+            "measure_separator": {"model": model, "tokenizer": tiny_tokenizer, "texts": TEXTS},
+            "evaluate": measured,
+            "score": {**measured, "layouts": LAYOUT},
+            "paired_difference": {"candidate": nll, "baseline": nll},
+            "head_gates": measured,
+            "probe": measured,
+            "learn_gates": {**measured, "config": GateConfig(target_density=0.5)},
+            "propose": {"table": scores},
+            "coverage": {"table": scores, "layout": LAYOUT},
+            "search_layouts": {**measured, "table": scores},
+            "plot_layout": {"layout": LAYOUT},
+            "plot_head_scores": {"scores": scores},
+        }
+
+    def test_the_wrong_kind_of_any_argument_is_named(self, right: dict[str, dict[str, Any]]) -> None:
+        """Most were bare AttributeErrors and TypeErrors from somewhere inside."""
+        functions = {name for name in dir(spkv_nas) if inspect.isfunction(getattr(spkv_nas, name))}
+        assert functions == right.keys()
+        wrong = {"int": ("12", True, 2.5, float("nan"), [1]), "float": ("0.5", True, float("nan"))}
+        wrong |= {"bool": ("yes", 2), "str": (3,)}
+        count = 0
+        for name, arguments in right.items():
+            function = getattr(spkv_nas, name)
+            for parameter in inspect.signature(function).parameters.values():
+                if parameter.kind is parameter.VAR_KEYWORD or "Any" in str(parameter.annotation):
+                    continue
+                kinds = str(parameter.annotation).replace(" | None", "")
+                for value in (*wrong.get(kinds, ()), object()):
+                    with pytest.raises(UserError, match=f"^{parameter.name} must be "):
+                        function(**{**arguments, parameter.name: value})
+                    count += 1
+                if "None" not in str(parameter.annotation):
+                    with pytest.raises(UserError, match=f"^{parameter.name} must be .*found (None|NoneType)"):
+                        function(**{**arguments, parameter.name: None})
+        assert count > 150
+
+    @pytest.mark.parametrize("eight", [np.int64(8), np.uint8(8), 8.0, np.float32(8), np.array(8), torch.tensor(8)])
+    def test_numbers_of_other_libraries(self, eight: Any, tmp_path: Path, blocks: TokenBlocks) -> None:
+        """NumPy's were applied, and then the model could not be saved, evaluated or get another layout."""
+        model = tiny_model(vocab_size=300)
+        spkv_nas.apply_layout(model, LAYOUT, window=eight, sinks=eight)
+        model.save_pretrained(tmp_path)
+        assert checkpoint_layout(model) == Layout(LAYOUT.heads, 8, sinks=8)
+        layout = Layout(list(LAYOUT.heads), eight, sinks=eight)  # type: ignore[arg-type]
+        assert layout == Layout(LAYOUT.heads, 8, sinks=8)
+        layout.write(tmp_path / "layout.yaml")
+        assert Layout.read(tmp_path / "layout.yaml").content_hash == layout.content_hash
+        if isinstance(eight, np.integer):
+            assert GateConfig(window=eight) == GateConfig(window=8)
+        assert np.array_equal(
+            spkv_nas.head_gates(model, blocks, window=eight, steps=1, budget=eight).values,
+            spkv_nas.head_gates(model, blocks, window=8, steps=1, budget=8).values,
+        )
+
+    @pytest.mark.parametrize("window", ["8", True, None, 8.5, float("nan"), [8], 0, -1])
+    def test_layouts_refuse_other_windows(self, window: Any) -> None:
+        with pytest.raises(UserError, match=r"^window "):
+            Layout(LAYOUT.heads, window)
+
+    @pytest.mark.parametrize("heads", ["GL", None, [1, 2], 5, np.eye(2, dtype=bool), {"GL": 1}])
+    def test_layouts_refuse_other_grids(self, heads: Any) -> None:
+        with pytest.raises(UserError, match=r"^(heads|the grid 'heads')"):
+            Layout(heads, 8)
+
+    def test_numbers_out_of_range_are_named(self, blocks: TokenBlocks) -> None:
+        model = tiny_model(vocab_size=300)
+        for option, value in (("window", 0), ("sinks", -1), ("steps", 0), ("step_tokens", 0), ("seed", -1)):
+            with pytest.raises(UserError, match=f"^{option} must be at least"):
+                spkv_nas.head_gates(model, blocks, **{option: value})
+
+    def test_layouts_and_scores_as_paths_and_proposals(self, tokens: Tensor, tmp_path: Path) -> None:
+        scores, model = make_table(DENSITY), tiny_model()
+        layouts = spkv_nas.propose(scores, 3)
+        with pytest.raises(UserError, match=r"^layout must be a Layout; found a dict: .*layouts\['densest'\]"):
+            spkv_nas.apply_layout(model, layouts)  # type: ignore[arg-type]
+        layouts["densest"].write(tmp_path / "layout.yaml")
+        scores.write(tmp_path / "probe")
+        spkv_nas.apply_layout(model, f"{tmp_path}/layout.yaml")  # type: ignore[arg-type]
+        expected = layouts["densest"]
+        assert checkpoint_layout(model) == Layout(expected.heads, expected.window)
+        spkv_nas.apply_layout(model, {"one": LAYOUT})  # type: ignore[arg-type]
+        assert checkpoint_layout(model) == Layout(LAYOUT.heads, 5)
+        again = spkv_nas.propose(tmp_path / "probe", 3)  # type: ignore[arg-type]
+        assert {name: layout.heads for name, layout in again.items()} == {
+            n: layout.heads for n, layout in layouts.items()
+        }
+        with pytest.raises(UserError, match="layout not found"):
+            spkv_nas.apply_layout(model, "layout.yaml")  # type: ignore[arg-type]
+
+    def test_remedies(self, blocks: TokenBlocks, tmp_path: Path) -> None:
+        model = tiny_model(vocab_size=300)
+        for call, remedy in (
+            (lambda: spkv_nas.score(model, TEXTS, LAYOUT), r"found a list: .*build_blocks\(texts, tokenizer\)"),  # type: ignore[arg-type]
+            (lambda: spkv_nas.evaluate(f"{tmp_path}", blocks), r"spkv_nas.load\(path\)"),  # type: ignore[arg-type]
+            (lambda: spkv_nas.propose(DENSITY), r"HeadScores.from_array\(values\)"),  # type: ignore[arg-type]
+            (lambda: spkv_nas.probe(model, blocks, signal="opening", stepz=3), "opening has no option 'stepz'"),
+            (lambda: spkv_nas.probe(model, blocks, signal="head-gates", steps="3"), "^steps must be a whole number"),
+            (lambda: spkv_nas.probe(model, blocks, signal="head-gates", steps=0), "^steps must lie between 1 and"),
+        ):
+            with pytest.raises(UserError, match=remedy):
+                call()
+        with pytest.raises(UserError, match=r"^cost must be a LayoutCost or None; found 3$"):
+            spkv_nas.search_layouts(model, blocks, make_table(DENSITY), cost=3)  # type: ignore[arg-type]
+        evaluation = spkv_nas.evaluate(model, blocks)
+        assert spkv_nas.paired_difference(evaluation, evaluation).percent == 0.0  # type: ignore[arg-type]
+
+    def test_errors_name_parameters_instead_of_options(
+        self, blocks: TokenBlocks, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        model = tiny_model(vocab_size=300)
+        (tmp_path / "file").write_text("")
+        calls: list[Callable[[], Any]] = [
+            lambda: spkv_nas.head_gates(model, blocks, window=32),
+            lambda: spkv_nas.probe(model, blocks, signal="retrieval", window=31),
+            lambda: spkv_nas.probe(model, blocks, signal="opening", granularity="x"),
+            lambda: spkv_nas.probe(model, blocks, signal="opening", max_heads=1),
+            lambda: spkv_nas.probe(model, blocks, signal="regression", num_layouts=1),
+            lambda: spkv_nas.probe(model, blocks, 0.4, signal="opening"),
+            lambda: spkv_nas.build_blocks(["short"], tiny_tokenizer, block_size=512),
+            lambda: spkv_nas.build_blocks(TEXTS, tiny_tokenizer, separator="?!"),
+            lambda: spkv_nas.export(LAYOUT, tmp_path, tmp_path),
+            lambda: LAYOUT.write(tmp_path / "file" / "layout.yaml"),
+            lambda: make_table(DENSITY).write(tmp_path / "file" / "probe"),
+        ]
+        for call in calls:
+            with pytest.raises(UserError) as error:
+                call()
+            assert "--" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", ["/nonexistent", "path/to/model", "./models/typo", "~/model", "models/typo"])
+def test_a_missing_folder_is_called_so(path: str) -> None:
+    with pytest.raises(UserError, match=r"folder does not exist|there is no such folder"):
+        spkv_nas.load(path)
+
+
+def test_a_folder_of_the_home_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    spkv_nas.save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "model")
+    spkv_nas.load("~/model")
+    with pytest.raises(UserError, match="there is no folder, but a file"):
+        spkv_nas.load("~/model/config.json")
