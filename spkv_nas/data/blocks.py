@@ -18,8 +18,8 @@ from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_npz
 from spkv_nas.data.config import AUTO, Bos
-from spkv_nas.data.sources import Document, as_documents
-from spkv_nas.data.tokenizer import PLAIN, Boundaries, boundaries, tokenised
+from spkv_nas.data.sources import Document, as_documents, tokenised
+from spkv_nas.data.tokenizer import PLAIN, Boundaries, boundaries
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Digest

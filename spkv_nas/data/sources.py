@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice, starmap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spkv_nas.base.errors import UserError, printable, shortened
 from spkv_nas.base.files import BYTE_ORDER_MARK
@@ -25,9 +26,13 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.pieces import PIECE, cut, piece_size
 from spkv_nas.data.readers import Read, Source, Text, open_source
-from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS
+from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_DOMAIN = 100  # maximum characters of a domain
+TOKENIZE_BATCH = 64  # documents per batch
 ENOUGH = 20  # documents; texts with fewer are cut into pieces, as one in twenty is held out by default
 _RECENT = 1 << 18  # hashes kept in a set before they are merged into the sorted array
 
@@ -212,3 +217,25 @@ def encodable(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     return text
+
+
+def tokenised(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, separator: tuple[int, ...]
+) -> Iterator[tuple[Document, NDArray[np.int32]]]:
+    """Yield each document with its tokens, followed by the separator."""
+    end = np.array(separator, dtype=np.int32)
+    for batch in _batches(documents):
+        for document, ids in zip(batch, encode([document.text for document in batch], tokenizer), strict=True):
+            yield document, np.concatenate([ids, end])
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield batches of documents for the tokenizer; larger ones would only cost memory."""
+    batch: list[Document] = []
+    for document in documents:
+        batch.append(document)
+        if len(batch) == TOKENIZE_BATCH or sum(len(each.text) for each in batch) >= MAX_ENCODED_CHARACTERS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -22,9 +22,9 @@ from spkv_nas.data.config import AUTO, Bos, DataConfig, SourceConfig
 from spkv_nas.data.heldout import RULE, heldout_share
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.readers import BrokenOffError
-from spkv_nas.data.sources import Document, LeftOut, documents, heldout
+from spkv_nas.data.sources import Document, LeftOut, documents, heldout, tokenised
 from spkv_nas.data.spread import SpreadSample
-from spkv_nas.data.tokenizer import TRAINING_PIECE, boundaries, pieces, tokenised, train_bpe
+from spkv_nas.data.tokenizer import TRAINING_PIECE, boundaries, pieces, train_bpe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,11 +21,8 @@ from spkv_nas.data.pieces import end_of_piece
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from spkv_nas.data.sources import Document
-
 END_OF_TEXT, BEGIN_OF_TEXT = "<|endoftext|>", "<|beginoftext|>"
 MAX_ENCODED_CHARACTERS = 1_000_000  # maximum length of a text encoded at once
-TOKENIZE_BATCH = 64  # documents per batch
 TRAINING_PIECE = 1_000  # characters per piece in training, as the time of a merge grows with the length of words
 
 
@@ -163,25 +160,3 @@ def train_bpe(texts: Iterable[str], vocab_size: int, bos: bool = False) -> PreTr
         single=f"{BEGIN_OF_TEXT} $A", special_tokens=[(BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=BEGIN_OF_TEXT)
-
-
-def tokenised(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, separator: tuple[int, ...]
-) -> Iterator[tuple[Document, NDArray[np.int32]]]:
-    """Yield each document with its tokens, followed by the separator."""
-    end = np.array(separator, dtype=np.int32)
-    for batch in _batches(documents):
-        for document, ids in zip(batch, encode([document.text for document in batch], tokenizer), strict=True):
-            yield document, np.concatenate([ids, end])
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield batches of documents for the tokenizer; larger ones would only cost memory."""
-    batch: list[Document] = []
-    for document in documents:
-        batch.append(document)
-        if len(batch) == TOKENIZE_BATCH or sum(len(each.text) for each in batch) >= MAX_ENCODED_CHARACTERS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

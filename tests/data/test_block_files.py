@@ -171,7 +171,7 @@ class TestRestart:
     def test_ends_as_an_undisturbed_run(
         self, kills: list[int], config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("spkv_nas.data.tokenizer.TOKENIZE_BATCH", 1)
+        monkeypatch.setattr("spkv_nas.data.sources.TOKENIZE_BATCH", 1)
         expected = self.run(config, bytes_tokenizer(), tmp_path / "undisturbed")
         tokenised: list[str] = []
         for patience in kills:
@@ -272,7 +272,7 @@ class TestMemory:
     @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
     def test_of_a_long_text(self, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(readers, "MAX_ENCODED_CHARACTERS", 20_000)
-        monkeypatch.setattr("spkv_nas.data.blocks.MAX_ENCODED_CHARACTERS", 20_000)
+        monkeypatch.setattr("spkv_nas.data.sources.MAX_ENCODED_CHARACTERS", 20_000)
         peaks = []
         for megabytes in (1, 4):
             file = tmp_path / f"{megabytes}{suffix}"

@@ -173,7 +173,7 @@ class TestBlocks:
 
 class TestRestart:
     def test_resumes_within_a_block(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("spkv_nas.data.tokenizer.TOKENIZE_BATCH", 1)
+        monkeypatch.setattr("spkv_nas.data.sources.TOKENIZE_BATCH", 1)
         write_files(tmp_path / "text", 40)
 
         def tokenizer(patience: int = 10**9) -> Any:
