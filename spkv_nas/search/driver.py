@@ -27,11 +27,11 @@ from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.search.evaluator import Evaluator
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.space import Space
-from spkv_nas.search.storage import finished, open_storage, open_study, storage_errors, work
+from spkv_nas.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
 from spkv_nas.search.study_sampler import StudySampler
 from spkv_nas.search.trials import Effort, LayoutCost, Result, Trial, best_start, ranked
 
-_SCORE = "score"  # user attribute of a scored trial: point, standard error
+_SCORE = "score"  # user attribute of a scored trial: point, standard error, hash
 
 
 class Search:
@@ -120,18 +120,21 @@ class Search:
         layout = self._sampler.layout(index, [self._read(study, trial)[0] for trial in earlier])
         score = self.evaluator.score([layout])[0]
         error = None if math.isnan(score.standard_error) else score.standard_error
-        trial.set_user_attr(_SCORE, [self.space.point(layout), error])
         values = [score.percent, *([] if self.cost is None else [self.cost.of(layout)])]
-        return [math.inf if math.isnan(value) else float(value) for value in values]  # NaN would be a failure
+        values = [math.inf if math.isnan(value) else float(value) for value in values]  # NaN would be a failure
+        point = self.space.point(layout)
+        trial.set_user_attr(_SCORE, [point, error, _hash([index, point, values, error])])
+        return values
 
     def _read(self, study: optuna.Study, trial: FrozenTrial) -> tuple[Result, PairedDifference]:
         """Return the result of a scored trial. Raises ``UserError`` if it is damaged."""
         try:
-            point, error = trial.user_attrs[_SCORE]
-            self.space.layout(point)
+            point, error, digest = trial.user_attrs[_SCORE]
+            if digest != _hash([trial.user_attrs[INDEX], point, trial.values, error]):  # databases have no checksums
+                raise ValueError("its score has changed")
             error = math.nan if error is None else float(error)
             return Result(point, trial.values), PairedDifference(float(trial.values[0]), error)
-        except (KeyError, ValueError, TypeError, AttributeError, UserError) as error:
+        except (KeyError, ValueError, TypeError) as error:
             raise UserError(
                 f"trial {trial.number} of the study '{study.study_name}' is damaged: {first_line(error)}\n"
                 "search under another --name, or remove the study: scores and checkpoints are kept in other files"

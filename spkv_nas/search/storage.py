@@ -103,7 +103,7 @@ def open_study(storage: RDBStorage, name: str, settings: Mapping[str, Any], metr
 
 def finished(study: optuna.Study, number: int) -> dict[int, FrozenTrial]:
     """Return the first finished trial, complete or pruned, of each of the tasks 0 to ``number`` - 1, in order."""
-    return _finished(study.get_trials(deepcopy=False, states=_FINISHED), number)
+    return _finished(_read(study), number)
 
 
 def work(
@@ -124,7 +124,7 @@ def work(
     """
     while len(done := finished(study, number)) < number:
         progress(len(done), number)
-        if _free(study.get_trials(deepcopy=False), number, num_prior):
+        if _free(_read(study), number, num_prior):
             try:
                 study.optimize(partial(_run_free, study, number, run, num_prior), n_trials=1)
             except (ValueError, AssertionError) as error:
@@ -142,7 +142,7 @@ def _run_free(
     study: optuna.Study, number: int, run: Run, num_prior: Callable[[int], int], trial: Trial
 ) -> Sequence[float]:
     """Run a free task as a trial; of several trials without a task, the first takes the first, and so on."""
-    trials = study.get_trials(deepcopy=False)
+    trials = _read(study)
     waiting = [each for each in trials if each.state == TrialState.RUNNING and INDEX not in each.user_attrs]
     rank, free = sum(each.number < trial.number for each in waiting), _free(trials, number, num_prior)
     if rank >= len(free):  # other workers were faster
@@ -150,6 +150,14 @@ def _run_free(
         raise TrialPruned
     trial.set_user_attr(INDEX, free[rank])
     return run(trial, free[rank])
+
+
+def _read(study: optuna.Study) -> list[FrozenTrial]:
+    """Return all trials of a study. Raises ``UserError`` if the database has malformed content."""
+    try:
+        return [*study.get_trials(deepcopy=False)]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"the study cannot be read: {first_line(error)}\n{_IF_DAMAGED}") from error
 
 
 def _free(trials: Sequence[FrozenTrial], number: int, num_prior: Callable[[int], int]) -> list[int]:

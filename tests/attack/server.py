@@ -68,7 +68,9 @@ def child(job: dict[str, Any]) -> None:
             root, kill_at, full_after, log = job["faults"]
             faults.faults_arm(root.encode(), ctypes.c_long(kill_at), ctypes.c_long(full_after), log.encode())
         from spkv_nas.cli import main
+        from spkv_nas.search import storage
 
+        storage.HEARTBEAT, storage.GRACE = 1, 4  # seconds: workers are killed, and the next one waits for that long
         signal.signal(signal.SIGINT, signal.default_int_handler)
         main(job["arguments"])
         code = 0

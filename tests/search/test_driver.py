@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -265,6 +267,25 @@ class TestSearch:
             with pytest.raises(KeyboardInterrupt):
                 parts.run()
         assert parts.run() == whole.run()
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            "trial_values set value = value + 1",
+            "trial_user_attributes set value_json = replace(value_json, 'LGL', 'LLG') where key = 'score'",
+            "trial_user_attributes set value_json = '[1' where key = 'score'",
+            "trial_user_attributes set key = 'scorf' where key = 'score'",
+        ],
+    )
+    def test_a_damaged_study_is_refused(self, change: str, table: HeadScores, tmp_path: Path) -> None:
+        """A database has no checksums; a changed trial is a user error."""
+        self.search(table, tmp_path, Effort(trials=4, sampler="random", num_retrained=0))[0].run()
+        with closing(sqlite3.connect(tmp_path / "study.db")) as database:
+            assert database.execute(f"update {change}").rowcount
+            database.commit()
+        search, _ = self.search(table, tmp_path, Effort(trials=4, sampler="random", num_retrained=0))
+        with pytest.raises(UserError, match=r"is damaged|cannot be read"):
+            search.run()
 
     def test_layouts_behind_the_median_are_retrained_briefly_only(self, table: HeadScores, tmp_path: Path) -> None:
         search, _ = self.search(table, tmp_path, Effort(trials=12, sampler="random", num_retrained=9))
