@@ -241,7 +241,7 @@ class TestTraining:
         assert texts <= {heldout[index] for index in np.flatnonzero(judge._selection_documents)}
         # The scores are those of these blocks
         layout = Layout(("GL", "LL"), window=4)
-        (score,) = judge.score([layout], [None], [])
+        (score,) = judge.score([layout])
         full, local = zero_shot(judge._model, [None, layout], scored)
         assert score.percent == pytest.approx(paired_difference(local, full).percent)
 
