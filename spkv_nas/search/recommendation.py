@@ -52,7 +52,8 @@ def recommend(search: Search, trials: Sequence[Trial]) -> Recommendation | None:
             None if start is None else Recommendation(_named(start), f"the search found nothing besides {start.name}")
         )
     best = min(pool, key=lambda trial: (trial.short if is_fair and trial.short else trial.zero_shot).percent)
-    where = f"on the {number} documents that selected it among {len(others) + len(known)} layouts, without training"
+    num_layouts = len(known | {trial.layout.content_hash for trial in others})
+    where = f"on the {number} documents that selected it among {num_layouts} layouts, without training"
     if is_fair:
         where = f"after full retraining, on {(tokens > 0).sum()} documents that selected nothing"
     if start is None:

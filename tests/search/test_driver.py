@@ -347,5 +347,7 @@ class TestSearch:
         assert (result.layout.strategy != "start") is beats
         file = Layout.read(tmp_path / "layouts" / f"{result.layout.strategy}.yaml")
         assert file.heads == result.layout.heads
+        if among := re.search("among ([0-9]+) layouts", result.reason):
+            assert int(among[1]) == len({trial.layout.heads for trial in trials})
         best = min(trials, key=lambda trial: trial.zero_shot.percent)
         assert file.heads == (best.layout.heads if beats else self.start.heads)
