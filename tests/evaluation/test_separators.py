@@ -126,7 +126,9 @@ class TestBoundaries:
 
     def test_do_not_begin_a_block_twice(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """A document that fills its block leaves its separator, which would follow the BOS of the next block."""
-        blocks = spkv_nas.build_blocks(["beta" * 7 * n for n in (1, 2, 3, 4, 5) * 20], tokenizer, 8, separator="bos")
+        blocks = spkv_nas.build_blocks(
+            [f"{i}" + "beta" * 7 * (1 + i % 5) for i in range(100)], tokenizer, 8, separator="bos"
+        )
         assert blocks.num_blocks > 50
         assert (blocks.tokens[:, 0] == tokenizer.bos_token_id).all()
         assert (blocks.tokens[:, 1] != tokenizer.bos_token_id).all()

@@ -16,9 +16,7 @@ import spkv_nas
 from spkv_nas import GateConfig, attach_gates, detach, set_gate_mode
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import SILENT
 from spkv_nas.cost.cache_memory import CacheCost
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
@@ -39,8 +37,6 @@ from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data
 from spkv_nas.report.verdict import conclude
 from spkv_nas.search.space import Space
-from spkv_nas.stages.search.options import SearchOptions
-from spkv_nas.stages.search.stage import _decode_time
 
 WINDOW = 6
 NATIVE = {"gemma3_text": 4, "gpt_oss": 8}  # sliding windows of layers 0 and 2
@@ -233,19 +229,6 @@ class TestProposals:
         table = measure_signal("opening", model, blocks, window=WINDOW)
         assert table.metadata["native_windows"] == [20] * 4
         assert (table.global_window, table.num_candidates) == (20, 8)
-
-    def test_the_search_times_them(self, table: HeadScores, tmp_path: Path) -> None:
-        """Decoding reads a native window, not the whole context."""
-        options = SearchOptions(workspace=tmp_path, hardware="h100")
-        space = Space(table, (1, 4), 10, Constraints().on(table))
-        layout = Layout(ALL_GLOBAL, 10)
-        seconds = []
-        for native in ([4, None, 4, None], [None] * 4):
-            metadata = {**table.metadata, "native_windows": native}
-            other = replace(space, table=replace(table, metadata=metadata))
-            cost = _decode_time(options, Requirements(context=100), other, Shape(4, 4, 2, 8, 1000), "p", SILENT)
-            seconds.append(cost.of(layout))
-        assert seconds[0] / seconds[1] == pytest.approx((4 * 100 + 4 * 4) / (8 * 100))
 
     def test_the_page_counts_them(self, table: HeadScores) -> None:
         full = 4 * CONTEXT + 4 * 4

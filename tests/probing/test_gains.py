@@ -202,7 +202,9 @@ def test_signed_values_order_heads_but_not_coverage(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"column 'density' must be a number in \[0, 1\]; found '-0.03'"):
         HeadScores.read(tmp_path)
-    (tmp_path / "probe.yaml").write_text(f"signal: opening\nunit: {NATS}\n")
+    table_file = tmp_path / "density.csv"
+    table_file.write_text(table_file.read_text().replace("density", "score"))
+    (tmp_path / "probe.yaml").write_text(f"signal: opening\nkind: gain\nunit: {NATS}\n")
     table = HeadScores.read(tmp_path)
     assert table.values == pytest.approx(np.array([[0.04, -0.005], [-0.1, 1.5]]))
     assert table.density == pytest.approx(np.array([[0.04, 0.0], [0.0, 1.5]]))

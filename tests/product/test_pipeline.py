@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +15,7 @@ import torch
 import yaml
 from helpers import RECIPE, fails, tiny_model, write_project
 
+import spkv_nas
 from spkv_nas.artifacts.checkpoints import read_checkpoints
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import distinct
@@ -88,7 +88,7 @@ def test_help_is_quick_to_import() -> None:
     """--help imports neither torch nor transformers nor modules that print results."""
     code = "import sys, spkv_nas.cli; sys.exit(bool({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    stages = Path(str(files("spkv_nas.stages")))
+    stages = Path(spkv_nas.__file__).parent / "stages"
     commands = [".".join(file.relative_to(stages).parent.parts) for file in stages.rglob("command.py")]
     assert "generate" in commands
     heavy = "{'torch', 'transformers', 'pandas', 'rich'} & set(sys.modules)"

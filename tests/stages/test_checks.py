@@ -90,7 +90,10 @@ MISTAKES: list[tuple[str, str]] = [
     ("train-hybrid --probe p --recipe {}/typo.yaml", "unknown key 'bramch'"),
     ("train-hybrid --probe p --recipe {}/recipe.yaml {}/none.yaml", "layout not found"),
     ("search --probe none", "no probe 'none'"),
-    ("search --probe p --recipe {}/recipe.yaml --sampler best", "--sampler 'best' is unknown"),
+    (
+        "search --probe p --recipe {}/recipe.yaml --sampler best",
+        "unknown sampler 'best'; expected one of surrogate",
+    ),
     ("search --probe p --recipe {}/recipe.yaml --budget 99", "budget 99 means 99 global KV heads"),
     ("search --probe p --recipe {}/recipe.yaml --objective nll,time", "needs --context"),
     ("reproduce ablate {}/none.yaml", "ablations not found"),

@@ -86,6 +86,15 @@ class TestReplacedRecords:
         assert left_out(layout, data=["b"]) == 4
         assert left_out(layout, data=["d"]) == 0
 
+    def test_a_verdict_has_the_name_of_the_probe(self, folder: Path) -> None:
+        """Samples are shared by all names."""
+        name = measure("a")
+        layout = propose(ProposeOptions(budget="3")).folder / "densest.yaml"
+        assert judge(layout, data=["d"]).folder == Path("reports", name)
+        kept = sorted(Path("runs/dense/verdict").rglob("*.npz"))
+        assert judge(layout, data=["d"], name="other").folder == Path("reports", "other")
+        assert sorted(Path("runs").rglob("verdict/**/*.npz")) == kept
+
     @pytest.mark.parametrize("change", ["rename", "delete", "copy"])
     def test_a_probe_that_is_gone(self, folder: Path, change: str) -> None:
         name = measure("a")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from transformers import PreTrainedTokenizerBase
 from verdict_cases import check_resumes, decisive_model, run, write_folder
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.agreement import Agreement, compare, write_continuations
@@ -21,9 +18,7 @@ from spkv_nas.evaluation.longppl import reading
 from spkv_nas.evaluation.longppl.reading import Criterion, key_mask, sequence_nll
 from spkv_nas.evaluation.verdict.continuation_rounds import ContinuationRounds, one_per_document
 from spkv_nas.evaluation.verdict.key_token_rounds import KeyTokenRounds
-from spkv_nas.evaluation.verdict.rounds import DocumentRounds
 from spkv_nas.model.windows import layout_applied
-from spkv_nas.stages.verdict import running
 
 
 @pytest.fixture
@@ -134,31 +129,3 @@ class TestKeyTokens:
     def test_a_short_context_as_long_as_a_block(self, folder: Path) -> None:
         with pytest.raises(UserError, match=r"short context \(32 tokens\) must be shorter than a text"):
             run("full.yaml", margin="longppl=1%", short_context=32)
-
-
-class TestProgress:
-    def test_the_table_so_far_is_written_until_the_verdict_is_done(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """For a watched page: how far every candidate is, not the result of the command."""
-        monkeypatch.setattr(running, "_SECONDS", 0.0)
-        seen: list[tuple[pd.DataFrame, dict[str, Any]] | None] = []
-        measure = DocumentRounds.measure
-
-        def watched(self: DocumentRounds, *arguments: Any) -> Any:
-            seen.append(VERDICT.read(Path("runs", "dense", "verdict", "progress")))
-            assert not Path("reports").exists()
-            return measure(self, *arguments)
-
-        monkeypatch.setattr(DocumentRounds, "measure", watched)
-        result = run("full.yaml", "three-to-one.yaml", margin="nll=1%")
-        assert seen[0] is None
-        last = seen[-1]
-        assert last is not None
-        rows, record = last
-        assert rows["candidate"].tolist() == ["full", "three-to-one"][: len(rows)]
-        assert record["answers"].keys() == {"full", "three-to-one"}
-        assert record["answers"]["full"] == "passes"
-        assert result.answers["full"] == "passes"
-        assert not Path("runs", "dense", "verdict", "progress").exists()
-        assert Path("reports", "dense", "verdict.csv").is_file()

@@ -105,8 +105,8 @@ def test_the_command_prints_what_engines_do(
     arguments = ["export", str(tmp_path / "layout.yaml"), "--model", str(model), "--out"]
     main([*arguments, str(tmp_path / "out"), "--for", "vllm"])
     printed = capsys.readouterr().out
-    assert "vLLM 0.32.0: exact\ntransformers 5.23.0: exact\n" in printed
-    assert "\nmlx-lm 0.32.2: refused\n" in printed
+    assert "not run here (serve-check runs an engine):\n  vLLM 0.32.0: exact\n  transformers 5.23.0: exact\n" in printed
+    assert "\n  mlx-lm 0.32.2: refused\n" in printed
     assert printed.endswith("target: native\n")
     message = fails(capsys, *arguments, tmp_path / "other", "--for", "openvino")
     assert "not exported as native: OpenVINO GenAI 2026.4.1 refuses the form ministral" in message
