@@ -18,6 +18,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import SearchRecord
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, read_selection
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.names import check_name
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.tables import Column, read_table
 from spkv_nas.base.workspace import Workspace
@@ -74,6 +75,18 @@ def find_selected(
         if not evidence or None in selections:
             unknown.append(name)
     return Selected(frozenset(documents), tuple(by), tuple(unknown))
+
+
+def probe_of(workspace: Workspace, layouts: Iterable[Layout]) -> str | None:
+    """Return the only probe that layouts, or equal ones of a workspace, are from; None if there is none or several."""
+    equal = _provenances(workspace)
+    origins = [
+        origin
+        for layout in layouts
+        for origin in ([layout.provenance] if "probe" in layout.provenance else equal.get(layout.content, ()))
+    ]
+    probes = {str(origin["probe"]) for origin in origins if "probe" in origin}
+    return check_name(probes.pop(), "the probe of the layouts") if len(probes) == 1 else None
 
 
 def _folders(workspace: Workspace) -> list[Path]:

@@ -238,8 +238,10 @@ class TestChoice:
         save(model, tiny_tokenizer, folder / "hybrid")
         with pytest.raises(UserError, match=r"all 60 documents .* select a layout \(probe mine\)"):
             run("hybrid")
-        main(["evaluate", "nll", "--model", "hybrid", "--data", "text", "--block-size", "32"])
-        assert "60 of these documents were used to select a layout (probe mine)" in capsys.readouterr().out
+        main(["evaluate", "nll", "--model", "hybrid", "--against", "dense", "--data", "text", "--block-size", "32"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "60 of these documents were used to select a layout (probe mine)" in shown
+        assert "reports/mine/evaluation.csv" in shown  # under the name of the layout's probe
 
     def test_the_text_of_score_is_refused(self, folder: Path) -> None:
         main(["score", "mixed.yaml", "--model", "dense", "--data", "text", "--block-size", "32"])

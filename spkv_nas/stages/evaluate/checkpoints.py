@@ -22,7 +22,7 @@ Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 
 
 def evaluated(options: SubjectOptions) -> Subject:
-    """Return the checkpoint to evaluate with its text; results take the name of the checkpoint's recipe.
+    """Return the checkpoint to evaluate with its text; results take the name of ``result_name``.
 
     Raises:
         UserError: a model that is not embedded has no text.
@@ -30,7 +30,7 @@ def evaluated(options: SubjectOptions) -> Subject:
     subject = Subject.of(options, REFERENCE, "evaluate on")
     if options.name is not None or subject.source.startswith(EMBEDDED_PREFIX):
         return subject
-    return replace(subject, name=result_name(subject.source))
+    return replace(subject, name=result_name(subject.source, options.folders))
 
 
 def check_pair(model: str, against: str | None) -> None:

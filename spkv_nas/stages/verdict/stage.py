@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM, VERDICT
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Bar, Reporter, part_of
 from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.base.version import environment
@@ -33,7 +32,7 @@ from spkv_nas.model.windows import default_window
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, load
 from spkv_nas.stages.options import DENSE
-from spkv_nas.stages.selection import Selected, find_selected
+from spkv_nas.stages.selection import Selected, find_selected, probe_of
 from spkv_nas.stages.subject import Subject
 from spkv_nas.stages.verdict.contenders import Contender, ScoreStore, contenders
 from spkv_nas.stages.verdict.criterion import Criterion, Setting
@@ -207,15 +206,9 @@ def prepare(options: VerdictOptions, dense: Contender, candidates: Sequence[Cont
     setting = Setting(options, *loaded, blocks, reporter)
     samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
     store = ScoreStore(options, options.folders.run_dir(subject.family) / "verdict", loaded, reporter)
-    name = options.name or _probe_of(candidates) or subject.name
+    chosen = [each.chosen for each in candidates if each.chosen is not None]
+    name = options.name or probe_of(options.folders, chosen) or subject.name
     return Trial(name, dense, margins, samples, store, selected, num_left_out, circumstances, candidates)
-
-
-def _probe_of(candidates: Sequence[Contender]) -> str | None:
-    """Return the probe of all candidates that are layouts; None without any, or if they have several."""
-    probes = {each.layout.provenance.get("probe") for each in candidates if each.layout is not None}
-    name = probes.pop() if len(probes) == 1 else None
-    return None if name is None else check_name(str(name), "the probe of the layouts")
 
 
 def _text(

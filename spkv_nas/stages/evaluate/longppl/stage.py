@@ -73,7 +73,7 @@ def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResu
     """
     quiet_transformers(reporter)
     check(options)
-    name = options.name or result_name(options.model)
+    name = options.name or result_name(options.model, options.folders)
     folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"
     check_pair(options.model, options.against)
     # Find the key tokens

@@ -58,7 +58,7 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> RulerResult:
     lengths = sorted({parse_context(text) for text in options.lengths.split(",")})
     material = Material.read(options.haystack or [], options.qa or [])
     tasks = _tasks(options.tasks, material)
-    name = options.name or result_name(options.model)
+    name = options.name or result_name(options.model, options.folders)
     folder = options.folders.report_dir(name)
     # Load the checkpoint, and check that each task's first sample fits
     check_pair(options.model, options.against)

@@ -58,7 +58,7 @@ def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> TasksResult:
     quiet_transformers(reporter)
     if not reporter.verbose:
         quiet_libraries()
-    name = options.name or result_name(options.model)
+    name = options.name or result_name(options.model, options.folders)
     folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "tasks"
     # Run the tasks on every checkpoint
     reporter.announce("loading tasks and their data")
