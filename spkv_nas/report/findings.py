@@ -32,7 +32,7 @@ def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
     """Return a rank correlation with its interval or, below ``MIN_ITEMS`` layouts, its p-value, if recorded."""
     text, interval, p_value = signed(recorded["rho"], 2), recorded.get("interval"), recorded.get("p_value")
     if recorded.get("layouts", MIN_ITEMS) < MIN_ITEMS or interval is None:
-        return text if p_value is None else f"{text} (p = {p_value:.2g})"
+        return text if p_value is None else f"{text} (p {f'= {p_value:.2g}' if p_value else '< 0.0001'})"
     low, high = (signed(bound, 2) for bound in interval)
     return f"{text} (95 % interval {low} to {high})"
 

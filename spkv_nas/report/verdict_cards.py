@@ -119,7 +119,7 @@ def _row(row: pd.Series[Any], record: Record) -> Row:
     cells = (
         str(row["criterion"]),
         _loss(row["loss"]),
-        f"{_loss(row['low'])} to {_loss(row['high'])}",
+        f"{_loss(row['low'])} to {_loss(row['high'])}" if row[["low", "high"]].notna().any() else "not known yet",
         f"{row['margin']:g} {row['unit']}",
         f"{number(row['num_samples'], 0)} {record.get('nouns', {}).get(row['criterion'], 'samples')}",
     )
