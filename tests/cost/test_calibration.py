@@ -377,8 +377,6 @@ class TestCommands:
                 "'int3' is unknown; expected one of float32, bfloat16, float16",
             ),
             (["calibrate", "micro-0", "--window", "0"], "greater than or equal to 1"),
-            (["calibrate", "micro-0", "--train-step", "--context", "1k"], "remove --context"),
-            (["calibrate", "--model", "x", "--train-step"], "give a level"),
             (["plan", "attention", "micro-0", "--hardware", "tpu"], "unknown hardware 'tpu'"),
             (["plan", "attention", "micro-0", "--calibration", "none"], "no calibration 'none' in"),
             (["plan", "attention", "micro-0", "--calibration", "a", "--hardware", "h200"], "not both"),

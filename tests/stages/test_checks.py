@@ -112,7 +112,6 @@ MISTAKES: list[tuple[str, str]] = [
     ("plan attention --layout {}/none.yaml", "layout not found"),
     ("plan attention --density 2", "density"),
     ("calibrate --context 1y", "context '1y'"),
-    ("calibrate --train-step --batch 2", "remove --batch"),
     ("reproduce palindrome --name .hidden", "cannot name a file"),
     ("report --probe none", "no probe 'none'"),
     ("report --figures all", "--figures: expected paper"),

@@ -11,11 +11,8 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Result:
     """Measure attention times on this machine, for 0 up to all KV heads of a layer global.
 
     Writes reports/NAME/calibration.csv and .yaml, which spkv-nas plan attention uses. Decoding is measured at 1k, 4k,
-    16k, ... tokens up to --context; prefill only up to the length at which one call takes about 4 seconds. With
-    --train-step, prints the time of a training step of a gated model and writes nothing.
+    16k, ... tokens up to --context; prefill only up to the length at which one call takes about 4 seconds.
     """
     from spkv_nas.stages.calibrate import output, stage
 
-    if options.train_step:
-        return Result(stage.time_training_step(options, reporter), output.training_steps)
     return Result(stage.calibrate(options, reporter), output.calibration, output.document)

@@ -1,4 +1,4 @@
-"""Print measured attention and training-step times, and convert them to a JSON document."""
+"""Print measured attention times, and convert them to a JSON document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from spkv_nas.base.units import format_microseconds
 
 if TYPE_CHECKING:
     from spkv_nas.stages.calibrate.stage import CalibrationResult
-    from spkv_nas.training.step_timing import StepTiming
 
 
 def calibration(result: CalibrationResult) -> None:
@@ -49,15 +48,3 @@ def document(result: CalibrationResult) -> dict[str, Any]:
         "is_disturbed": measured.is_disturbed,
         "folder": result.folder,
     }
-
-
-def training_steps(timings: list[StepTiming]) -> None:
-    """Print times of whole training steps."""
-    has_bars = any(row.bar is not None for row in timings)
-    columns = ("", "ms", "tokens/s", "relative to\nfull attention", *(["limit"] if has_bars else []))
-    grid = Table(*columns, title="time of a training step")
-    for row in timings:
-        cells = [row.case, f"{1e3 * row.seconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.ratio:.2f}"]
-        limit = "" if row.bar is None else f"{row.bar:.2f}"
-        grid.add_row(*cells, *([limit] if has_bars else []))
-    out.print(grid)

@@ -1,23 +1,16 @@
-"""Time attention, or whole training steps, on this machine."""
+"""Time attention on this machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from spkv_nas.base.device import choose_device
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import parse_context
 from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts
-from spkv_nas.cost.ladder import find_level
 from spkv_nas.stages.calibrate.options import CalibrateOptions
-from spkv_nas.stages.checks import check
 from spkv_nas.stages.sized_model import SizedModel
-
-if TYPE_CHECKING:
-    from spkv_nas.training.step_timing import StepTiming
 
 
 @dataclass(frozen=True)
@@ -54,20 +47,3 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
         calibration = time_attention(case, contexts, progress=progress)
     calibration.write(folder)
     return CalibrationResult(name, calibration, folder)
-
-
-def time_training_step(options: CalibrateOptions, reporter: Reporter = SILENT) -> list[StepTiming]:
-    """Time whole training steps of a level, or on CPU of the embedded models, against full attention."""
-    from spkv_kernels.timing import device_name
-
-    from spkv_nas.training.step_timing import time_embedded_steps, time_level_steps
-
-    device = choose_device(options.device)
-    check(options)
-    if options.level is None and device != "cpu":
-        raise UserError("--train-step needs a level of the ladder, except on the CPU (embedded models)")
-    subject = options.level or "the embedded models"
-    reporter.announce(f"timing training steps of {subject} on {device_name(device)}")
-    if options.level is None:
-        return time_embedded_steps()
-    return time_level_steps(find_level(options.level), device=device)
