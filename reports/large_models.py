@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.cost.hardware import HARDWARE
 from spkv_nas.cost.ladder import find_level
-from spkv_nas.cost.roofline import HARDWARE
 from spkv_nas.cost.stage_costs import Site, StageCost, Stages
 from spkv_nas.cost.training import Training
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks

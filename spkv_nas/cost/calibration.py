@@ -7,43 +7,41 @@ extrapolation beyond the measured contexts, because the slope changes once a cac
 GPU reaches full utilisation.
 
 A folder holds ``calibration.csv`` (phase, context, num_global, seconds_per_token) and ``calibration.yaml``, which
-records what was measured, the hardware and the versions. It also holds the table's SHA-256, so that files of two
-calibrations cannot be mixed up. Reading needs no torch.
+records what was measured, the hardware and the versions. Reading needs no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
-import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from pydantic import Field
 
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.local_layers import config_layers
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base.errors import UserError, shortened
-from spkv_nas.base.files import read_text, write_atomic
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SHOWN, MAX_WINDOW
 from spkv_nas.base.records import read_record, write_record
-from spkv_nas.base.replace import replacing
-from spkv_nas.base.schema import Section, validate
-from spkv_nas.base.tables import Column, csv_text, read_table
-from spkv_nas.cost.times import AttentionTimes, Phase
+from spkv_nas.base.replace import replacing, settle
+from spkv_nas.base.schema import Recorded, validate
+from spkv_nas.base.tables import Column, read_table, write_csv
+from spkv_nas.cost.formulas import mean_visible_keys, visible_keys
 
-FORMAT = "spkv-nas/calibration/1"
+Phase = Literal["decode", "prefill"]
 COLUMNS = (
     Column("phase", choices=get_args(Phase)),
     Column("context", "whole", low=1),
     Column("num_global", "whole"),
     Column("seconds_per_token", "number", high=MAX_SHOWN),
 )
-DTYPES = ("float32", "bfloat16", "float16")
 _MAX_COUNTS = 5  # maximum numbers of global heads to measure
 _FIRST_CONTEXT = 1024
 
@@ -58,7 +56,7 @@ class LayerCase:
         num_heads: query heads Hq, a multiple of ``num_kv_heads``.
         num_kv_heads: KV heads Hkv.
         head_dim: channels of a head D.
-        dtype: one of ``DTYPES``.
+        dtype: "float32", "bfloat16" or "float16".
         window: visible recent keys of a local head.
         batch: number of sequences.
         device: "cpu" or "cuda".
@@ -71,21 +69,6 @@ class LayerCase:
     window: int
     batch: int
     device: str
-
-    def __post_init__(self) -> None:
-        """Validate the fields.
-
-        Raises:
-            UserError: a number is below 1, Hq is not a multiple of Hkv, or the dtype is unknown.
-        """
-        for name in ("num_heads", "num_kv_heads", "head_dim", "window", "batch"):
-            if not 1 <= getattr(self, name) <= MAX_WINDOW:
-                value = shortened(str(getattr(self, name)), 40)
-                raise UserError(f"{name} must be at least 1 and at most {MAX_WINDOW}; found {value}")
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads")
-        if self.dtype not in DTYPES:
-            raise UserError(f"--dtype '{self.dtype}' is unknown; expected one of {', '.join(DTYPES)}")
 
     @property
     def title(self) -> str:
@@ -117,7 +100,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Calibration(AttentionTimes):
+class Calibration:
     """Attention times measured on one machine (see the module docstring).
 
     Attributes:
@@ -135,21 +118,8 @@ class Calibration(AttentionTimes):
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """Validate the grid of times.
-
-        Raises:
-            UserError: a point is missing or repeated, or 0 or Hkv global heads were not measured.
-        """
-        for phase in get_args(Phase):
-            points = [(row.context, row.num_global) for row in self.timings if row.phase == phase]
-            contexts, counts = ({point[axis] for point in points} for axis in (0, 1))
-            full = {(context, count) for context in contexts for count in counts}
-            if len(points) != len(full) or set(points) != full:
-                raise UserError(f"{phase}: expected one time for every context and number of global heads")
-            if not {0, self.num_kv_heads} <= counts or max(counts) > self.num_kv_heads:
-                raise UserError(
-                    f"{phase}: expected times of 0 to {self.num_kv_heads} global heads; found {sorted(counts)}"
-                )
+        """Validate the grid of times. Raises ``UserError`` unless it is full and has 0 and Hkv global heads."""
+        _ = self._grids
 
     @property
     def num_kv_heads(self) -> int:
@@ -172,27 +142,13 @@ class Calibration(AttentionTimes):
         measured = self.contexts(phase)
         return measured[0] <= context <= measured[-1]
 
-    @property
-    def is_disturbed(self) -> bool:
-        """Return whether a longer context was decoded over 10 % faster, so other work disturbed the timing."""
-        _, _, seconds = self.grid("decode")
-        return bool((seconds[1:] < 0.9 * seconds[:-1]).any())
-
     def check_shape(self, shape: Shape) -> None:
-        """Check that a model has the measured heads; its number of layers may differ.
-
-        Raises:
-            UserError: the heads differ.
-        """
+        """Raise ``UserError`` unless a model has the measured heads; its number of layers may differ."""
         if _title(shape) != self.case.title:
             raise UserError(f"the calibration was measured for {self.case.title}; this model has {_title(shape)}")
 
     def check_window(self, window: int) -> None:
-        """Check that local heads were measured with this window.
-
-        Raises:
-            UserError: the window differs.
-        """
+        """Raise ``UserError`` unless local heads were measured with this window."""
         if window != self.case.window:
             raise UserError(
                 f"the calibration was measured for window {self.case.window}, not {window}: calibrate with "
@@ -200,11 +156,7 @@ class Calibration(AttentionTimes):
             )
 
     def check_context(self, context: int, phase: Phase) -> None:
-        """Check that a context length is within the measured range.
-
-        Raises:
-            UserError: it is outside.
-        """
+        """Raise ``UserError`` unless a context length is within the measured range."""
         if not self.covers(context, phase):
             measured = self.contexts(phase)
             raise UserError(
@@ -213,9 +165,14 @@ class Calibration(AttentionTimes):
             )
 
     def layer_seconds(self, context: int, *, density: float = 1.0, window: int = 0, phase: Phase = "decode") -> float:
-        """Return the seconds per token of one layer, as ``AttentionTimes.layer_seconds``.
+        """Return the seconds per token of attention in one layer.
 
-        The time is interpolated linearly in the number of global heads, density * Hkv, and in the context length.
+        Args:
+            context: tokens in the cache when decoding; length of the sequence in prefill.
+            density: share of the layer's KV heads that are global, the others seeing only the window; a head that keeps
+                a share of its keys counts as that share of a global head.
+            window: w of the local heads; ignored with density 1.
+            phase: "decode" (one token after another) or "prefill" (the whole sequence at once).
 
         Raises:
             UserError: the density is outside [0, 1], or the window or context was not measured.
@@ -229,6 +186,63 @@ class Calibration(AttentionTimes):
         at_contexts = [np.interp(density * self.num_kv_heads, counts, row) for row in seconds]
         return float(np.interp(context, contexts, at_contexts))
 
+    def layout_seconds(
+        self, layout: Layout, context: int, phase: Phase = "decode", *, native_windows: Sequence[int | None] = ()
+    ) -> float:
+        """Return the seconds per token of attention in all layers with ``layout``, as ``model_seconds``.
+
+        Raises:
+            UserError: the layout has another number of KV heads per layer; or as ``layer_seconds``.
+        """
+        if layout.num_kv_heads != self.num_kv_heads:
+            raise UserError(
+                f"layout '{layout.strategy}' has {layout.num_kv_heads} KV heads per layer, "
+                f"the times were measured for {self.num_kv_heads}"
+            )
+        shares = [row.count("G") / self.num_kv_heads for row in layout.heads]
+        return self.model_seconds(
+            shares, context, window=layout.window, sinks=layout.sinks, native_windows=native_windows, phase=phase
+        )
+
+    def model_seconds(
+        self,
+        shares: Sequence[float],
+        context: int,
+        *,
+        window: int = 0,
+        sinks: int = 0,
+        native_windows: Sequence[int | None] = (),
+        phase: Phase = "decode",
+    ) -> float:
+        """Return the seconds per token of attention in all layers: the sum of ``layer_seconds``.
+
+        Args:
+            shares: share of the KV heads that are global, by layer.
+            context: as in ``layer_seconds``.
+            window: w of the local heads.
+            sinks: first tokens that local heads see besides.
+            native_windows: sliding window of each layer, None for full attention; empty: no layer has one.
+            phase: as in ``layer_seconds``.
+
+        Raises:
+            UserError: as ``layer_seconds``, or windows that differ from the measured one.
+        """
+        native_windows = native_windows or [None] * len(shares)
+        marked = {layer.native_window: layer.is_always_local for layer in config_layers(native_windows)}
+        total = 0.0
+        for (native, share), number in Counter(zip(native_windows, shares, strict=True)).items():
+            if native is not None and native < context:  # no head sees beyond the native window
+                if share < 1.0 and not marked[native]:
+                    self.check_window(window)
+                seconds = self.layer_seconds(context, density=0.0, window=native, phase=phase)
+            elif marked[native]:  # a native window that the context does not fill
+                seconds = self.layer_seconds(context, phase=phase)
+            else:
+                density = _with_sinks(share, context, window=window, sinks=sinks, phase=phase)
+                seconds = self.layer_seconds(context, density=density, window=window, phase=phase)
+            total += number * seconds
+        return total
+
     def grid(self, phase: Phase) -> tuple[Float, Float, Float]:
         """Return contexts [C] and numbers of global heads [N], both ascending, and seconds per token [C, N]."""
         return self._grids[phase]
@@ -236,30 +250,30 @@ class Calibration(AttentionTimes):
     @cached_property
     def _grids(self) -> dict[Phase, tuple[Float, Float, Float]]:
         """Return ``grid`` for every phase."""
+        table = pd.DataFrame([asdict(timing) for timing in self.timings])
         grids: dict[Phase, tuple[Float, Float, Float]] = {}
         for phase in get_args(Phase):
-            seconds_by_point = {
-                (row.context, row.num_global): row.seconds_per_token for row in self.timings if row.phase == phase
-            }
-            contexts, counts = (sorted({point[axis] for point in seconds_by_point}) for axis in (0, 1))
-            seconds = np.array([[seconds_by_point[context, count] for count in counts] for context in contexts])
-            grids[phase] = np.array(contexts, dtype=float), np.array(counts, dtype=float), seconds
+            rows = table[table["phase"] == phase]
+            points = rows.groupby(["context", "num_global"])["seconds_per_token"]
+            grid = points.first().unstack()
+            if grid.isna().any(axis=None) or len(rows) != grid.size:
+                raise UserError(f"{phase}: expected one time for every context and number of global heads")
+            counts = [int(count) for count in grid.columns]
+            if not {0, self.num_kv_heads} <= {*counts} or max(counts) > self.num_kv_heads:
+                raise UserError(f"{phase}: expected times of 0 to {self.num_kv_heads} global heads; found {counts}")
+            grids[phase] = (grid.index.to_numpy(float), np.array(counts, dtype=float), grid.to_numpy(float))
         return grids
 
     def write(self, folder: Path) -> None:
         """Write ``calibration.csv`` and ``calibration.yaml``, replacing an earlier calibration."""
-        rows = [astuple(timing) for timing in self.timings]
-        table = csv_text(pd.DataFrame(rows, columns=[column.name for column in COLUMNS]))
         content = {
-            "format": FORMAT,
             **asdict(self.case),
             "hardware": self.hardware,
             "num_threads": self.num_threads,
             "environment": dict(self.environment),
-            "csv_sha256": _sha256(table),
         }
         with replacing(folder) as new:
-            write_atomic(new / "calibration.csv", table)
+            write_csv(new / "calibration.csv", pd.DataFrame([asdict(timing) for timing in self.timings]))
             write_record(new / "calibration.yaml", content)
 
     @classmethod
@@ -267,53 +281,36 @@ class Calibration(AttentionTimes):
         """Read a calibration that ``write`` wrote.
 
         Raises:
-            UserError: a file is missing or damaged, has another format, or does not belong to the other.
+            UserError: a file is missing or damaged.
 
         Warns:
-            UserWarning: ``calibration.yaml`` was changed after it was written.
+            UserWarning: a file was changed after it was written.
         """
-        file = folder / "calibration.yaml"
-        where = f"calibration {file}"
-        # Read and validate the record
-        with warnings.catch_warnings(record=True) as cautions:  # warn only if the table is accepted
-            warnings.simplefilter("always")
-            data = read_record(file, "calibration")
-        if data.get("format") != FORMAT:
-            found_format = shortened(repr(data.get("format")), 40)
-            raise UserError(f"{where}: expected 'format: {FORMAT}'; found {found_format}")
-        header = validate(_CalibrationFile, data, where)
-        # Check that the table belongs to the record
-        table = folder / "calibration.csv"
-        if _sha256(read_text(table, "calibration")) != header.csv_sha256:
-            raise UserError(f"{where} does not match calibration.csv in its folder: calibrate again")
-        # Read the table
+        settle(folder)
+        where = f"calibration {folder / 'calibration.yaml'}"
+        record = validate(_CalibrationFile, read_record(folder / "calibration.yaml", "calibration"), where)
+        case = LayerCase(**record.model_dump(include=set(LayerCase.__dataclass_fields__)))
         try:
-            case = LayerCase(**header.model_dump(include=set(LayerCase.__dataclass_fields__)))
-            rows = read_table(table, "table", COLUMNS)
+            rows = read_table(folder / "calibration.csv", "calibration", COLUMNS)
             timings = tuple(Timing(*row) for row in rows.itertuples(index=False, name=None))
-            calibration = cls(case, header.hardware, header.num_threads, timings, header.environment)
+            return cls(case, record.hardware, record.num_threads, timings, record.environment)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        for caution in cautions:
-            warnings.warn(caution.message, stacklevel=2)
-        return calibration
 
 
-class _CalibrationFile(Section):
+class _CalibrationFile(Recorded):
     """Schema of ``calibration.yaml``."""
 
-    format: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_heads: int = Field(ge=1, le=MAX_WINDOW)
+    num_kv_heads: int = Field(ge=1, le=MAX_WINDOW)
+    head_dim: int = Field(ge=1, le=MAX_WINDOW)
     dtype: str
-    window: int
-    batch: int
+    window: int = Field(ge=1, le=MAX_WINDOW)
+    batch: int = Field(ge=1, le=MAX_WINDOW)
     device: str
     hardware: str
     num_threads: int = Field(ge=1)
     environment: dict[str, str]
-    csv_sha256: str
 
 
 def default_contexts(largest: int) -> tuple[int, ...]:
@@ -326,11 +323,19 @@ def default_contexts(largest: int) -> tuple[int, ...]:
     return tuple(sorted(contexts))
 
 
+def _with_sinks(share: float, context: int, *, window: int, sinks: int, phase: Phase) -> float:
+    """Return the share of global heads that reads as many keys as ``share`` of them and the sink tokens of the others.
+
+    Times are measured for windows alone (``calibrate``), and depend on the number of keys.
+    """
+    if not sinks:
+        return share
+    count = visible_keys if phase == "decode" else mean_visible_keys
+    keys = count(context, density=share, window=window + sinks)
+    local, full = count(context, density=0.0, window=window), count(context)
+    return (keys - local) / (full - local) if full > local else share
+
+
 def _title(heads: LayerCase | Shape) -> str:
     """Describe the heads of a layer."""
     return f"{heads.num_heads} query heads, {heads.num_kv_heads} KV heads of size {heads.head_dim}"
-
-
-def _sha256(text: str) -> str:
-    """Return the hexadecimal SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -13,7 +13,7 @@ window whatever the density. Kaplan's attention term is the mean over the positi
 tokens (4 L d_attn FLOPs per key for queries by keys and scores by values, with half the keys visible on average); a
 token decoded at the end of the context costs twice that term. The predictors, about 4 % of 2 N, are not counted.
 
-No formula predicts the time of attention: see ``spkv_nas.cost.times``.
+No formula predicts the time of attention: see ``spkv_nas.cost.calibration``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Cost:
         kv_cache_bytes: KV cache of one sequence.
         attention_flops: forward FLOPs of attention per token.
         total_flops: forward FLOPs per token; None for a mixture of experts.
-        decode_seconds: time of attention in all layers per decoded token (``AttentionTimes``); None: unknown.
+        decode_seconds: time of attention in all layers per decoded token (``Calibration``); None: unknown.
         prefill_seconds: the same per token of prefill.
     """
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.version import environment
-from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
+from spkv_nas.cost.calibration import Calibration, LayerCase, Phase, Timing
 from spkv_nas.cost.formulas import head_bytes, visible_keys
-from spkv_nas.cost.times import Phase
 
 DECODE_ROUNDS, PREFILL_ROUNDS = 15, 3
 PREFILL_SECONDS = 4.0  # per call; prefill skips contexts that would take longer

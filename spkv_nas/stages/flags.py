@@ -193,9 +193,7 @@ Level = Annotated[
 ]  # fmt: skip
 Density = Annotated[float | None, Flag("Share of keys beyond the window that SP-KV keeps.")]
 CalibrationName = Annotated[str | None, Flag("Use the times of this calibration in the workspace.", metavar="NAME")]
-Hardware = Annotated[
-    str | None, Flag("Use roofline times of a GPU: h200, h100 or a100.", values=("h200", "h100", "a100"))
-]
+Hardware = Annotated[str | None, Flag("GPU to plan for: h200, h100 or a100.", values=("h200", "h100", "a100"))]
 
 # Training
 DryRun = Annotated[

@@ -77,10 +77,15 @@ class RecipeEvaluator:
         context = BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)
         return cls(context, max_tokens=max_tokens)
 
+    @property
+    def dense(self) -> Path:
+        """Return the folder or name of the dense checkpoint."""
+        return self._context.dense
+
     @cached_property
     def shape(self) -> Shape:
         """Return the shape of the dense checkpoint."""
-        return read_shape(str(self._context.dense))
+        return read_shape(str(self.dense))
 
     @property
     def identity(self) -> str:

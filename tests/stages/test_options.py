@@ -22,8 +22,8 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import reproduce
 from spkv_nas.cli.app import COMMANDS, LAYOUT_COMMANDS, NAMES, app
 from spkv_nas.cli.options import command
+from spkv_nas.cost.hardware import HARDWARE
 from spkv_nas.cost.ladder import ladder
-from spkv_nas.cost.roofline import HARDWARE
 from spkv_nas.data.config import DataConfig
 from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates

@@ -54,12 +54,11 @@ def test_layers_that_are_local_by_design_keep_their_window(
     assert [row["kv_bytes_per_token"] for row in (full, layout, gated)] == pytest.approx(
         [HEAD * candidates, HEAD * num_global, HEAD * 0.25 * candidates]
     )
-    # FLOPs follow the keys, and a bound of the time when decoding too
+    # FLOPs follow the keys
     for row in (layout, gated):
         share = row["kv_cache_bytes"] / full["kv_cache_bytes"]
         assert row["attention_flops"] / full["attention_flops"] == pytest.approx(share)
-        assert row["decode_seconds"] / full["decode_seconds"] == pytest.approx(share)
-        assert row["prefill_seconds"] < full["prefill_seconds"]
+        assert row["decode_seconds"] is None  # nothing was measured
     assert (full["total_flops"] is None) == (family == "gpt_oss")
 
 
@@ -72,7 +71,7 @@ def test_a_window_of_all_layers_limits_global_heads(tmp_path: Path, capsys: pyte
     assert gated["kv_cache_bytes"] == pytest.approx(HEAD * 14 * (WINDOW + 0.25 * (NATIVE - WINDOW)))
     for row in (layout, gated):
         share = row["kv_cache_bytes"] / full["kv_cache_bytes"]
-        assert row["decode_seconds"] / full["decode_seconds"] == pytest.approx(share)
+        assert row["attention_flops"] / full["attention_flops"] == pytest.approx(share)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
@@ -80,7 +79,7 @@ def test_a_context_within_the_native_window(family: str, tmp_path: Path, capsys:
     """Full attention costs what it does in a model without windows."""
     full = costs(tmp_path, capsys, family, "--context", str(NATIVE))[0]
     assert full["kv_cache_bytes"] == pytest.approx(HEAD * 14 * NATIVE)
-    assert full["decode_seconds"] == pytest.approx(HEAD * 14 * NATIVE / 4.8e12)
+    assert full["attention_flops"] == 2 * 7 * 4 * 32 * NATIVE
 
 
 def test_the_total_of_a_mixture_of_experts_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

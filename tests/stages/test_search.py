@@ -15,6 +15,7 @@ from helpers import RECIPE, fails, write_project
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.cli import main
+from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.recipe import Recipe
@@ -140,10 +141,17 @@ class TestCommand:
         assert "another objective" in fails(capsys, *command(recipe, workspace, *more, "2k"))
 
     @pytest.mark.slow
-    def test_time_is_an_objective(self, project: tuple[Path, Path]) -> None:
+    def test_time_is_an_objective(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
-        more = ["--budget", "2..8", "--objective", "nll,time", "--context", "8k"]
-        main(command(recipe, workspace, *more, "--trials", "5", "--retrain", "0"))
+        more = ["--budget", "2..8", "--objective", "nll,time", "--context", "8k", "--trials", "5", "--retrain", "0"]
+        assert "--window 4 --name tiny" in fails(capsys, *command(recipe, workspace, *more))  # of calibrate
+        config = yaml.safe_load(recipe.read_text())["model"]["config"]
+        heads, width = config["num_attention_heads"], config["hidden_size"]
+        case = LayerCase(heads, 2, width // heads, "float32", 4, 1, "cpu")
+        points = [(phase, number) for phase in ("decode", "prefill") for number in (0, 1, 2)]
+        timings = tuple(Timing(phase, 8192, number, 1e-6 * (1 + number)) for phase, number in points)  # type: ignore[arg-type]
+        Calibration(case, "abacus", 1, timings).write(workspace / "reports" / "tiny")
+        main(command(recipe, workspace, *more))
         rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv").sort_values("num_global")
         assert (np.diff(rows["cost"]) >= 0).all()
         assert rows["cost"].nunique() == rows["num_global"].nunique()

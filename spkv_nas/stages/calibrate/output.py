@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import caution, out, print_path
+from spkv_nas.base.console import out, print_path
 from spkv_nas.base.units import format_microseconds
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ def calibration(result: CalibrationResult) -> None:
     out.print(f"{case.title}, window {case.window}, {escape(measured.source)}")
     if (last := measured.contexts("prefill")[-1]) < measured.contexts("decode")[-1]:
         out.print(f"prefill: not measured beyond {last:,} tokens, where one call would take too long")
-    if measured.is_disturbed:
-        caution("longer contexts decoded faster than shorter ones: calibrate again when the machine is idle")
     print_path("times", result.folder / "calibration.csv")
 
 
@@ -45,6 +43,5 @@ def document(result: CalibrationResult) -> dict[str, Any]:
         "case": measured.case,
         "source": measured.source,
         "times": measured.timings,
-        "is_disturbed": measured.is_disturbed,
         "folder": result.folder,
     }

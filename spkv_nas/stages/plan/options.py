@@ -40,7 +40,7 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
     )
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
     context: flags.OptionalContext = default(None, LONGEST, note="Applies to generation.")
-    hardware: flags.Hardware = default(None, "this machine, no times", note="Also sets the device's memory.")
+    hardware: flags.Hardware = default(None, "this machine, no times", note="It sets memory and speed.")
     devices: Devices = 1
     kv_dtype: flags.KvDtype = default(None, "bfloat16", note="Applies to --engine.")
     kv_bytes: flags.KvBytes = default(None, note="Applies to --engine.")
@@ -50,7 +50,7 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
 def check(options: PlanOptions) -> None:
     """Check that there is either a recipe or a model, and the options that go with it."""
     from spkv_nas.base.units import parse_context
-    from spkv_nas.cost.roofline import find_hardware
+    from spkv_nas.cost.hardware import find_hardware
     from spkv_nas.model.source import check_config
     from spkv_nas.stages.checks import check_recipe, check_text
     from spkv_nas.stages.engines import check_engine_options

@@ -12,7 +12,7 @@ from spkv_nas.base.device import choose_device, training_precision
 from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import ITEM_BYTES
-from spkv_nas.cost.roofline import find_hardware
+from spkv_nas.cost.hardware import find_hardware
 from spkv_nas.cost.stage_costs import Site, StageCost, Stages
 from spkv_nas.cost.training import Training
 from spkv_nas.data.config import DataConfig

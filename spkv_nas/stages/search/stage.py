@@ -20,7 +20,8 @@ from spkv_nas.search.driver import Search
 from spkv_nas.search.recommendation import Recommendation
 from spkv_nas.search.results import write_results
 from spkv_nas.search.trials import LayoutCost
-from spkv_nas.stages.attention_times import find_times
+from spkv_nas.stages.attention_times import read_times
+from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.stages.search.specification import SearchSpecification, specify
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator
@@ -80,7 +81,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     if specification.second_objective == "kv-bytes":
         cost = cache_bytes(specification, evaluator.shape)
     elif specification.second_objective == "time":
-        cost = _decode_time(options, specification, evaluator.shape, reporter)
+        cost = _decode_time(options, specification, evaluator)
     # Run trials and retrainings
     work = Search(
         evaluator,
@@ -128,15 +129,15 @@ def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost:
     )
 
 
-def _decode_time(
-    options: SearchOptions, specification: SearchSpecification, shape: Shape, reporter: Reporter
-) -> LayoutCost:
-    """Return the objective time, in seconds per decoded token. Raises ``UserError`` if there are no times."""
+def _decode_time(options: SearchOptions, specification: SearchSpecification, evaluator: RecipeEvaluator) -> LayoutCost:
+    """Return the objective time, in seconds per decoded token. Raises ``UserError`` if ``calibrate`` has no times."""
     context, space = specification.context, specification.space
     assert context is not None  # ``specify`` requires it
     native = space.table.native_windows
     shorter = {window for window in native if window is not None and window < context}
-    windows = [space.window, *sorted(shorter)]
-    times = find_times(options.folders, specification.name, shape, windows, context, caution=reporter.caution)
+    calibrate = CalibrateOptions(
+        model=str(evaluator.dense), name=specification.name, device=options.device, workspace=options.workspace
+    )
+    times = read_times(calibrate, [space.window, *sorted(shorter)], context, evaluator.shape)
     unit = f"decode seconds per token, {times.source}"
     return LayoutCost(unit, lambda layout: times.layout_seconds(layout, context, native_windows=native))

@@ -26,23 +26,19 @@ class AttentionOptions(InWorkspace, EngineOptions):
     sinks: flags.OptionalSinks = default(None, "0", note="Applies to --density.")
     element_size: ElementSize = 2
     calibration: flags.CalibrationName = default(None, "the level's or model's, if one matches")
-    hardware: flags.Hardware = default(None, "h200, uncalibrated")
     kv_bytes: flags.KvBytes = default(None, note="Applies to --engine.")
 
 
 def check(options: AttentionOptions) -> None:
-    """Check model, context, hardware, density and layouts."""
+    """Check model, context, density and layouts."""
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.base.units import parse_context
     from spkv_nas.cost.formulas import visible_keys
-    from spkv_nas.cost.roofline import find_hardware
     from spkv_nas.stages.checks import check_model_size
     from spkv_nas.stages.engines import check_engine_options
 
     check_engine_options(options, kv_bytes=options.kv_bytes)
     check_model_size(options.level, options.model)
-    if options.hardware is not None:
-        find_hardware(options.hardware)
     tokens = 1 if options.context is None else parse_context(options.context)
     if options.density is not None:
         visible_keys(tokens, density=options.density, window=options.window + (options.sinks or 0))
@@ -50,5 +46,3 @@ def check(options: AttentionOptions) -> None:
         raise UserError("--sinks applies to --density alone; layouts have their own: remove it")
     for file in options.layout or ():
         Layout.read(file)
-    if options.calibration is not None and options.hardware is not None:
-        raise UserError("give --calibration or --hardware, not both")

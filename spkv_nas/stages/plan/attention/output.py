@@ -46,10 +46,13 @@ def costs(result: AttentionCosts) -> None:
         )
     out.print(grid)
     # Where the times come from
-    out.print(f"times: attention of all layers, {escape(result.times.source)}")
+    if result.times is None:
+        say("\n".join(["times: not measured", *result.remedy]))
+    else:
+        out.print(f"times: attention of all layers, {escape(result.times.source)}")
     if result.costs[0].total_flops is None:
         out.print("total: unknown for a mixture of experts, of which a token uses only some parameters")
-    if result.costs[0].prefill_seconds is None:
+    if result.times is not None and result.costs[0].prefill_seconds is None:
         out.print(f"-: prefill was not measured at {result.context:,} tokens")
     if result.served is not None:
         _served(result.served)
@@ -81,7 +84,7 @@ def document(result: AttentionCosts) -> dict[str, Any]:
         "shape": result.shape,
         "context": result.context,
         "costs": result.costs,
-        "times": result.times.source,
+        "times": None if result.times is None else result.times.source,
         **engine,
     }
 

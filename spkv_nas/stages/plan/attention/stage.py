@@ -1,4 +1,4 @@
-"""Compute what attention costs, with measured times or roofline bounds."""
+"""Compute what attention costs, with times where they were measured."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost import formulas
+from spkv_nas.cost.calibration import Calibration, Phase
 from spkv_nas.cost.formulas import Cost, layout_density
-from spkv_nas.cost.times import AttentionTimes, Phase
-from spkv_nas.stages.attention_times import find_times
+from spkv_nas.stages.attention_times import calibrate_command, read_times
 from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.engines import check_no_sliding_layers
@@ -29,7 +30,8 @@ class AttentionCosts:
         shape: shape of the model.
         context: tokens in the cache.
         costs: costs of full attention, of each layout and of a density, in this order.
-        times: source of the seconds in ``costs``.
+        times: source of the seconds in ``costs``; None if nothing was measured that fits.
+        remedy: command that measures times, if there are none; at most one.
         served: caches of full attention and of layouts in a serving engine; None without one.
     """
 
@@ -37,15 +39,16 @@ class AttentionCosts:
     shape: Shape
     context: int
     costs: list[Cost]
-    times: AttentionTimes
+    times: Calibration | None
+    remedy: list[str]
     served: ServedLayouts | None = None
 
 
 def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> AttentionCosts:
     """Compute the cost of full attention, of each layout and at a density, for a level of the ladder or a model.
 
-    Times come from the calibration that options name. Without one, and without ``hardware``, they come from the
-    calibration of the level's or model's name if it fits (a caution says why it does not), else from the roofline.
+    Times come from the calibration that options name, or else from that of the level's or model's name if it exists
+    and fits; a caution says why it does not.
     """
     # Choose model and context
     subject = SizedModel.of(options.level, options.model)
@@ -59,20 +62,21 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     shares = [layout_density(shape, layout, native) for layout in layouts]
     windows = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
     windows += sorted({window for window in native if window is not None and window < tokens})
-    times = find_times(
-        options.folders,
-        subject.name,
-        shape,
-        windows,
-        tokens,
-        calibration=options.calibration,
-        hardware=options.hardware,
-        element_size=size,
-        caution=reporter.caution,
-        calibrate=CalibrateOptions(
-            level=options.level, model=options.model, name=options.calibration, workspace=options.workspace
-        ),
+    calibrate = CalibrateOptions(
+        level=options.level,
+        model=options.model,
+        name=options.calibration or subject.name,
+        workspace=options.workspace,
     )
+    times, remedy = None, calibrate_command(calibrate, windows, tokens)
+    if options.calibration or (options.folders.report_dir(subject.name) / "calibration.yaml").is_file():
+        try:
+            times, remedy = read_times(calibrate, windows, tokens, shape), []
+        except UserError as error:
+            if options.calibration is not None:
+                raise
+            reporter.caution(str(error))
+            remedy = []
     # Compute a row for full attention, each layout, and the density
     common: Any = {"native_windows": native, "element_size": size}
     rows = [_timed(formulas.cost("full attention", shape, tokens, **common), subject, tokens, times)]
@@ -90,14 +94,14 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
         rows.append(_timed(row, subject, tokens, times, window=options.window, sinks=sinks))
     if subject.is_mixture:
         rows = [replace(row, total_flops=None) for row in rows]
-    return AttentionCosts(subject.title, shape, tokens, rows, times, served)
+    return AttentionCosts(subject.title, shape, tokens, rows, times, remedy, served)
 
 
 def _timed(
     row: Cost,
     subject: SizedModel,
     context: int,
-    times: AttentionTimes,
+    times: Calibration | None,
     layout: Layout | None = None,
     *,
     window: int = 0,
@@ -107,7 +111,7 @@ def _timed(
 
     def seconds(phase: Phase) -> float | None:
         """Return the seconds of a phase; None where the times do not cover it."""
-        if not times.covers(context, phase):
+        if times is None or not times.covers(context, phase):
             return None
         native = subject.native_windows
         if layout is not None:
