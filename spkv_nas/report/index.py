@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from spkv_nas.base.files import write_atomic
@@ -35,14 +34,13 @@ class Card:
     links: tuple[tuple[str, str], ...] = ()
 
 
-def write_index(folder: Path, cards: Sequence[Card], *, written: datetime | None = None) -> Path:
+def write_index(folder: Path, cards: Sequence[Card]) -> Path:
     """Write ``index.html`` and return its path.
 
     Args:
         folder: of the file.
         cards: entries, in order.
-        written: the current time if the index will be written again: it then shows it.
     """
     page = folder / "index.html"
-    write_atomic(page, render("index.html.j2", version=__version__, cards=cards, written=written))
+    write_atomic(page, render("index.html.j2", version=__version__, cards=cards))
     return page

@@ -298,7 +298,6 @@ function startExplorer(explorer) {
     event.preventDefault();
     goTo(Number(link.dataset.layout));
   });
-  addEventListener("leave", settle);
   addEventListener("hashchange", () => { if (restore()) refresh(); });
   restore();
   refresh();

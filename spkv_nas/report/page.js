@@ -73,15 +73,6 @@ for (const map of document.querySelectorAll("svg[data-map]")) {
     cell.setAttribute("aria-label", headLabel(index, columns) + ": " + words.replace("%", (100 * value).toFixed(1)));
   });
 }
-/* On a page that is rewritten continuously: reload it, keeping the address. */
-const reload = document.getElementById("reload");
-if (reload) {
-  reload.hidden = false;
-  reload.addEventListener("click", () => {
-    dispatchEvent(new Event("leave"));
-    location.reload();
-  });
-}
 /* Copy commands to the clipboard. */
 async function copy(code, status) {
   try {

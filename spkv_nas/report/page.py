@@ -8,7 +8,6 @@ embedded once, as JSON, where the script reads them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,6 @@ def write_report(
     inputs: ReportInputs,
     *,
     advise: Advise | None = None,
-    written: datetime | None = None,
     pictures: bool = True,
     progress: Progress = no_progress,
 ) -> Path:
@@ -63,7 +61,6 @@ def write_report(
         folder: created if missing; files of the same names are replaced, each atomically.
         inputs: everything the page shows.
         advise: returns the commands to recommend for the page's verdict; None recommends nothing.
-        written: the current time if the page will be written again: it then shows it, with a reload button.
         pictures: draw the figures too; otherwise the page links to those that exist.
         progress: called with (number of figures drawn, total).
 
@@ -74,7 +71,7 @@ def write_report(
     steps = advise(verdict) if advise and inputs.alarm is None else []
     groups = _charts(inputs, verdict)
     figures = _figures(folder, groups, inputs, progress if pictures else None)
-    write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures, written))
+    write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures))
     return folder / _PAGE
 
 
@@ -128,7 +125,6 @@ def _render(
     steps: Sequence[Step],
     groups: Groups,
     figures: list[str],
-    written: datetime | None,
 ) -> str:
     """Return the page's HTML."""
     table, search = inputs.table, inputs.search
@@ -172,7 +168,6 @@ def _render(
         provenance=tables.provenance(inputs),
         downloads=tables.downloads(inputs),
         figures=figures,
-        written=written,
     )
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -215,23 +214,6 @@ def test_a_link_shows_the_same(open_page: Any) -> None:
     assert (command.probe, command.budget) == ("it's duo", "25")
     assert num_outlined(again) == 25
     assert open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#explorer-heads") == "18 of 63 KV heads"
-
-
-@pytest.mark.slow
-def test_a_watched_page_reloads_in_its_state(open_page: Any, tmp_path: Path) -> None:
-    """The page reloads right after the slider moved, before the address is updated."""
-    table = make_domain_table()
-    layouts = propose(table, 4, num_random=0)
-    write_report(tmp_path, ReportInputs(table, layouts), written=datetime(2026, 1, 1, tzinfo=timezone.utc))
-    page = open_page(file=tmp_path / "index.html")
-    assert "Written 2026-01-01 00:00:00 UTC" in page.inner_text("header")
-    page.focus("#explorer-budget")
-    page.keyboard.press("End")
-    assert page.evaluate("location.hash") == ""
-    write_report(tmp_path, ReportInputs(table, layouts), written=datetime(2026, 1, 2, tzinfo=timezone.utc))
-    page.click("#reload")
-    page.wait_for_selector("time[datetime^='2026-01-02']")
-    assert num_outlined(page) == table.num_heads
 
 
 def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:

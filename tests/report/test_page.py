@@ -98,10 +98,6 @@ def test_page_loads_nothing_and_has_no_inline_handlers(page: Page) -> None:
         assert re.match(r"data:application/gzip;|#[a-z-]+$|[a-z-]+\.(png|svg)$", link["href"] or "")
 
 
-def test_only_a_page_that_is_watched_asks_to_be_loaded_again(page: Page) -> None:
-    assert "reload" not in [button.get("id") for button in page.all("button")]
-
-
 def test_names_appear_as_text(page: Page) -> None:
     assert any(HOSTILE in text for text in page.texts["th"])
     assert any(QUOTED in text for text in page.texts["h3"])

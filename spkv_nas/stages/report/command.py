@@ -10,14 +10,9 @@ from spkv_nas.stages.result import Result
 def report(options: ReportOptions, reporter: Reporter) -> Result:
     """Write reports/NAME/index.html and its figures from the results in the workspace.
 
-    With several probes or searches, also writes their index, reports/index.html. With --watch, the page has
-    a button that loads its newest version. With --engine, the page counts the bytes and requests that the allocator of
-    a serving engine plans.
+    With several probes or searches, also writes their index, reports/index.html. With --engine, the page counts the
+    bytes and requests that the allocator of a serving engine plans.
     """
     from spkv_nas.stages.report import output, stage
 
-    if options.watch:
-        from spkv_nas.stages.report.watch import watch
-
-        watch(options, reporter)
     return Result(stage.report(options, reporter), output.show, output.document)

@@ -6,7 +6,6 @@ layouts links to another page of its model, with this probe selected.
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -40,7 +39,7 @@ def pages(workspace: Workspace) -> list[str]:
     return [name for name in workspace.probes() if _has_layouts(workspace, name)]
 
 
-def write_workspace_index(workspace: Workspace, *, written: datetime | None = None) -> Path | None:
+def write_workspace_index(workspace: Workspace) -> Path | None:
     """Write ``reports/index.html`` if there are several probes or searches, and return its path, else None.
 
     Raises:
@@ -50,7 +49,7 @@ def write_workspace_index(workspace: Workspace, *, written: datetime | None = No
     searched = sorted(file.parent.name for file in workspace.reports.glob(f"*/{SEARCH}"))
     others = [name for name in searched if not name.startswith(".") and name not in workspace.probes()]
     cards += [_search(workspace, name, number) for number, name in enumerate(others, len(cards))]
-    return write_index(workspace.reports, cards, written=written) if len(cards) > 1 else None
+    return write_index(workspace.reports, cards) if len(cards) > 1 else None
 
 
 def _probe(workspace: Workspace, name: str, number: int) -> Card:

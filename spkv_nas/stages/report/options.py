@@ -14,7 +14,6 @@ Figures = Annotated[
     str | None,
     Flag("paper: also write PDF figures in the paper's sizes, with LaTeX code to include them.", values=("paper",)),
 ]
-Watch = Annotated[bool, Flag("Rewrite the page whenever its inputs change, until Ctrl-C.", ("--watch",))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +22,6 @@ class ReportOptions(EngineOptions, InWorkspace):
 
     probe: flags.OptionalProbe = default(None, "all that have layouts")
     figures: Figures = default(None, "only those of the page")
-    watch: Watch = False
     context: flags.OptionalContext = default(None, note="Applies to --engine, which needs it.")
     head_dim: flags.HeadDim = default(None, "the probe's", note="Applies to --engine.")
     kv_dtype: flags.KvDtype = default(None, "the probe's", note="Applies to --engine.")
@@ -31,7 +29,7 @@ class ReportOptions(EngineOptions, InWorkspace):
 
 
 def check(options: ReportOptions) -> None:
-    """Check the choice of figures and the engine, and the probe unless the report waits for it."""
+    """Check the choice of figures, the engine and the probe."""
     from spkv_nas.base.units import parse_context
     from spkv_nas.proposal.requirements import NO_CONTEXT
     from spkv_nas.stages.engines import check_engine_options
@@ -47,5 +45,5 @@ def check(options: ReportOptions) -> None:
         parse_context(options.context)
     if options.figures not in (None, "paper"):
         raise UserError(f"--figures: expected paper; found '{options.figures}'")
-    if options.probe is not None and not options.watch:
+    if options.probe is not None:
         find_table(options.folders, options.probe)

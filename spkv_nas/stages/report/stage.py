@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +35,12 @@ from spkv_nas.stages.report.serving import engine_memory
 from spkv_nas.stages.table_trust import neighbours, trust
 
 
-def report(options: ReportOptions, reporter: Reporter = SILENT, *, written: datetime | None = None) -> Path:
+def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
     """Write the pages of a workspace, and an index if there are several probes.
 
     Args:
         options: with ``probe``, only that probe's page and the index are written.
         reporter: receives messages and progress.
-        written: time to show on a report that ``stages.watch`` rewrites.
 
     Returns:
         Path of the index if there is one and no probe was named, else of the page.
@@ -56,18 +54,12 @@ def report(options: ReportOptions, reporter: Reporter = SILENT, *, written: date
     tables = [] if options.probe is not None else [find_table(workspace, name) for name in pages(workspace)]
     tables = tables or [chosen_table(options, reporter)]
     # Write their pages and the index
-    page_files = [_page(options, table, reporter, written) for table in tables]
-    index = write_workspace_index(workspace, written=written)
+    page_files = [_page(options, table, reporter) for table in tables]
+    index = write_workspace_index(workspace)
     return page_files[0] if index is None or options.probe is not None else index
 
 
-def page_names(options: ReportOptions) -> list[str]:
-    """Return the names of the pages that ``report`` writes."""
-    workspace = options.folders
-    return pages(workspace) if options.probe is None else [find_table(workspace, options.probe).name]
-
-
-def _page(options: ReportOptions, table: HeadScores, reporter: Reporter, written: datetime | None) -> Path:
+def _page(options: ReportOptions, table: HeadScores, reporter: Reporter) -> Path:
     """Write the page of a probe and return its path."""
     workspace = options.folders
     proposal = find_proposal(workspace, table.name)
@@ -104,7 +96,6 @@ def _page(options: ReportOptions, table: HeadScores, reporter: Reporter, written
             inputs,
             advise=page_steps(workspace, table),
             progress=progress,
-            written=written,
         )
 
 
