@@ -22,7 +22,7 @@ from spkv_nas.data.sources import LeftOut, documents
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.generation import Generation
 from spkv_nas.report.density_charts import domain_chart
-from spkv_nas.stages.generate.output import generation
+from spkv_nas.stages.generate.stage import show as show_generation
 from spkv_nas.stages.probe.output import show as show_probe
 
 OutputOf = Callable[..., str]
@@ -90,7 +90,7 @@ class TestFigures:
 
     def test_a_cache_larger_than_full_attentions_says_why(self, capsys: pytest.CaptureFixture[str]) -> None:
         for held, reason in ((254, True), (40, False)):
-            generation(Generation("", 3, 5, 0.1, 0.1, held, 100, None, None))
+            show_generation(Generation("", 3, 5, 0.1, 0.1, held, 100, None, None))
             assert ("so short a text does not fill" in capsys.readouterr().err) == reason
 
     def test_domains_with_little_text_are_marked(self, capsys: pytest.CaptureFixture[str]) -> None:

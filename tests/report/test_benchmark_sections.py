@@ -23,12 +23,12 @@ from spkv_nas.report.benchmark_sections import SECTIONS, read_benchmarks
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.report.section import Row, Section
-from spkv_nas.stages.evaluate.baselines import output as baselines
-from spkv_nas.stages.evaluate.longppl import output as longppl
+from spkv_nas.stages.evaluate.baselines import stage as baselines
+from spkv_nas.stages.evaluate.longppl import stage as longppl
 from spkv_nas.stages.evaluate.longppl.stage import LongPPLResult
-from spkv_nas.stages.evaluate.ruler import output as ruler
+from spkv_nas.stages.evaluate.ruler import stage as ruler
 from spkv_nas.stages.evaluate.ruler.stage import RulerResult
-from spkv_nas.stages.evaluate.tasks import output as tasks
+from spkv_nas.stages.evaluate.tasks import stage as tasks
 from spkv_nas.stages.evaluate.tasks.stage import TasksResult
 from spkv_nas.stages.subject import NLLTable
 

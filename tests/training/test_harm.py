@@ -26,7 +26,7 @@ from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.stages.train_hybrid import output
+from spkv_nas.stages.train_hybrid import stage
 from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.harm import caution_if_worse, compare_control
 from spkv_nas.training.hybrids import Comparison, comparison_rows
@@ -107,8 +107,8 @@ class TestTable:
 
     def test_people_see_both_baselines(self, rows: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
         written = io.StringIO()
-        monkeypatch.setattr(output, "out", Console(file=written, width=120))
-        output.show(Comparison(rows, (), Path(), {DENSE: nll(0.0)}))
+        monkeypatch.setattr(stage, "out", Console(file=written, width=120))
+        stage.show(Comparison(rows, (), Path(), {DENSE: nll(0.0)}))
         printed = written.getvalue()
         assert "relative to that checkpoint as it is" in printed
         assert [line for line in printed.splitlines() if "dense, as it is" in line and "2.0000" in line]

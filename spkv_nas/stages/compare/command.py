@@ -13,6 +13,6 @@ def compare(options: CompareOptions, reporter: Reporter) -> Result:
     The probes may differ in domain, documents, threshold, sequence length, seed or checkpoint, but must have the same
     numbers of layers and KV heads.
     """
-    from spkv_nas.stages.compare import output, stage
+    from spkv_nas.stages.compare import stage
 
-    return Result(stage.compare(options, reporter), output.show)
+    return Result(stage.compare(options, reporter), stage.show)

@@ -14,10 +14,10 @@ def export(options: ExportOptions, reporter: Reporter) -> Results:
     express gets a custom model type. Without a layout argument, exports a retrained hybrid with the layout that it was
     trained with (see reports/NAME/checkpoints.csv). --check also runs the folder in an inference engine.
     """
-    from spkv_nas.stages.export import output, stage
+    from spkv_nas.stages.export import stage
 
-    exported = Result(stage.export(options, reporter), output.show)
+    exported = Result(stage.export(options, reporter), stage.show)
     if options.check_in is None:
         return exported
     checked = stage.check_in_engine(options, reporter)
-    return iter((exported, Result(checked, output.show_check, exit_code=int(not checked.passed))))
+    return iter((exported, Result(checked, stage.show_check, exit_code=int(not checked.passed))))

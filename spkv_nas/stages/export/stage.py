@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.console import say
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.export.options import ExportOptions
@@ -40,3 +41,14 @@ def check_in_engine(options: ExportOptions, reporter: Reporter = SILENT) -> Engi
     layout = None if options.layout is None else Layout.read(options.layout)
     python = None if options.python is None else str(options.python)
     return compare_with_engine(options.out, options.check_in, layout=layout, python=python)
+
+
+def show(exported: Exported) -> None:
+    """Print what was written, why not as an earlier target, what engines do with it, and the target."""
+    say(str(exported))
+    say(f"target: {exported.target}")
+
+
+def show_check(check: EngineCheck) -> None:
+    """Print how an inference engine compares with the model."""
+    say(str(check))

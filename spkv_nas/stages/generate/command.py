@@ -13,8 +13,8 @@ def generate(options: GenerateOptions, reporter: Reporter) -> None:
     transformers.
     """
     from spkv_nas.base.console import out
-    from spkv_nas.stages.generate import output, stage
+    from spkv_nas.stages.generate import stage
 
     result = stage.generate(options, reporter, stream=out.write)
     out.write("\n")
-    output.generation(result)
+    stage.show(result)

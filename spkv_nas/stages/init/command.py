@@ -14,7 +14,7 @@ def init(options: InitOptions, reporter: Reporter) -> Result:
     learning rate, as a finished model needs. Chooses gate settings that reach sparsity within the training steps. Runs
     a few training steps to estimate the tokens, time and memory of the whole workflow.
     """
-    from spkv_nas.stages.init import output, stage
+    from spkv_nas.stages.init import stage
 
     recipe = stage.init(options, reporter)
-    return Result(recipe, output.show, output.document, next=recipe.next)
+    return Result(recipe, stage.show, stage.document, next=recipe.next)

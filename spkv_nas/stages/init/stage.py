@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from spkv_nas.artifacts.defaults import (
 )
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.console import print_path
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_atomic
@@ -32,6 +34,7 @@ from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.registry import STRATEGIES
+from spkv_nas.stages import planned_runs
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.init.options import InitOptions
@@ -195,3 +198,14 @@ def _recipe_name(model: str) -> str:
     base_name = model if model.startswith(EMBEDDED_PREFIX) else model_name(model)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", base_name).strip("-._")
     return name[:MAX_CHARACTERS] or "mine"
+
+
+def show(result: FirstRecipe) -> None:
+    """Print the plan of a recipe's runs, and the recipe's path."""
+    planned_runs.show(result.plan)
+    print_path("recipe", result.file)
+
+
+def document(result: FirstRecipe) -> dict[str, Any]:
+    """Return the recipe's path and the plan of its runs."""
+    return {"recipe": result.file, "plan": planned_runs.document(result.plan)}

@@ -13,6 +13,6 @@ def report(options: ReportOptions, reporter: Reporter) -> Result:
     With several probes or searches, also writes their index, reports/index.html. With --engine, the page counts the
     bytes and requests that the allocator of a serving engine plans.
     """
-    from spkv_nas.stages.report import output, stage
+    from spkv_nas.stages.report import stage
 
-    return Result(stage.report(options, reporter), output.show, output.document)
+    return Result(stage.report(options, reporter), stage.show, stage.document)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.console import print_path
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.calibration import Calibration
@@ -171,3 +173,13 @@ def _prediction(search: pd.DataFrame, probes: Sequence[HeadScores]) -> Predictio
     masks = np.array([[letter == "G" for letter in heads.replace(" ", "")] for heads in rows["heads"]])
     signals = np.stack([probe.density.ravel() for probe in probes], 1)
     return Prediction.of(masks, rows["zero_shot_delta_percent"].to_numpy(float), signals)
+
+
+def show(page: Path) -> None:
+    """Print the path of the page."""
+    print_path("report", page)
+
+
+def document(page: Path) -> dict[str, Any]:
+    """Return the path of the page."""
+    return {"report": page}

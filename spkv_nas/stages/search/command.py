@@ -25,7 +25,7 @@ def search(options: SearchOptions, reporter: Reporter) -> Result:
     machine with the same workspace, is another worker of the same study; after an interruption it resumes.
     """
     from spkv_nas.stages.next_steps import after_search
-    from spkv_nas.stages.search import output, stage
+    from spkv_nas.stages.search import stage
 
     result = stage.search(options, reporter)
-    return Result(result, output.show, output.document, next=after_search(options, result.recipe, result.file))
+    return Result(result, stage.show, stage.document, next=after_search(options, result.recipe, result.file))

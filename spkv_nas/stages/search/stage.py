@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optuna
 import pandas as pd
 from numpy.typing import NDArray
+from rich.markup import escape
+from rich.table import Table
 
 from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.statistics import effective_number
 from spkv_nas.base.workspace import SEARCH
+from spkv_nas.evaluation.ranking import format_rank_correlation
+from spkv_nas.evaluation.searched import best_layouts, correlations
+from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.figures import write_study_figures
@@ -22,6 +30,7 @@ from spkv_nas.search.results import write_results
 from spkv_nas.search.trials import LayoutCost
 from spkv_nas.stages.attention_times import read_times
 from spkv_nas.stages.calibrate.options import CalibrateOptions
+from spkv_nas.stages.printing import about_errors, change, show_alarm
 from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.stages.search.specification import SearchSpecification, specify
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator
@@ -141,3 +150,59 @@ def _decode_time(options: SearchOptions, specification: SearchSpecification, eva
     times = read_times(calibrate, [space.window, *sorted(shorter)], context, evaluator.shape)
     unit = f"decode seconds per token, {times.source}"
     return LayoutCost(unit, lambda layout: times.layout_seconds(layout, context, native_windows=native))
+
+
+def show(result: SearchResult) -> None:
+    """Print the best layouts, how well cheap measures rank them, and the layout to take."""
+    show_alarm(result.alarm)
+    rows, cost, number = result.rows, result.cost_name, result.num_selection_documents
+    is_ranked = number >= MIN_DOCUMENTS
+    # Table of the best layouts
+    shown = best_layouts(rows) if is_ranked else rows.drop_duplicates("hash").head(12)
+    columns = ["layout", "global heads", "coverage %", *([cost] if cost else [])]
+    title = f"{'best' if is_ranked else 'first'} layouts, scored on {number} documents"
+    grid = Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title=title)
+    for row in shown.to_dict("records"):
+        grid.add_row(
+            escape(row["name"]),
+            str(row["num_global"]),
+            f"{row['coverage_percent']:.1f}",
+            *([f"{row['cost']:.4g}"] if cost else []),
+            *(
+                change(row[f"{fidelity}_delta_percent"], row[f"{fidelity}_standard_error"])
+                for fidelity in ("zero_shot", "short", "full")
+            ),
+        )
+    out.print(grid)
+    # What the numbers mean
+    say(
+        "zero-shot ΔNLL is relative to the unchanged dense model, short and full to retrained full attention; "
+        f"zero-shot and short on the {number} documents that select, full on others; ±: one standard error, paired by "
+        "document"
+    )
+    if rows["full_delta_percent"].notna().any():
+        about_errors(int((result.evaluation_tokens > 0).sum()), effective_number(result.evaluation_tokens))
+    for pair, correlation in correlations(rows).items() if is_ranked else ():
+        if correlation is not None:
+            out.print(f"rank correlation of {pair}: {format_rank_correlation(correlation)}")
+    print_path("search", result.folder / "search.csv")
+    # What to take
+    if result.recommended is not None and result.file is not None:
+        say(result.recommended.reason)
+        print_path(f"take {result.recommended.layout.strategy}", result.file)
+
+
+def document(result: SearchResult) -> dict[str, Any]:
+    """Return all layouts of a search, the rank correlations of cheap measures, and the layout to take."""
+    recommended = result.recommended
+    return {
+        "layouts": result.rows,
+        "alarm": result.alarm,
+        "num_selection_documents": result.num_selection_documents,
+        "num_documents": int((result.evaluation_tokens > 0).sum()),
+        "effective_documents": effective_number(result.evaluation_tokens),
+        "cost": result.cost_name,
+        "rank_correlation": correlations(result.rows),
+        "recommended": None if recommended is None else {"layout": str(result.file), "reason": recommended.reason},
+        "folder": result.folder,
+    }

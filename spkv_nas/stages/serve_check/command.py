@@ -14,7 +14,7 @@ def serve_check(options: ServeCheckOptions, reporter: Reporter) -> Result:
     same comparison. Prints both, and the engine's report of its cache. If the engine differs, says which layer it runs
     with other windows. Exits with 1 unless the check passed.
     """
-    from spkv_nas.stages.serve_check import output, stage
+    from spkv_nas.stages.serve_check import stage
 
     checked = stage.serve_check(options, reporter)
-    return Result(checked, output.show, exit_code=int(not checked.passed))
+    return Result(checked, stage.show, exit_code=int(not checked.passed))

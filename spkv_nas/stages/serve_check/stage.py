@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from spkv_nas.base.console import say
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.serve_check.options import ServeCheckOptions
@@ -26,3 +27,8 @@ def serve_check(options: ServeCheckOptions, reporter: Reporter = SILENT) -> Engi
     return compare_with_engine(
         options.folder, options.engine, layout=layout, num_prompt=options.prompt_tokens, python=python
     )
+
+
+def show(check: EngineCheck) -> None:
+    """Print the verdict, both comparisons, what the engine runs instead, and its cache."""
+    say(str(check))

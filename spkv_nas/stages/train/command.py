@@ -13,6 +13,6 @@ def train(options: TrainOptions, reporter: Reporter) -> Result:
     Interrupted training resumes when the same command is repeated.
     """
     from spkv_nas.stages.next_steps import after_train
-    from spkv_nas.stages.train import output, stage
+    from spkv_nas.stages.train import stage
 
-    return Result(stage.train(options, reporter), output.show, next=after_train(options))
+    return Result(stage.train(options, reporter), stage.show, next=after_train(options))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spkv_nas.artifacts.density_log import read_density_log
+from spkv_nas.base.console import say
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.files import read_text, write_atomic
@@ -78,3 +79,8 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
         save_chart(folder, density_evolution_chart(rows))
     if heldout.is_file():
         write_atomic(folder / "heldout-log.csv", read_text(heldout, "held-out log", max_bytes=MAX_BYTES))
+
+
+def show(result: Trained) -> None:
+    """Print the paths of a recipe's checkpoints."""
+    say(f"dense checkpoint: {result.dense}\nSP-KV reference:  {result.reference}")

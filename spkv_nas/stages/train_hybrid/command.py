@@ -25,12 +25,12 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter) -> Result:
     checkpoints are printed and written to reports/NAME/checkpoints.csv, for spkv-nas export.
     """
     from spkv_nas.stages.next_steps import after_training_hybrids
-    from spkv_nas.stages.train_hybrid import output, stage
+    from spkv_nas.stages.train_hybrid import stage
 
     comparison = stage.train_hybrid(options, reporter)
     return Result(
         comparison,
-        output.show,
-        output.document,
+        stage.show,
+        stage.document,
         next=() if comparison.alarm else after_training_hybrids(options, comparison.folder.name),
     )

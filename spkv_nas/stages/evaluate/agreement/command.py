@@ -16,9 +16,9 @@ def agreement(options: AgreementOptions, reporter: Reporter) -> Result:
     would accept from the checkpoint as a draft model, and tokens per pass what a pass of the dense model would then
     yield. Continuations and values by token are kept in runs/NAME/agreement/ and reused.
     """
-    from spkv_nas.stages.evaluate.agreement import output, stage
+    from spkv_nas.stages.evaluate.agreement import stage
 
-    return Result(stage.agreement(options, reporter), output.show)
+    return Result(stage.agreement(options, reporter), stage.show)
 
 
 AGREEMENT = Evaluation("agreement", agreement, distributed=True)

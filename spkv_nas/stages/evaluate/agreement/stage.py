@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich.markup import escape
+from rich.table import Table
 
 from spkv_nas.artifacts.defaults import AGREEMENT_TOKENS
 from spkv_nas.artifacts.result_tables import AGREEMENT
+from spkv_nas.base.console import out, print_path
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
@@ -24,6 +27,7 @@ from spkv_nas.model.model_shape import vocabulary_size
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.agreement.options import AgreementOptions
+from spkv_nas.stages.evaluate.cells import say_sample_count, with_error
 from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, evaluated, hard, identity, load, origin
 from spkv_nas.stages.subject import Measured
 
@@ -134,3 +138,32 @@ class _Comparison:
             lines = compute()
             on_main(lambda: write_samples(file, lines))
         return on_main(partial(read_samples, file))
+
+
+def show(result: AgreementResult) -> None:
+    """Print agreement and acceptance, and the tokens per pass of the dense model at each number of drafted tokens."""
+    rows, dense = result.rows, escape(result.against)
+    for decoding, row in rows.drop_duplicates("decoding").set_index("decoding").iterrows():
+        if decoding == GREEDY:
+            agreement = with_error(row["agreement"], row["agreement_standard_error"])
+            identical = f"{row['identical_tokens']:.1f} ± {row['identical_tokens_standard_error']:.1f}"
+            length = row["num_tokens"] / row["num_prompts"]
+            out.print(
+                f"[bold]{escape(result.name)}[/bold]: agreement with {dense} {agreement} over "
+                f"{int(row['num_tokens']):,} greedy tokens; {identical} of {length:.0f} tokens "
+                "before the first difference"
+            )
+        else:
+            acceptance = with_error(row["acceptance"], row["acceptance_standard_error"])
+            out.print(
+                f"acceptance as a draft model {acceptance} over {int(row['num_tokens']):,} tokens sampled at "
+                f"temperature {row['temperature']:g}"
+            )
+    grid = Table("drafted tokens", *rows["decoding"].unique(), title=f"tokens per pass of {dense}")
+    for number, group in rows.groupby("draft_tokens"):
+        values = [f"{row.tokens_per_pass:.2f} ± {row.tokens_per_pass_standard_error:.2f}" for row in group.itertuples()]
+        grid.add_row(str(number), *values)
+    out.print(grid)
+    say_sample_count(rows["num_documents"], "documents")
+    print_path("values", result.folder / "token-agreement.csv")
+    print_path("continuations and values by token", result.samples)

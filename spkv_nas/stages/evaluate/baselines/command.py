@@ -15,9 +15,9 @@ def baselines(options: BaselinesOptions, reporter: Reporter) -> Result:
     keys. With --against, an SP-KV checkpoint is measured on the same text. kvzap is fitted on documents that are not
     measured.
     """
-    from spkv_nas.stages.evaluate.baselines import output, stage
+    from spkv_nas.stages.evaluate.baselines import stage
 
-    return Result(stage.baselines(options, reporter), output.show)
+    return Result(stage.baselines(options, reporter), stage.show)
 
 
 BASELINES = Evaluation("baselines", baselines)

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+from rich.markup import escape
+from rich.table import Table
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.baselines import EXPECTED, KVZAP
 from spkv_nas.artifacts.defaults import BASELINE_CHUNK, BASELINE_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.result_tables import BASELINES
+from spkv_nas.base.console import out, print_path
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.baselines.choices import parse_densities, parse_methods, parse_sinks
@@ -35,6 +38,7 @@ from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.baselines.options import BaselinesOptions
 from spkv_nas.stages.evaluate.checkpoints import check_pair
 from spkv_nas.stages.options import DENSE
+from spkv_nas.stages.printing import about_errors, change
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 
@@ -132,3 +136,17 @@ def _load_gated(options: BaselinesOptions, measured: Measured) -> _GatedModel:
             f"--window {options.window} differs from the window of --against, {gates.window}: they must be equal"
         )
     return _GatedModel(model, gates)
+
+
+def show(result: NLLTable) -> None:
+    """Print every method at each density, and the SP-KV checkpoint at each threshold."""
+    title = f"{escape(result.name)}: training-free cache pruning"
+    grid = Table("method", "sinks", "density %", "NLL", "ΔNLL %", title=title)
+    for row in result.rows.itertuples():
+        method = f"{row.method}, tau {row.tau:g}" if row.tau == row.tau else row.method
+        difference = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
+        sinks = "-" if row.sinks != row.sinks else f"{row.sinks:g}"
+        grid.add_row(method, sinks, f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
+    out.print(grid)
+    about_errors(result.num_documents, result.effective_documents)
+    print_path("figure", result.folder / "baselines.png")

@@ -15,9 +15,9 @@ def longppl(options: LongPPLOptions, reporter: Reporter) -> Result:
     Without --data, the text is the held-out standard library text of the embedded models. Key tokens and NLL by text
     are kept in runs/NAME/longppl/ and reused.
     """
-    from spkv_nas.stages.evaluate.longppl import output, stage
+    from spkv_nas.stages.evaluate.longppl import stage
 
-    return Result(stage.longppl(options, reporter), output.show)
+    return Result(stage.longppl(options, reporter), stage.show)
 
 
 LONGPPL = Evaluation("longppl", longppl, distributed=True)

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from rich.markup import escape
+from rich.table import Table
 
 from spkv_nas.artifacts.defaults import LONGPPL_LENGTH
 from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.distributed import gathered, on_main, own_share
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Progress, Reporter
@@ -36,9 +39,11 @@ from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
+from spkv_nas.stages.evaluate.cells import percent, say_sample_count, with_error
 from spkv_nas.stages.evaluate.checkpoints import check_pair, hard, identity, load, origin, with_open_gates
 from spkv_nas.stages.evaluate.longppl.options import LongPPLOptions
 from spkv_nas.stages.names import model_name, result_name
+from spkv_nas.stages.printing import change
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -222,3 +227,28 @@ def _opening(tokenizer: PreTrainedTokenizerBase) -> str:
 def _hash(value: object) -> str:
     """Return 16 hex digits that identify a value by its ``repr``."""
     return sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def show(result: LongPPLResult) -> None:
+    """Print LongPPL by domain, with the other checkpoint if there is one."""
+    against = result.rows["against_ppl"].notna().any()
+    pair_columns = ["against", "density %", "difference %"] if against else []
+    grid = Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=escape(result.name))
+    for row in result.rows.itertuples():
+        cells = [
+            escape(row.domain),
+            f"{row.num_keys:,} of {row.num_tokens:,}",
+            with_error(row.longppl, row.standard_error),
+            f"{row.ppl:.3f}",
+            percent(row.density),
+        ]
+        if against:
+            difference = change(row.difference_percent, row.difference_standard_error)
+            cells += [with_error(row.against), percent(row.against_density), difference]
+        grid.add_row(*cells)
+    out.print(grid)
+    say_sample_count(result.rows["num_documents"], "documents")
+    for domain, reason in result.withheld.items():
+        say(f"{domain}: {reason}")
+    print_path("values", result.folder / "longppl.csv")
+    print_path("key tokens and NLL by text", result.samples)

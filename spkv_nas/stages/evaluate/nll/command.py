@@ -15,9 +15,9 @@ def nll(options: NLLOptions, reporter: Reporter) -> Result:
     of the embedded models. With --against, the difference between both checkpoints is paired by document and written
     to reports/NAME/evaluation.csv. The tokens of --data are kept in runs/NAME/blocks/.
     """
-    from spkv_nas.stages.evaluate.nll import output, stage
+    from spkv_nas.stages.evaluate.nll import stage
 
-    return Result(stage.nll(options, reporter), output.show, output.document)
+    return Result(stage.nll(options, reporter), stage.show, stage.document)
 
 
 NLL = Evaluation("nll", nll, distributed=True)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from rich.markup import escape
 
 from spkv_nas.artifacts.checkpoints import run_origin
 from spkv_nas.artifacts.diagnosis import missed_price
 from spkv_nas.artifacts.result_tables import EVALUATION
 from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.console import out, print_path
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
@@ -23,8 +25,10 @@ from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.config_section import gate_config, saved_layout
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
+from spkv_nas.stages.evaluate.cells import evaluation_document
 from spkv_nas.stages.evaluate.checkpoints import check_pair, evaluated, load
 from spkv_nas.stages.evaluate.nll.options import NLLOptions
+from spkv_nas.stages.printing import about_errors, about_selection, change
 from spkv_nas.stages.selection import Selected, find_selected
 from spkv_nas.stages.subject import Measured, Subject, measured_on
 
@@ -134,3 +138,42 @@ def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter
             rows = merged(earlier[0], rows)
         EVALUATION.write(folder, rows, {**origin, "inputs": rows["text"].iloc[0]}, reporter)
     return rows
+
+
+def show(result: NLLResult) -> None:
+    """Print the NLL, and the difference to another checkpoint if there is one."""
+    measured, nll = result.evaluation, result.evaluation.nll
+    density = (
+        f", density {100 * measured.density:.1f} % at tau {measured.tau:g}" if measured.density is not None else ""
+    )
+    text = (
+        f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents "
+        f"(effective number {nll.effective_documents:.1f})"
+    )
+    out.print(f"[bold]{escape(result.name)}[/bold]: NLL {nll.mean:.4f}{density}; {text}")
+    about_selection(result.num_selection, result.selected_by)
+    if result.pair is not None:
+        difference = change(result.pair.change.percent, result.pair.change.standard_error)
+        out.print(
+            f"against {escape(result.pair.against)}: NLL {result.pair.evaluation.nll.mean:.4f}; "
+            f"difference {difference} %"
+        )
+        about_errors(nll.num_documents, nll.effective_documents)
+        print_path("table", result.folder / "evaluation.csv")
+
+
+def document(result: NLLResult) -> dict[str, Any]:
+    """Return the NLL, and the paired comparison if there is one."""
+    pair = {} if result.pair is None else {"against": _pair_document(result.pair), "folder": result.folder}
+    return {"name": result.name, **evaluation_document(result.evaluation), **pair}
+
+
+def _pair_document(pair: Pair) -> dict[str, Any]:
+    """Return the baseline's NLL, the difference from it, and all rows of ``evaluation.csv``."""
+    return {
+        "model": pair.against,
+        "nll": pair.evaluation.nll.mean,
+        "delta_nll_percent": pair.change.percent,
+        "delta_nll_standard_error": pair.change.standard_error,
+        "checkpoints": pair.rows,
+    }

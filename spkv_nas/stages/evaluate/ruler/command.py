@@ -14,9 +14,9 @@ def ruler(options: RulerOptions, reporter: Reporter) -> Result:
     The floor is the score of the same checkpoint with every head local. With --against, another checkpoint answers the
     same questions. Answers are kept in runs/NAME/ruler/ and reused.
     """
-    from spkv_nas.stages.evaluate.ruler import output, stage
+    from spkv_nas.stages.evaluate.ruler import stage
 
-    return Result(stage.ruler(options, reporter), output.show)
+    return Result(stage.ruler(options, reporter), stage.show)
 
 
 RULER = Evaluation("ruler", ruler, distributed=True)

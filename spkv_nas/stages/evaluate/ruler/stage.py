@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from rich.markup import escape
+from rich.table import Table
 
 from spkv_nas.artifacts.defaults import RULER_SAMPLES
 from spkv_nas.artifacts.result_tables import RULER
+from spkv_nas.base.console import out, print_path
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter
 from spkv_nas.base.units import parse_context
@@ -26,10 +29,12 @@ from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table, sample
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
+from spkv_nas.stages.evaluate.cells import percent, say_sample_count, with_error
 from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, hard, identity, load
 from spkv_nas.stages.evaluate.checkpoints import origin as origin_of
 from spkv_nas.stages.evaluate.ruler.options import RulerOptions
 from spkv_nas.stages.names import result_name
+from spkv_nas.stages.printing import change
 
 
 @dataclass(frozen=True)
@@ -184,3 +189,27 @@ class _Exam:
         self.bar(
             sheets_done * samples_per_sheet + samples_done, self.passes * len(self.sheets) * samples_per_sheet, task
         )
+
+
+def show(result: RulerResult) -> None:
+    """Print the scores by length and task, with the floor and, if there is one, the other checkpoint."""
+    against = result.rows["against"].notna().any()
+    columns = ["length", "task", "score", "floor", "density %", *(["against", "difference"] if against else [])]
+    title = f"{escape(result.name)}: share of correct answers; floor: every head local"
+    grid = Table(*columns, title=title)
+    for row in result.rows.itertuples():
+        cells = [
+            str(row.length),
+            row.task,
+            with_error(row.score, row.standard_error),
+            with_error(row.floor),
+            percent(row.density),
+        ]
+        if against:
+            cells += [with_error(row.against), change(row.difference, row.difference_standard_error)]
+        grid.add_row(*cells, end_section=row.task.startswith("average"))
+    out.print(grid)
+    single_tasks = result.rows[~result.rows["task"].str.startswith("average")]
+    say_sample_count(single_tasks["num_samples"], "samples per task")
+    print_path("scores", result.folder / "ruler.csv")
+    print_path("answers", result.samples)

@@ -14,9 +14,9 @@ def sweep(options: SweepOptions, reporter: Reporter) -> Result:
     The checkpoint needs gates; open gates are the baseline. Without --data, the text is the held-out standard
     library text of the embedded models.
     """
-    from spkv_nas.stages.evaluate.sweep import output, stage
+    from spkv_nas.stages.evaluate.sweep import stage
 
-    return Result(stage.sweep(options, reporter), output.show, output.document)
+    return Result(stage.sweep(options, reporter), stage.show, stage.document)
 
 
 SWEEP = Evaluation("sweep", sweep, distributed=True)

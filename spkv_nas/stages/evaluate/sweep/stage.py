@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich.markup import escape
+from rich.table import Table
 
 from spkv_nas.artifacts.result_tables import write_result
+from spkv_nas.base.console import out, print_path
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.sweep import Evaluation, sweep_table, tau_sweep
 from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
+from spkv_nas.stages.evaluate.cells import evaluation_document
 from spkv_nas.stages.evaluate.checkpoints import evaluated
 from spkv_nas.stages.evaluate.sweep.options import SweepOptions
+from spkv_nas.stages.printing import about_errors, change
 from spkv_nas.stages.subject import measured_on
 
 
@@ -64,3 +69,22 @@ def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: R
 
     write_result(folder, "tau-sweep", rows, origin, reporter)
     save_chart(folder, tau_sweep_chart(rows))
+
+
+def show(result: SweepResult) -> None:
+    """Print NLL and density at every threshold."""
+    nll = result.evaluation.nll
+    text = f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents"
+    grid = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: {text}")
+    for row in result.rows.itertuples():
+        difference = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
+        grid.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
+    out.print(grid)
+    about_errors(nll.num_documents, nll.effective_documents)
+    print_path("sweep", result.folder / "tau-sweep.png")
+
+
+def document(result: SweepResult) -> dict[str, Any]:
+    """Return the evaluation with open gates, and every threshold's."""
+    evaluation = evaluation_document(result.evaluation)
+    return {"name": result.name, **evaluation, "sweep": result.rows, "folder": result.folder}

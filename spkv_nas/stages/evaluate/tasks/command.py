@@ -13,9 +13,9 @@ def tasks(options: TasksOptions, reporter: Reporter) -> Result:
 
     With --against, another checkpoint answers the same samples. Samples are kept in runs/NAME/tasks/ and reused.
     """
-    from spkv_nas.stages.evaluate.tasks import output, stage
+    from spkv_nas.stages.evaluate.tasks import stage
 
-    return Result(stage.tasks(options, reporter), output.show)
+    return Result(stage.tasks(options, reporter), stage.show)
 
 
 TASKS = Evaluation("tasks", tasks, distributed=True)

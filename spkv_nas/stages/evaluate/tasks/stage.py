@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from rich.markup import escape
+from rich.table import Table
 
 from spkv_nas.artifacts.result_tables import TASKS
+from spkv_nas.base.console import out, print_path
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Reporter, part_of
 from spkv_nas.base.version import environment
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
+from spkv_nas.stages.evaluate.cells import percent, say_sample_count, with_error
 from spkv_nas.stages.evaluate.checkpoints import hard, identity, load, origin
 from spkv_nas.stages.evaluate.tasks.options import TasksOptions
 from spkv_nas.stages.names import result_name
+from spkv_nas.stages.printing import change
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.tasks.run import TaskResult
@@ -120,3 +125,27 @@ def _run_tasks(
     num_reused = sum(result.was_kept for group_results in results for result in group_results)
     reporter.reused(num_reused, num_tasks, "tasks")
     return results, origin_record
+
+
+def show(result: TasksResult) -> None:
+    """Print every task by metric, with the other checkpoint if there is one."""
+    against = result.rows["against"].notna().any()
+    pair_columns = ["against", "density %", "difference"] if against else []
+    grid = Table("task", "metric", "shots", "value", "density %", *pair_columns, title=escape(result.name))
+    for row in result.rows.itertuples():
+        shots = "-" if row.num_fewshot != row.num_fewshot else f"{row.num_fewshot:g}"
+        cells = [
+            escape(row.task),
+            escape(row.metric),
+            shots,
+            with_error(row.value, row.standard_error),
+            percent(row.density),
+        ]
+        if against:
+            difference = change(row.difference, row.difference_standard_error)
+            cells += [with_error(row.against), percent(row.against_density), difference]
+        grid.add_row(*cells)
+    out.print(grid)
+    say_sample_count(result.rows["num_samples"], "samples per task")
+    print_path("values", result.folder / "tasks.csv")
+    print_path("samples", result.samples)

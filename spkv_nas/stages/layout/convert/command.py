@@ -13,6 +13,16 @@ def convert(options: ConvertOptions, reporter: Reporter) -> Result:
     Prints what the target format cannot store. A file of scores becomes a layout by --budget, --sparsity or
     --threshold; a file of zeros and ones already is a layout.
     """
-    from spkv_nas.stages.layout.convert import output, stage
+    from spkv_nas.base.console import say
+    from spkv_nas.proposal.convert import convert as convert_file
 
-    return Result(stage.convert(options), output.show, lambda lines: {"file": options.target, "notes": lines})
+    lines = convert_file(
+        options.source,
+        options.target,
+        budget=options.budget,
+        sparsity=options.sparsity,
+        threshold=options.threshold,
+        window=options.window,
+        sinks=options.sinks,
+    )
+    return Result(lines, lambda lines: say("\n".join(lines)), lambda lines: {"file": options.target, "notes": lines})

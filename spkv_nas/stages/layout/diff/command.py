@@ -15,7 +15,7 @@ def diff(options: DiffOptions, reporter: Reporter) -> Result:
     The exit code is 0 if both give the same model, 1 if they differ, and 2 if they cannot be compared. Strategy and
     provenance are ignored.
     """
-    from spkv_nas.stages.layout.diff import output, stage
+    from spkv_nas.stages.layout.diff import stage
 
     compared = stage.diff(options)
-    return Result(compared, partial(output.show, options), output.document, exit_code=int(not compared.is_same))
+    return Result(compared, partial(stage.show, options), stage.document, exit_code=int(not compared.is_same))

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from rich.text import Text
 
 from spkv_nas.artifacts.layout import Difference, Layout
+from spkv_nas.base.console import out
 from spkv_nas.stages.layout.diff.options import DiffOptions
+from spkv_nas.stages.layout.grids import describe, heads_document, print_grid
 from spkv_nas.stages.layout.reading import read_layout
 
 
@@ -27,3 +32,27 @@ def diff(options: DiffOptions) -> ComparedLayouts:
     """Compare two layouts of one model head by head."""
     (first,), (second,) = (read_layout(file).layouts.values() for file in (options.a, options.b))
     return ComparedLayouts(first, second, Difference.of(first, second))
+
+
+def show(options: DiffOptions, compared: ComparedLayouts) -> None:
+    """Print how two layouts differ."""
+    first, second, delta = compared.first, compared.second, compared.difference
+    if compared.is_same:
+        out.print(f"the same layout: {describe(first)}", soft_wrap=True)
+        return
+    out.print(Text(f"- {options.a}: {describe(first)}\n+ {options.b}: {describe(second)}"), soft_wrap=True)
+    out.print(f"{delta.num_heads} heads differ, Jaccard index of the global heads {delta.jaccard:.3f}")
+    if delta.num_heads:
+        out.print("G: global in both; .: local in both; -: global only in the first; +: global only in the second")
+        print_grid(delta.marks, ["" for _ in delta.marks])
+
+
+def document(compared: ComparedLayouts) -> dict[str, Any]:
+    """Return how two layouts differ."""
+    return {
+        "same": compared.is_same,
+        "layouts": [heads_document(compared.first), heads_document(compared.second)],
+        "num_heads": compared.difference.num_heads,
+        "jaccard": compared.difference.jaccard,
+        "marks": compared.difference.marks,
+    }

@@ -9,6 +9,6 @@ from spkv_nas.stages.result import Result
 
 def show(options: ShowLayoutsOptions, reporter: Reporter) -> Result:
     """Print layouts as grids of global (G) and local (L) heads, with each layer's number of global heads."""
-    from spkv_nas.stages.layout.show import output, stage
+    from spkv_nas.stages.layout.show import stage
 
-    return Result(stage.show(options), output.show, output.document)
+    return Result(stage.read_layouts(options), stage.show, stage.document)

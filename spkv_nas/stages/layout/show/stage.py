@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from rich.text import Text
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.console import out
 from spkv_nas.proposal.coverage import coverage
+from spkv_nas.stages.layout.grids import describe, heads_document, print_grid
 from spkv_nas.stages.layout.reading import read_layout
 from spkv_nas.stages.layout.show.options import ShowLayoutsOptions
 from spkv_nas.stages.lookup import find_table
@@ -21,7 +26,7 @@ class ShownLayout:
     coverage: float | None
 
 
-def show(options: ShowLayoutsOptions) -> list[ShownLayout]:
+def read_layouts(options: ShowLayoutsOptions) -> list[ShownLayout]:
     """Read layout files, and compute their coverage if a probe is named."""
     table = None if options.probe is None else find_table(options.folders, options.probe)
     shown = []
@@ -31,3 +36,25 @@ def show(options: ShowLayoutsOptions) -> list[ShownLayout]:
         covered = None if table is None else coverage(proposal.table(table), layout)
         shown.append(ShownLayout(file, layout, covered))
     return shown
+
+
+def show(shown: list[ShownLayout]) -> None:
+    """Print layouts as grids, with the number of global heads of every layer."""
+    for entry in shown:
+        _show_layout(entry)
+
+
+def _show_layout(entry: ShownLayout) -> None:
+    """Print a layout's summary and its grid."""
+    coverage = "" if entry.coverage is None else f", coverage {100 * entry.coverage:.2f} %"
+    out.print(Text(f"{entry.file}: {describe(entry.layout)}{coverage}"), soft_wrap=True)
+    print_grid(entry.layout.heads, [str(row.count("G")) for row in entry.layout.heads])
+
+
+def document(shown: list[ShownLayout]) -> dict[str, Any]:
+    """Return the layouts' heads and coverage."""
+    return {
+        "layouts": [
+            {"file": entry.file, **heads_document(entry.layout), "coverage": entry.coverage} for entry in shown
+        ],
+    }

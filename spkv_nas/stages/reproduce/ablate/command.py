@@ -14,6 +14,6 @@ def ablate(options: AblateOptions, reporter: Reporter) -> Result:
     {layout: FILE}, with {trained: false} without training; see "Recipes and training" in the documentation. Writes
     reports/NAME/ablations.csv. Runs resume where they stopped.
     """
-    from spkv_nas.stages.reproduce.ablate import output, stage
+    from spkv_nas.stages.reproduce.ablate import stage
 
-    return Result(stage.ablate(options, reporter), output.ablations)
+    return Result(stage.ablate(options, reporter), stage.ablations)

@@ -12,6 +12,6 @@ def ladder(options: LadderOptions, reporter: Reporter) -> Result:
 
     Writes reports/NAME/flops.csv and a figure of FLOPs against model size.
     """
-    from spkv_nas.stages.reproduce.ladder import output, stage
+    from spkv_nas.stages.reproduce.ladder import stage
 
-    return Result(stage.ladder(options), output.ladder)
+    return Result(stage.ladder(options), stage.show)

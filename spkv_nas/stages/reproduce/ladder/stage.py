@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from rich.markup import escape
+from rich.table import Table
 
 from spkv_nas.artifacts.defaults import LADDER_DENSITY
+from spkv_nas.base.console import out, print_path
 from spkv_nas.base.units import parse_context
 from spkv_nas.cost.ladder import flops_table, write_flops_table
 from spkv_nas.report.cost_charts import flops_charts
@@ -44,3 +47,17 @@ def ladder(options: LadderOptions) -> LadderResult:
     write_flops_table(folder, rows)
     figure = save_figure(folder, flops_charts(rows, tokens, density))
     return LadderResult(rows, tokens, density, folder, figure)
+
+
+def show(result: LadderResult) -> None:
+    """Print each level's FLOPs per token, with full attention and with SP-KV."""
+    sparse = f"density {result.density:g}"
+    grid = Table(
+        "level", "parameters, M", "attention\nfull", f"attention\n{sparse}", "total\nfull", f"total\n{sparse}",
+        title=f"forward GFLOPs per token at {result.context:,} tokens",
+    )  # fmt: skip
+    for row in result.rows.itertuples():
+        flops = (row.attention_dense, row.attention_sparse, row.total_dense, row.total_sparse)
+        grid.add_row(escape(row.name), f"{row.num_parameters / 1e6:,.4g}", *(f"{value / 1e9:,.4g}" for value in flops))
+    out.print(grid)
+    print_path("ladder", result.figure or result.folder / "flops.csv")

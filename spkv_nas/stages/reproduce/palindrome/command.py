@@ -13,6 +13,6 @@ def palindrome(options: PalindromeOptions, reporter: Reporter) -> Result:
     Trains three small models from scratch: full attention, a sliding window of 32, SP-KV with window 32. Writes
     reports/NAME/palindrome.csv and a figure. Runs resume where they stopped; finished ones are reused.
     """
-    from spkv_nas.stages.reproduce.palindrome import output, stage
+    from spkv_nas.stages.reproduce.palindrome import stage
 
-    return Result(stage.palindrome(options, reporter), output.palindrome)
+    return Result(stage.palindrome(options, reporter), stage.show)

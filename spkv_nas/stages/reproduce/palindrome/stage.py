@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from rich.table import Table
 
+from spkv_nas.base.console import out, print_path
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model.transformers_logging import quiet_transformers
@@ -46,3 +48,14 @@ def palindrome_settings(options: PalindromeOptions) -> PalindromeSettings:
     """Return the settings of the comparison, overridden by the options that are set."""
     overrides = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
     return PalindromeSettings(**{key: value for key, value in overrides.items() if value is not None})
+
+
+def show(result: PalindromeResult) -> None:
+    """Print NLL, utility, density and training time of each kind of attention."""
+    grid = Table("attention", "NLL", "hard NLL", "mean utility", "density %", "seconds", title="nats per output token")
+    for row in result.rows.itertuples():
+        has_gates = row.hard_nll == row.hard_nll  # not NaN
+        gate_cells = (f"{row.hard_nll:.4f}", f"{row.mean_utility:.3f}") if has_gates else ("-", "-")
+        grid.add_row(row.variant, f"{row.nll:.4f}", *gate_cells, f"{100 * row.density:.1f}", f"{row.seconds:.0f}")
+    out.print(grid)
+    print_path("figure", result.folder / "palindrome.png")
