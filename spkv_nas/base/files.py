@@ -78,7 +78,8 @@ def read_text(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> str:
         UserError: the file cannot be read or is too large.
     """
     try:
-        if _would_wait(path):
+        # Opening a named pipe could block forever; a shell's <(...) does not
+        if path.is_fifo() and not str(path).startswith(("/dev/", "/proc/")):
             raise UserError(f"cannot read {what} {path}: it is not a regular file")
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
@@ -114,11 +115,6 @@ def is_folder(path: Path) -> bool:
         return path.is_dir()
     except (OSError, ValueError):
         return False
-
-
-def _would_wait(path: Path) -> bool:
-    """Return whether opening ``path`` could block forever: a named pipe, except a shell's ``<(...)``."""
-    return path.is_fifo() and not str(path).startswith(("/dev/", "/proc/"))
 
 
 class _PlainDumper(yaml.SafeDumper):

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
 from filelock import FileLock, Timeout
 
 from spkv_nas.base.errors import UserError, first_line
@@ -95,15 +94,6 @@ def locked(folder: Path, what: str, announce: Announce = silent) -> Iterator[Non
         yield
     finally:
         lock.free()
-
-
-def is_held(folder: Path) -> bool:
-    """Return whether a live process, or one on another machine, has recorded that it holds a folder; takes no lock."""
-    try:
-        owner = json.loads((folder / _OWNER).read_text())
-        return bool(owner["host"] != socket.gethostname()) or psutil.pid_exists(int(owner["process"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def _owner(folder: Path) -> str:

@@ -47,6 +47,10 @@ class Workspace:
             settle(folder / inner)
         return folder
 
+    def has_layouts(self, name: str) -> bool:
+        """Return whether ``layouts/<name>/`` has layout files."""
+        return any(self.layout_dir(name).glob("*.yaml"))
+
     def report_dir(self, name: str) -> Path:
         """Return the folder of a comparison and its report, ``reports/<name>/``."""
         return self._dir(_REPORTS, name)

@@ -93,20 +93,19 @@ def command(
             raise typer.Exit(code)
 
         # Give typer the signature that it reads the options from
-        run.__doc__, run.__name__ = _unwrapped(function.__doc__ or ""), function.__name__
+        paragraphs = (function.__doc__ or "").split("\n\n")  # typer would keep the line breaks of the source
+        run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        run.__name__ = function.__name__
         common = _SHARED if returns is type(None) else {"json": Json, **_SHARED}
-        parameters = [_context(), *_parameters(options_class), *(_common(*item) for item in common.items())]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter("invocation", keyword, annotation=typer.Context), *_parameters(options_class)]
+        parameters += [inspect.Parameter(key, keyword, default=False, annotation=kind) for key, kind in common.items()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command(name or function.__name__.replace("_", "-"))(run)
         return run
 
     return register
-
-
-def _unwrapped(docstring: str) -> str:
-    """Join the lines of each paragraph, since typer would keep the line breaks of the source in the help."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in docstring.split("\n\n"))
 
 
 def _title(context: Any) -> str:
@@ -116,20 +115,12 @@ def _title(context: Any) -> str:
     return f"{_title(context.parent)} {context.info_name}".strip()
 
 
-def _context() -> inspect.Parameter:
-    """Return the parameter through which typer passes its context."""
-    return inspect.Parameter("invocation", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-
-
-def _common(name: str, annotation: Any) -> inspect.Parameter:
-    """Return the parameter of a shared option, False by default."""
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
-
-
 def _parameters(options_class: type) -> list[inspect.Parameter]:
     """Return a command's parameters: arguments first, then options, in the order of the fields."""
     hints = get_type_hints(options_class, include_extras=True)
-    declared = [(field, *_declaration(hints[field.name])) for field in fields(options_class)]
+    declared = [
+        (field, hints[field.name].__origin__, hints[field.name].__metadata__[0]) for field in fields(options_class)
+    ]
     panels = Counter(flag.panel for _, _, flag in declared)
     declared = [
         (field, kind, flag if panels[flag.panel] > _FEW else replace(flag, panel=None))
@@ -137,13 +128,6 @@ def _parameters(options_class: type) -> list[inspect.Parameter]:
     ]
     declared.sort(key=lambda row: (not row[2].argument, row[0].name in _LAST, row[0].default is not MISSING))
     return [_parameter(*row) for row in declared]
-
-
-def _declaration(hint: Any) -> tuple[Any, Flag]:
-    """Return an annotated field's type and its flag."""
-    kind, flag = hint.__origin__, hint.__metadata__[0]
-    assert isinstance(flag, Flag)
-    return kind, flag
 
 
 def _bounds(flag: Flag) -> dict[str, Any]:

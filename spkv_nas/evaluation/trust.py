@@ -127,9 +127,4 @@ def _share(saved: Float, errors: Float, part: Mask) -> tuple[float, float]:
     """Return the share of ``saved`` that belongs to ``part`` of the heads, and its standard error as a ratio."""
     total = float(saved.sum())
     share = float(saved[part].sum()) / total
-    return share, _norm(np.where(saved > 0, (part - share) * errors, 0.0)) / total
-
-
-def _norm(errors: Float) -> float:
-    """Return the root of the sum of squares, the error of a sum of independent values."""
-    return float(np.sqrt((errors**2).sum()))
+    return share, float(np.linalg.norm(np.where(saved > 0, (part - share) * errors, 0.0))) / total

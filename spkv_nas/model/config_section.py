@@ -94,7 +94,7 @@ def remove_section(model: PreTrainedModel) -> None:
 
 def write_tau(model: nn.Module, tau: float) -> None:
     """Write the gates' threshold to the section, if the model has one with gates."""
-    section = _section(getattr(model, "config", None))
+    section = getattr(getattr(model, "config", None), "spkv", None) or {}
     if section.get("gates") and section["gates"]["tau"] != tau:
         model.config.spkv = {**section, "gates": {**section["gates"], "tau": tau}}  # type: ignore[union-attr]
 
@@ -134,11 +134,6 @@ def has_learned_sinks(config: PreTrainedConfig) -> bool:
     """Return whether the local heads of a hybrid have learned sinks (``learned_sinks.py``)."""
     section = _checked(config)
     return section is not None and section.layout is not None and section.layout.learned_sinks
-
-
-def _section(config: PreTrainedConfig | None) -> dict[str, Any]:
-    """Return the section as plain keys and values; empty if there is none."""
-    return getattr(config, "spkv", None) or {}
 
 
 def _checked(config: PreTrainedConfig) -> _Saved | None:

@@ -9,7 +9,7 @@ infinite logits: +inf keeps every key (global), -inf keeps none (local).
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +72,9 @@ class UtilityPredictor(nn.Module):
             hidden_states: [B, T, model_size].
             sinks: the first token starts a sequence, so that the first ``GateConfig.sinks`` tokens are kept.
         """
-        with _without_autocast(hidden_states.device.type):
+        device = hidden_states.device.type
+        has_autocast = torch.amp.is_autocast_available(device)  # the device meta has none
+        with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
             hidden = hidden_states.to(self.down.weight.dtype)
             if self.up is not None:
                 hidden = self.up(hidden)
@@ -87,11 +89,6 @@ class UtilityPredictor(nn.Module):
             if letter in _FIXED:
                 logits[:, head] = _FIXED[letter]
         return logits
-
-
-def _without_autocast(device: str) -> AbstractContextManager[object]:
-    """Disable autocast, where the device has it (the device meta does not)."""
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class FixedGates(nn.Module):

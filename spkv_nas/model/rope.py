@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.base.errors import UserError, first_line
@@ -28,7 +27,7 @@ def extend_positions(model: PreTrainedModel, length: int, rope: Mapping[str, Any
     text = model.config.get_text_config()
     text.rope_parameters, text.max_position_embeddings = extended.rope_parameters, extended.max_position_embeddings
     for name, module in list(model.named_modules()):
-        if _is_rotary(module):
+        if hasattr(module, "rope_type") and isinstance(getattr(module, "config", None), PreTrainedConfig):
             device = next(module.buffers()).device
             model.set_submodule(name, type(module)(module.config).to(device))
 
@@ -70,8 +69,3 @@ def _changed(current: Mapping[str, Any], positions: int, length: int, rope: Mapp
     if kind in ("yarn", "linear"):
         merged.setdefault("factor", max(1.0, length / merged.get("original_max_position_embeddings", positions)))
     return merged
-
-
-def _is_rotary(module: nn.Module) -> bool:
-    """Return whether a module computes rotary embeddings."""
-    return hasattr(module, "rope_type") and isinstance(getattr(module, "config", None), PreTrainedConfig)

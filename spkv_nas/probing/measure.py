@@ -118,15 +118,12 @@ def measure_signal(
     with full_attention(model) as states:
         windows = native_windows(states)
     table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}
-    metadata = {**_cache_facts(model), **table.metadata, **table_facts}
-    return replace(table, metadata=metadata, selected_on=blocks.text_ids)
-
-
-def _cache_facts(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what the size of the KV cache depends on: head dimension, dtype, and the context if the config says it."""
-    facts = {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
+    # Add what the size of the KV cache depends on, and the context if the config says it
+    cache_facts = {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return facts | ({"positions": positions} if isinstance(positions, int) else {})
+    cache_facts |= {"positions": positions} if isinstance(positions, int) else {}
+    metadata = {**cache_facts, **table.metadata, **table_facts}
+    return replace(table, metadata=metadata, selected_on=blocks.text_ids)
 
 
 def _check_heads(model: PreTrainedModel) -> None:

@@ -163,7 +163,8 @@ class _Learning:
             {"params": [p for p in self._parameters.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, fused=True)
-        self._rates = [learning_rate * _cosine(step, steps) for step in range(steps)]
+        cosines = (math.cos(math.pi * step / steps) for step in range(steps))  # decay from 1 to ``_FINAL``
+        self._rates = [learning_rate * (_FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + cosine)) for cosine in cosines]
         self._price = None if config.target_density is None else Price(config.target_density)
         self._tracker = DensityTracker(model)
         self.density = self.last_price = math.nan
@@ -241,8 +242,3 @@ class _Learning:
         if self._price is not None:
             self._price.restore({key: saved.numbers[f"price.{key}"] for key in self._price.state()})
         return saved.step
-
-
-def _cosine(step: int, steps: int) -> float:
-    """Return the learning-rate factor of a cosine decay from 1 to ``_FINAL``."""
-    return _FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + math.cos(math.pi * step / steps))

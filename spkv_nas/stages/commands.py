@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -65,7 +65,7 @@ def command_line(options: object) -> str:
     switches: list[str] = []
     for field in sorted(fields(options), key=lambda field: field.name in _LAST):  # type: ignore[arg-type]
         value, flag = getattr(options, field.name), hints[field.name].__metadata__[0]
-        if value is None or value == _default(field):
+        if value is None or value == field.default:
             continue
         if flag.argument:
             arguments += [_text(item) for item in (value if isinstance(value, list) else [value])]
@@ -76,7 +76,10 @@ def command_line(options: object) -> str:
         words = [*switches, "--", *arguments]
     else:
         words = [*arguments, *switches]
-    return f"{PROGRAM} {' '.join([_name(type(options)), *map(shlex.quote, words)])}"
+    # The module of the options names the command: train-hybrid for stages.train_hybrid.options
+    *folders, _ = type(options).__module__.removeprefix("spkv_nas.stages.").split(".")
+    command = " ".join(folders).replace("_", "-")
+    return " ".join([PROGRAM, command, *map(shlex.quote, words)])
 
 
 def in_folder(command: str, folder: Path) -> str:
@@ -94,17 +97,6 @@ def in_folder(command: str, folder: Path) -> str:
         start = pairs.index(("--workspace", "."))
         del words[start : start + 2]
     return shlex.join(words)
-
-
-def _name(kind: type) -> str:
-    """Return the command of an options class: train-hybrid for that of ``stages.train_hybrid.options``."""
-    *folders, _ = kind.__module__.removeprefix("spkv_nas.stages.").split(".")
-    return " ".join(folders).replace("_", "-")
-
-
-def _default(field: Field[Any]) -> Any:
-    """Return a field's default; None without one."""
-    return None if field.default is MISSING else field.default
 
 
 def _switch(name: str, flag: Flag, value: Any) -> Iterator[str]:

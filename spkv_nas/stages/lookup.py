@@ -40,7 +40,7 @@ def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = No
     Raises ``UserError`` if there are none, one cannot be read, or one has a baseline's name.
     """
     folder = workspace.layout_dir(name)
-    if not files and name in workspace.probes() and not any(folder.glob("*.yaml")):
+    if not files and name in workspace.probes() and not workspace.has_layouts(name):
         command = command_line(ProposeOptions(probe=name, workspace=workspace.root))
         raise UserError(f"no layouts in {folder}: run propose first, or give layout files\n{next_line(command)}")
     proposal = Proposal.read(files) if files else Proposal.read_folder(folder)

@@ -91,7 +91,7 @@ def after_init(options: InitOptions, name: str, window: int) -> list[Suggestion]
     workspace, model = options.folders, absolute(options.model)
     for probe, record in probe_records(workspace).items():
         is_of_model = model_identity(record) in (model, name) and record.get("signal") == RECOMMENDED
-        if is_of_model and record.get("window") == window and _has_layouts(workspace, probe):
+        if is_of_model and record.get("window") == window and workspace.has_layouts(probe):
             return [Suggestion.of(TrainHybridOptions(recipe=options.out, probe=probe, workspace=workspace.root))]
     measured = ProbeOptions(recipe=options.out, signal=RECOMMENDED, workspace=workspace.root)
     return [Suggestion.of(measured, RECOMMENDATION)]
@@ -193,8 +193,3 @@ def _probe_by_signal(workspace: Workspace, identity: str, signal: str, like: Hea
         if is_of(record, identity, signal) and (like is None or is_comparable(record, like)):
             return name
     return None
-
-
-def _has_layouts(workspace: Workspace, name: str) -> bool:
-    """Return whether a probe has layouts."""
-    return any(workspace.layout_dir(name).glob("*.yaml"))

@@ -40,6 +40,8 @@ def training_arguments(
     device = choose_device(device)
     rank_blocks = blocks_per_process(phase.batch_size, recipe.least_blocks(phase))
     micro_batch_size = _micro_batch_size(recipe, phase, rank_blocks)
+    # The dataset fixes the order of the blocks with mixed-in samples, or with longer blocks
+    has_order = recipe.data.mix is not None or (isinstance(phase, BranchConfig) and phase.extend is not None)
     # Translate recipe and phase
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -57,7 +59,7 @@ def training_arguments(
         logging_steps=10,
         logging_nan_inf_filter=False,
         dataloader_drop_last=True,
-        train_sampling_strategy="sequential" if _has_order(recipe, phase) else "random",
+        train_sampling_strategy="sequential" if has_order else "random",
         seed=recipe.seed if seed is None else seed,
         use_cpu=not device.startswith("cuda"),
         dataloader_pin_memory=device.startswith("cuda"),
@@ -79,8 +81,3 @@ def _micro_batch_size(recipe: Recipe, phase: DenseConfig | BranchConfig, rank_bl
     min_blocks = recipe.least_blocks(phase)
     max_blocks = max(min_blocks, min(rank_blocks, recipe.micro_batch_size or rank_blocks))
     return max(size for size in range(min_blocks, max_blocks + 1, min_blocks) if rank_blocks % size == 0)
-
-
-def _has_order(recipe: Recipe, phase: DenseConfig | BranchConfig) -> bool:
-    """Return True if the dataset fixes the order of the blocks: with mixed-in samples, or with longer blocks."""
-    return recipe.data.mix is not None or (isinstance(phase, BranchConfig) and phase.extend is not None)

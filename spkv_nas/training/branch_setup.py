@@ -123,7 +123,9 @@ def apply_variant(
     if learns_sinks(recipe, variant):  # after the adapters, which freeze all weights
         add_learned_sinks(model, sink_logits)
     if variant.kind is Kind.SP_KV:  # after the adapters, so that predictors get none
-        _attach(model, recipe, seed)
+        attach_gates(model, recipe.gates.of_model(config_shape(model.config).grid), seed=seed)
+        if recipe.gates.start_from is not None:
+            _copy_predictors(recipe.gates.start_from, model)
 
 
 def dense_model(recipe: Recipe, dense: Path | str, variant: Variant) -> PreTrainedModel:
@@ -211,13 +213,6 @@ def _extension(recipe: Recipe, model: PreTrainedModel, before: int = 0) -> Exten
     if extension is not None:
         extended_config(model.config, extension.block_size, extension.rope)
     return extension
-
-
-def _attach(model: PreTrainedModel, recipe: Recipe, seed: int) -> None:
-    """Attach the recipe's gates, with new predictors or those of ``gates.start_from``."""
-    attach_gates(model, recipe.gates.of_model(config_shape(model.config).grid), seed=seed)
-    if recipe.gates.start_from is not None:
-        _copy_predictors(recipe.gates.start_from, model)
 
 
 def _copy_predictors(source: str, model: PreTrainedModel) -> None:

@@ -202,7 +202,9 @@ class SPKVTrainer(Trainer):
         if "loss" in logs:
             step, now = self.state.global_step, time.perf_counter()
             last_step, start = self._last_log or (step, now)
-            logs["tokens_per_second"] = self._tokens_per_step() * (step - last_step) / max(now - start, 1e-9)
+            args = self.args
+            step_tokens = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self._length
+            logs["tokens_per_second"] = int(step_tokens) * (step - last_step) / max(now - start, 1e-9)
             self._last_log = (step, now)
             logs |= {} if self._distillation is None else self._distillation.take_means()
             heads = self._phases.density if self._phases is not None else None
@@ -213,11 +215,6 @@ class SPKVTrainer(Trainer):
         super().log(logs, start_time)
         if heads is not None:
             self.state.log_history[-1]["head_density"] = heads.round(4).tolist()
-
-    def _tokens_per_step(self) -> int:
-        """Return the tokens of one step over all ranks."""
-        args = self.args
-        return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self._length)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the next-token loss, and stop the run on all ranks before the update if it is not finite."""
@@ -247,7 +244,9 @@ class SPKVTrainer(Trainer):
         with writing(folder):
             super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
-        on_main(lambda: self._complete(folder))
+        on_main(lambda: write_manifest(folder))
+        # By step, after the new one is complete; transformers would go by file times
+        on_main(lambda: remove_older(self._folder))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model, or only its trainable parameters if some are frozen: setup restores the others."""
@@ -261,11 +260,6 @@ class SPKVTrainer(Trainer):
         """Load what ``_save`` wrote."""
         if not load_learned(self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _complete(self, checkpoint: Path) -> None:
-        """Complete a checkpoint with a manifest, and remove the older ones."""
-        write_manifest(checkpoint)
-        remove_older(self._folder)  # by step, after the new one is complete; transformers would go by file times
 
     def check_finite(self) -> None:
         """Stop the run on all ranks if a weight or its optimizer state is not finite, or a weight has exploded.

@@ -214,8 +214,7 @@ class CheckpointLM(HFLM):
         config.pad_token_id = self.tokenizer.pad_token_id
         rows = list(zip(context, attention_mask, strict=True))
         generated = self._in_batches(rows, partial(self._generate, config=config, stops=stop))
-        longest = max(map(len, generated))
-        return torch.stack([_padded(row, longest, config.pad_token_id) for row in generated])
+        return torch.nn.utils.rnn.pad_sequence(generated, batch_first=True, padding_value=config.pad_token_id)
 
     def _generate(self, rows: Sequence[tuple[Tensor, Tensor]], *, config: Any, stops: list[str]) -> list[Tensor]:
         """Generate for one batch of (prompt, mask), both [T]; return prompts with continuations."""
@@ -312,8 +311,3 @@ def _bad_length(text: str, num_tokens: int, most: int) -> UserError:
         f"a task has the {text} of {num_tokens} tokens; it needs at least one, and at most the model's context of "
         f"{most}\nleave the task out, or correct its YAML file"
     )
-
-
-def _padded(row: Tensor, length: int, token: int) -> Tensor:
-    """Pad a row on the right to ``length``."""
-    return torch.nn.functional.pad(row, (0, length - len(row)), value=token)

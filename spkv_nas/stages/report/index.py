@@ -36,7 +36,7 @@ _AFTER: dict[Fidelity, str] = {
 
 def pages(workspace: Workspace) -> list[str]:
     """Return the names of the probes that have a page of their own."""
-    return [name for name in workspace.probes() if _has_layouts(workspace, name)]
+    return [name for name in workspace.probes() if workspace.has_layouts(name)]
 
 
 def write_workspace_index(workspace: Workspace) -> Path | None:
@@ -55,7 +55,7 @@ def write_workspace_index(workspace: Workspace) -> Path | None:
 def _probe(workspace: Workspace, name: str, number: int) -> Card:
     """Make the card of a probe: its head scores, its results in a sentence, and links to its page."""
     table = find_table(workspace, name)
-    has_page = _has_layouts(workspace, name)
+    has_page = workspace.has_layouts(name)
     proposal = find_proposal(workspace, name) if has_page else Proposal({})
     # Describe the table and the results
     inputs = read_inputs(workspace, table, proposal)
@@ -81,7 +81,7 @@ def _probe(workspace: Workspace, name: str, number: int) -> Card:
 def _other_page(workspace: Workspace, table: HeadScores, budget: int) -> tuple[str, str]:
     """Return the address of the page that shows a probe without layouts, or "", and a sentence on it."""
     for other in neighbours(workspace, table):
-        if _has_layouts(workspace, other.name):
+        if workspace.has_layouts(other.name):
             state = urlencode({"signal": table.name, "budget": budget})
             return f"{quote(other.name)}/index.html#{state}", f"It can be selected on the page of {other.name}."
     return "", "No layouts have been proposed from it yet, so it has no page."
@@ -118,8 +118,3 @@ def _search(workspace: Workspace, name: str, number: int) -> Card:
     files = (("search.csv", SEARCH), ("figure", "search-retrained.png"))
     links = tuple((words, f"{quote(name)}/{file}") for words, file in files if (folder / file).is_file())
     return Card(name, thumbnail(f"Best layout of {name}", mask, None, number), sentences, "", links)
-
-
-def _has_layouts(workspace: Workspace, name: str) -> bool:
-    """Return whether there are layouts of a name."""
-    return any(True for _ in workspace.layout_dir(name).glob("*.yaml"))

@@ -33,7 +33,7 @@ from spkv_nas.stages.selection import Selected, find_selected
 from spkv_nas.stages.subject import Measured, Subject, measured_on
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,18 @@ def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
         evaluation = evaluate(
             measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, progress=progress
         )
-    _warn_of_price(measured.model, evaluation, options, reporter)
+    # Caution if gates miss their target density at their own threshold
+    gates = gate_config(measured.model)
+    if gates is not None and options.tau in (None, gates.tau):
+        caution = missed_price(gates.target_density, evaluation.density)
+        if caution is not None:
+            reporter.caution(caution)
     # Measure the baseline
     pair = None if options.against is None else _pair(options, subject, measured, evaluation, reporter)
     layout = saved_layout(measured.model.config)
     selected = Selected() if layout is None else find_selected(options.folders, {subject.name: layout})
     used = (selected.count(measured.blocks), selected.by)
     return NLLResult(subject.name, evaluation, options.folders.report_dir(subject.name), *used, pair)
-
-
-def _warn_of_price(model: PreTrainedModel, evaluation: Evaluation, options: NLLOptions, reporter: Reporter) -> None:
-    """Caution the user if gates miss their target density at their own threshold."""
-    gates = gate_config(model)
-    if gates is not None and options.tau in (None, gates.tau):
-        caution = missed_price(gates.target_density, evaluation.density)
-        if caution is not None:
-            reporter.caution(caution)
 
 
 def _pair(

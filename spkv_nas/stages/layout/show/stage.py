@@ -41,14 +41,9 @@ def read_layouts(options: ShowLayoutsOptions) -> list[ShownLayout]:
 def show(shown: list[ShownLayout]) -> None:
     """Print layouts as grids, with the number of global heads of every layer."""
     for entry in shown:
-        _show_layout(entry)
-
-
-def _show_layout(entry: ShownLayout) -> None:
-    """Print a layout's summary and its grid."""
-    coverage = "" if entry.coverage is None else f", coverage {100 * entry.coverage:.2f} %"
-    out.print(Text(f"{entry.file}: {describe(entry.layout)}{coverage}"), soft_wrap=True)
-    print_grid(entry.layout.heads, [str(row.count("G")) for row in entry.layout.heads])
+        coverage = "" if entry.coverage is None else f", coverage {100 * entry.coverage:.2f} %"
+        out.print(Text(f"{entry.file}: {describe(entry.layout)}{coverage}"), soft_wrap=True)
+        print_grid(entry.layout.heads, [str(row.count("G")) for row in entry.layout.heads])
 
 
 def document(shown: list[ShownLayout]) -> dict[str, Any]:
