@@ -17,9 +17,9 @@ from spkv_nas.cli.options import command
 from spkv_nas.stages.commands import PROGRAM
 from spkv_nas.stages.demo.command import demo
 from spkv_nas.stages.evaluate.registry import EVALUATIONS
-from spkv_nas.stages.layout.convert.options import ConvertOptions
-from spkv_nas.stages.layout.diff.options import DiffOptions
-from spkv_nas.stages.layout.show.options import ShowLayoutsOptions
+from spkv_nas.stages.layout.convert.command import ConvertOptions
+from spkv_nas.stages.layout.diff.command import DiffOptions
+from spkv_nas.stages.layout.show.command import ShowLayoutsOptions
 
 
 def parsed(line: str) -> Any:

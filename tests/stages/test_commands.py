@@ -13,7 +13,7 @@ import spkv_nas
 from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.init.options import InitOptions
-from spkv_nas.stages.layout.convert.options import ConvertOptions
+from spkv_nas.stages.layout.convert.command import ConvertOptions
 from spkv_nas.stages.plan.attention.options import AttentionOptions
 from spkv_nas.stages.plan.options import PlanOptions
 from spkv_nas.stages.probe.options import ProbeOptions

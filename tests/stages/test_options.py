@@ -34,9 +34,9 @@ from spkv_nas.stages.demo.command import demo
 from spkv_nas.stages.evaluate import options as evaluation_options
 from spkv_nas.stages.evaluate.registry import EVALUATIONS
 from spkv_nas.stages.init.options import InitOptions
-from spkv_nas.stages.layout.convert.options import ConvertOptions
-from spkv_nas.stages.layout.diff.options import DiffOptions
-from spkv_nas.stages.layout.show.options import ShowLayoutsOptions
+from spkv_nas.stages.layout.convert.command import ConvertOptions
+from spkv_nas.stages.layout.diff.command import DiffOptions
+from spkv_nas.stages.layout.show.command import ShowLayoutsOptions
 from spkv_nas.stages.plan.options import PlanOptions
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.propose.options import ProposeOptions
@@ -46,10 +46,9 @@ from spkv_nas.training.palindrome.run import PalindromeSettings
 
 FUNCTIONS = [*COMMANDS, demo, *LAYOUT_COMMANDS, *reproduce.COMMANDS, *(entry.run for entry in EVALUATIONS)]
 MODULES = [options, evaluation_options]
-MODULES += [
-    sys.modules[f"{package}.options"]
+MODULES += [  # of small commands, the module of the command declares the options
+    sys.modules.get(f"{function.__module__.removesuffix('.command')}.options", sys.modules[function.__module__])
     for function in FUNCTIONS
-    if f"{(package := function.__module__.removesuffix('.command'))}.options" in sys.modules
 ]
 CLASSES = [
     one

@@ -7,7 +7,7 @@ from pathlib import Path
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.errors import UserError
 from spkv_nas.stages.commands import command_line, next_line
-from spkv_nas.stages.layout.convert.options import ConvertOptions
+from spkv_nas.stages.layout.convert.command import ConvertOptions
 
 
 def _free(file: Path) -> Path:

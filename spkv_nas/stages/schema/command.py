@@ -1,11 +1,24 @@
-"""Run the ``schema`` command; its docstring is the help."""
+"""Declare the options of the ``schema`` command, and run it; its docstring is the help."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from typing import Annotated
 
+from spkv_nas.base.flag import Flag
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.schema.options import SchemaOptions
+
+SchemaOf = Annotated[
+    str, Flag("File format: layout or recipe.", metavar="layout|recipe", argument=True, values=("layout", "recipe"))
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaOptions:
+    """Options of the ``schema`` command."""
+
+    of: SchemaOf = "layout"
 
 
 def schema(options: SchemaOptions, reporter: Reporter) -> None:

@@ -1,12 +1,21 @@
-"""Run the ``layout diff`` command; its docstring is the help."""
+"""Declare the options of the ``layout diff`` command, and run it; its docstring is the help."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.layout.diff.options import DiffOptions
+from spkv_nas.stages import flags
 from spkv_nas.stages.result import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Options of the ``layout diff`` command."""
+
+    a: flags.LayoutFile
+    b: flags.LayoutFile
 
 
 def diff(options: DiffOptions, reporter: Reporter) -> Result:
@@ -17,5 +26,6 @@ def diff(options: DiffOptions, reporter: Reporter) -> Result:
     """
     from spkv_nas.stages.layout.diff import stage
 
-    compared = stage.diff(options)
-    return Result(compared, partial(stage.show, options), stage.document, exit_code=int(not compared.is_same))
+    files = options.a, options.b
+    compared = stage.diff(files)
+    return Result(compared, partial(stage.show, files), stage.document, exit_code=int(not compared.is_same))

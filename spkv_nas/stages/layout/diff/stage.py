@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
 from spkv_nas.artifacts.layout import Difference, Layout
 from spkv_nas.base.console import out
-from spkv_nas.stages.layout.diff.options import DiffOptions
 from spkv_nas.stages.layout.grids import describe, heads_document, print_grid
 from spkv_nas.stages.layout.reading import read_layout
 
@@ -28,19 +29,19 @@ class ComparedLayouts:
         return self.first.hash == self.second.hash
 
 
-def diff(options: DiffOptions) -> ComparedLayouts:
+def diff(files: Sequence[Path]) -> ComparedLayouts:
     """Compare two layouts of one model head by head."""
-    (first,), (second,) = (read_layout(file).layouts.values() for file in (options.a, options.b))
+    (first,), (second,) = (read_layout(file).layouts.values() for file in files)
     return ComparedLayouts(first, second, Difference.of(first, second))
 
 
-def show(options: DiffOptions, compared: ComparedLayouts) -> None:
-    """Print how two layouts differ."""
+def show(files: Sequence[Path], compared: ComparedLayouts) -> None:
+    """Print how the layouts of two files differ."""
     first, second, delta = compared.first, compared.second, compared.difference
     if compared.is_same:
         out.print(f"the same layout: {describe(first)}", soft_wrap=True)
         return
-    out.print(Text(f"- {options.a}: {describe(first)}\n+ {options.b}: {describe(second)}"), soft_wrap=True)
+    out.print(Text(f"- {files[0]}: {describe(first)}\n+ {files[1]}: {describe(second)}"), soft_wrap=True)
     out.print(f"{delta.num_heads} heads differ, Jaccard index of the global heads {delta.jaccard:.3f}")
     if delta.num_heads:
         out.print("G: global in both; .: local in both; -: global only in the first; +: global only in the second")

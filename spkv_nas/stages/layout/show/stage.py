@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from rich.text import Text
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.console import out
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.layout.grids import describe, heads_document, print_grid
 from spkv_nas.stages.layout.reading import read_layout
-from spkv_nas.stages.layout.show.options import ShowLayoutsOptions
 from spkv_nas.stages.lookup import find_table
 
 
@@ -26,11 +27,11 @@ class ShownLayout:
     coverage: float | None
 
 
-def read_layouts(options: ShowLayoutsOptions) -> list[ShownLayout]:
+def read_layouts(files: Sequence[Path], probe: str | None, workspace: Workspace) -> list[ShownLayout]:
     """Read layout files, and compute their coverage if a probe is named."""
-    table = None if options.probe is None else find_table(options.folders, options.probe)
+    table = None if probe is None else find_table(workspace, probe)
     shown = []
-    for file in options.files:
+    for file in files:
         proposal = read_layout(file)
         (layout,) = proposal.layouts.values()
         covered = None if table is None else coverage(proposal.table(table), layout)

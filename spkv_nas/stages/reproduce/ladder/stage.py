@@ -9,14 +9,11 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.defaults import LADDER_DENSITY
 from spkv_nas.base.console import out, print_path
-from spkv_nas.base.units import parse_context
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.ladder import flops_table, write_flops_table
 from spkv_nas.report.cost_charts import flops_charts
 from spkv_nas.report.figures import save_figure
-from spkv_nas.stages.options import PAPER
-from spkv_nas.stages.reproduce.ladder.options import LadderOptions
 
 
 @dataclass(frozen=True)
@@ -38,12 +35,11 @@ class LadderResult:
     figure: Path | None
 
 
-def ladder(options: LadderOptions) -> LadderResult:
+def ladder(workspace: Workspace, name: str, tokens: int, density: float) -> LadderResult:
     """Write FLOPs of the ladder's levels, dense and at a density, and their figure to ``reports/<name>/``."""
-    tokens, density = parse_context(options.context), LADDER_DENSITY if options.density is None else options.density
     rows = flops_table(tokens, density)
-    options.folders.check_writable()
-    folder = options.folders.report_dir(options.name or PAPER)
+    workspace.check_writable()
+    folder = workspace.report_dir(name)
     write_flops_table(folder, rows)
     figure = save_figure(folder, flops_charts(rows, tokens, density))
     return LadderResult(rows, tokens, density, folder, figure)

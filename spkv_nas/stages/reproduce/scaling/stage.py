@@ -11,11 +11,11 @@ from rich.table import Table
 
 from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.base.console import out, print_path
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.scaling_law import describe_laws, fit_runs, read_runs, write_laws
 from spkv_nas.report.cost_charts import scaling_chart
 from spkv_nas.report.figures import save_figure
 from spkv_nas.stages.options import PAPER
-from spkv_nas.stages.reproduce.scaling.options import ScalingOptions
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,15 @@ class ScalingResult:
     figure: Path | None
 
 
-def scaling(options: ScalingOptions) -> ScalingResult:
+def scaling(workspace: Workspace, file: Path | None, name: str | None) -> ScalingResult:
     """Fit the scaling law to runs, by default the paper's, and write law and figure to ``reports/<name>/``."""
-    runs = read_runs(options.runs or PAPER_TABLE)
+    runs = read_runs(file or PAPER_TABLE)
     laws = fit_runs(runs)
     described = describe_laws(runs, laws)
-    name = options.name or (PAPER if options.runs is None else options.runs.stem)
-    options.folders.check_writable()
-    source = PAPER if options.runs is None else str(options.runs)
-    folder = options.folders.report_dir(name)
-    write_laws(folder, described, source)
+    name = name or (PAPER if file is None else file.stem)
+    workspace.check_writable()
+    folder = workspace.report_dir(name)
+    write_laws(folder, described, PAPER if file is None else str(file))
     figure = save_figure(folder, scaling_chart(runs, laws))
     return ScalingResult(name, described, folder, figure)
 
