@@ -15,7 +15,6 @@ from functools import partial
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.units import format_bytes
-from spkv_nas.cost.adapters import num_adapter_parameters
 from spkv_nas.cost.formulas import flops_per_token, kv_cache_bytes
 from spkv_nas.cost.memory import (
     BFLOAT16,
@@ -24,11 +23,12 @@ from spkv_nas.cost.memory import (
     ROOM,
     Learns,
     PassMemory,
+    Training,
     fitting_pass,
     largest_fit,
+    num_adapter_parameters,
     num_predictor_parameters,
 )
-from spkv_nas.cost.training import Training
 
 _SHORTEST_BLOCK = 128  # tokens; shorter blocks are not recommended
 _MAX_DEVICES = 1024
@@ -214,10 +214,10 @@ class Stages:
         teacher = self._forward_flops(scored=True, gated=False) if training.distills else 0.0
         flops = tokens * (teacher + self._learning_flops(learns, gated=gated, recomputes=recomputes, adapters=adapters))
         devices, micro = self.site.devices, self._micro(training)
-        memory = self._training_bytes(training, devices, micro, gated)
+        memory = self.training_bytes(training, devices, micro, gated=gated)
         passes = self._batching(micro, training.recomputes)
         if not training.recomputes:
-            recomputed = self._training_bytes(replace(training, recomputes=True), devices, micro, gated).total
+            recomputed = self.training_bytes(replace(training, recomputes=True), devices, micro, gated=gated).total
             passes += f"; {format_bytes(round(recomputed))} with gradient_checkpointing"
         work = self._work(name, memory, tokens, flops, devices, passes)
         return work if work.fits else replace(work, remedy=self._training_remedy(training, gated))
@@ -290,19 +290,20 @@ class Stages:
         while number <= _MAX_DEVICES:
             for prefix, way in ways.items():
                 sharded, dropped = replace(way, sharded=True, distills=False), ", no distill" if way.distills else ""
-                if self.site.holds(self._training_bytes(sharded, number, 1, gated)):
+                if self.site.holds(self.training_bytes(sharded, number, 1, gated=gated)):
                     return f"sharding: fsdp on {number} devices, {prefix}micro_batch_size: 1{dropped}"
             number *= 2
         return "a smaller data.block_size, or devices with more memory"
 
     def _fitting(self, training: Training, gated: bool) -> int:
         """Return the largest micro-batch size that fits on one of the site's devices, or 0."""
-        room, devices = ROOM * self.site.memory, self.site.devices
-        return largest_fit(
-            self._micro(training), room, lambda blocks: self._training_bytes(training, devices, blocks, gated).total
-        )
 
-    def _training_bytes(self, training: Training, devices: int, blocks: int, gated: bool) -> Bytes:
+        def num_bytes(blocks: int) -> float:
+            return self.training_bytes(training, self.site.devices, blocks, gated=gated).total
+
+        return largest_fit(self._micro(training), ROOM * self.site.memory, num_bytes)
+
+    def training_bytes(self, training: Training, devices: int, blocks: int, *, gated: bool) -> Bytes:
         """Return the memory on one of ``devices`` with micro-batches of ``blocks``."""
         # Count trained parameters
         size, passes = self.size, training.passes(self.size, self.gates if gated else None, on_cpu=self.site.is_cpu)

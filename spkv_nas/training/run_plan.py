@@ -1,12 +1,13 @@
 """Planning of training commands: estimate runs, tokens, time and memory before training, without writing anything.
 
 Finished runs are looked up where training would look for them, so a plan is right about reuse unless the text has
-changed, which only training detects. One training step is measured for each kind of variant with runs left to train
-(``step_cost``).
+changed, which only training detects. One training step is timed for each kind of variant with runs left to train
+(``step_cost``); memory is that of the formulas (``cost.stage_costs``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,8 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.units import format_bytes
+from spkv_nas.cost.memory import Training, largest_fit
+from spkv_nas.cost.stage_costs import Site, Stages
 from spkv_nas.data.splits import train_tokenizer
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.model_shape import config_size
@@ -229,7 +232,7 @@ class Planner:
             return Plan(self.recipe.name, runs)
         micro_batch_size = max(phase.per_device_train_batch_size for phase in self._arguments)
         trains = any(run.steps and run.state != FINISHED for run in runs)
-        needed = max(cost.memory(micro_batch_size) for cost in self._costs.values()) if trains else 0
+        needed = max(self.memory(kind, micro_batch_size) for kind in self._costs) if trains else 0
         warned = [f"{_WARNING}{line}" for line in self.recipe.warnings()] if Kind.SP_KV in self._costs else []
         return Plan(self.recipe.name, runs, (*self._remarks(needed), *warned), needed, self.available)
 
@@ -256,17 +259,32 @@ class Planner:
         phases = [phase for phase in (self.recipe.dense, self.recipe.branch) if phase is not None]
         return [training_arguments(self.recipe, phase, self._runs, device=self.device) for phase in phases]
 
+    @cached_property
+    def _stages(self) -> Stages:
+        """Return the formulas of memory and FLOPs for the recipe's model on the device."""
+        site = Site(self.device, math.inf, is_cpu=self.device == "cpu")
+        return Stages(self.size, self.recipe.gates.of_model(self.size.heads.grid), site, self.recipe.data.block_size, 1)
+
+    def _training(self, kind: Kind) -> Training:
+        """Return how the branch of a kind of variant is trained."""
+        bfloat16, gated = self._arguments[-1].bf16, kind is Kind.SP_KV
+        return how_trained(self.recipe, self.recipe.branch, self.size, bfloat16=bfloat16, gated=gated)
+
+    def memory(self, kind: Kind, blocks: int) -> int:
+        """Return the peak bytes of a training step with micro-batches of ``blocks``; 0: without activations."""
+        return round(self._stages.training_bytes(self._training(kind), 1, blocks, gated=kind is Kind.SP_KV).total)
+
+    def fitting_blocks(self, kind: Kind) -> int:
+        """Return the largest micro-batch size whose step fits in ``ROOM``, up to that of the recipe, or 0."""
+        largest = self._arguments[-1].per_device_train_batch_size
+        return largest_fit(largest, ROOM * self.available, lambda blocks: self.memory(kind, blocks))
+
     def _cost(self, variant: Variant) -> StepCost:
-        """Measure the cost of a step, or estimate it if a trial would take too much memory or time."""
+        """Time a step, or estimate its time if a trial would take too much memory or time."""
         # Size of the trial batch that fits
-        recipe, device = self.recipe, self.device
-        block_size, gated = recipe.data.block_size, variant.kind is Kind.SP_KV
-        settings = how_trained(recipe, recipe.branch, self.size, bfloat16=self._arguments[-1].bf16, gated=gated)
-        guess = estimate(self.size, block_size, settings, device=device)
-        max_blocks = (ROOM * self.available - guess.fixed_bytes) / guess.block_bytes
-        num_blocks = min(
-            self._arguments[-1].per_device_train_batch_size, int(max_blocks), int(MAX_SECONDS / guess.pass_seconds)
-        )
+        recipe, device, training = self.recipe, self.device, self._training(variant.kind)
+        guess = estimate(self._stages, training, gated=variant.kind is Kind.SP_KV)
+        num_blocks = min(self.fitting_blocks(variant.kind), int(MAX_SECONDS / guess.pass_seconds))
         if num_blocks < 1:
             return guess
         # Measure
@@ -275,7 +293,7 @@ class Planner:
         apply_variant(model, recipe, variant, recipe.seed)
         loss = distillation(recipe, variant, model, lambda: self._model(variant))
         try:
-            return measure(model, (num_blocks, block_size), settings, device=device, distillation=loss)
+            return measure(model, (num_blocks, recipe.data.block_size), training, device=device, distillation=loss)
         except (torch.OutOfMemoryError, MemoryError):  # the plan reports the memory needed
             return guess
 
@@ -318,7 +336,7 @@ class Planner:
             yield (
                 f"memory: training takes about {format_bytes(needed)}, and {free} are free; "
                 "a smaller micro_batch_size or data.block_size takes less, but never under "
-                f"{format_bytes(min(cost.fixed_bytes for cost in self._costs.values()))}"
+                f"{format_bytes(min(self.memory(kind, 0) for kind in self._costs))}"
             )
         else:
             yield f"memory: about {format_bytes(needed)} of the {free} that are free"

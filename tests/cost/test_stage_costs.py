@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,18 +11,25 @@ import pytest
 import torch
 from configs import BILLIONS, CONFIGS, on_meta, published
 from helpers import FAMILIES, fails, tiny_model
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import read_yaml
 from spkv_nas.base.units import format_flops
 from spkv_nas.cli import main
-from spkv_nas.cost.adapters import num_adapter_parameters
-from spkv_nas.cost.memory import Learns, PassMemory, fitting_pass, logit_bytes, num_predictor_parameters
+from spkv_nas.cost.memory import (
+    Learns,
+    PassMemory,
+    Training,
+    fitting_pass,
+    logit_bytes,
+    num_adapter_parameters,
+    num_predictor_parameters,
+)
 from spkv_nas.cost.stage_costs import Site, Stages
-from spkv_nas.cost.training import Training
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import layer_states
 from spkv_nas.model.checkpoint import save
@@ -30,11 +38,38 @@ from spkv_nas.model.model_shape import config_size, model_size
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.lora import add_adapters
 from spkv_nas.training.recipe import LoraConfig
-from spkv_nas.training.step_cost import _Kept
 
 GATES = GateConfig(window=4, target_density=0.25)
 FIXED = "its fixed memory alone does not fit: use a device with more memory"
 FULL_BLOCKS = {"block_size": 512, "batch_size": 8}
+
+
+class _Kept:
+    """Counter of the bytes that autograd saves for the backward pass, without the model's parameters and buffers."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Exclude the tensors of ``model``."""
+        self._model_storages = {
+            tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
+        }
+        self._storages: dict[int, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes saved."""
+        return sum(self._storages.values())
+
+    def watch(self, call: Callable[[], None]) -> None:
+        """Run ``call`` and count the tensors it saves, each storage once."""
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._model_storages:
+                self._storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            call()
 
 
 @pytest.mark.slow

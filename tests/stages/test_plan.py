@@ -9,14 +9,17 @@ import pytest
 from helpers import fails, make_table, tiny_model, write_project
 from transformers import PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import HeadShape, ModelSize
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.units import format_seconds
 from spkv_nas.cli import main
-from spkv_nas.cost.training import Training
+from spkv_nas.cost.memory import Training
+from spkv_nas.cost.stage_costs import Site, Stages
 from spkv_nas.model.checkpoint import read_size, save
+from spkv_nas.model.model_shape import model_size
 from spkv_nas.stages.dry_run import plan_of
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.train.options import TrainOptions
@@ -26,9 +29,9 @@ from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import newest_step
 from spkv_nas.training.run_plan import FINISHED, Planner
-from spkv_nas.training.step_cost import StepCost, estimate, measure
+from spkv_nas.training.step_cost import StepCost, estimate, how_trained, measure
 from spkv_nas.training.text_size import TextSize
-from spkv_nas.training.variants import Variant
+from spkv_nas.training.variants import Kind, Variant
 
 FLOAT32 = Training(1, 1, bfloat16=False)
 RUN = 8 * 4 * 32  # tokens of a branch of the tiny recipe
@@ -46,35 +49,31 @@ def everything(folder: Path) -> set[Path]:
 
 
 class TestStepCost:
-    def test_memory_is_that_of_the_parameters_and_of_every_block(self) -> None:
-        model = tiny_model()
-        number = sum(parameter.numel() for parameter in model.parameters())
-        one, two = (measure(tiny_model(), (blocks, 24), FLOAT32, device="cpu") for blocks in (1, 2))
-        assert one.fixed_bytes == two.fixed_bytes == 16 * number
-        assert two.block_bytes == pytest.approx(one.block_bytes, rel=0.05)
-        assert one.memory(3) == one.fixed_bytes + 3 * one.block_bytes
-        hidden = 4 * 24 * 32  # bytes of one activation as wide as the model
-        assert one.block_bytes > model.config.num_hidden_layers * 10 * hidden
-
-    def test_frozen_parameters_have_no_gradients(self) -> None:
-        model = tiny_model()
-        for parameter in model.model.parameters():
-            parameter.requires_grad_(False)
-        frozen = sum(parameter.numel() for parameter in model.model.parameters())
-        cost = measure(model, (1, 24), FLOAT32, device="cpu")
-        assert cost.fixed_bytes == 4 * frozen + 16 * model.lm_head.weight.numel()
+    def test_memory_is_that_of_the_parameters_and_of_every_block(self, recipe_file: Path) -> None:
+        """Weights, gradients and moments take 16 bytes per parameter; the formulas are those of ``plan``."""
+        recipe = Recipe.read(recipe_file)
+        planner = Planner(recipe, recipe_file.parent, recipe_file.parent / "runs", device="cpu")
+        fixed, one, two = (planner.memory(Kind.FULL_ATTENTION, blocks) for blocks in (0, 1, 2))
+        assert fixed == 16 * planner.size.num_parameters
+        hidden = 4 * recipe.data.block_size * planner.size.hidden_size  # bytes of one activation as wide as the model
+        assert two - one == one - fixed > planner.size.heads.num_layers * 10 * hidden
+        assert planner.memory(Kind.SP_KV, 1) > one
+        stages = Stages(planner.size, recipe.gates, Site("", 1e9, is_cpu=True), recipe.data.block_size, 8)
+        phase = how_trained(recipe, recipe.branch, planner.size, bfloat16=False)
+        planned = stages.train("", replace(phase, micro_batch_size=2), gated=False).memory
+        assert planned.total == two
 
     def test_a_step_is_its_passes_and_an_update(self) -> None:
-        assert StepCost(2.0, 1.0, 3.0, 0, 0, True).seconds(4) == 11.0
+        assert StepCost(2.0, 1.0, 3.0, True).seconds(4) == 11.0
 
-    def test_an_estimate_is_near_what_is_measured(self, tmp_path: Path, tiny_tokenizer: object) -> None:
-        model = tiny_model(hidden_size=128, intermediate_size=352)
-        save(model, tiny_tokenizer, tmp_path / "model")  # type: ignore[arg-type]
-        guess = estimate(read_size(tmp_path / "model"), 128, FLOAT32, device="cpu")
-        result = measure(model, (1, 128), FLOAT32, device="cpu")
-        assert guess.fixed_bytes == result.fixed_bytes
-        assert guess.block_bytes == pytest.approx(result.block_bytes, rel=0.5)
+    def test_an_estimate_counts_flops(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("spkv_nas.training.step_cost.matmul_speed", lambda device, bfloat16: 1e9)
+        stages = Stages(model_size(tiny_model()), GateConfig(), Site("cpu", 1e12), 24, 1)
+        guess = estimate(stages, Training(1, 8, bfloat16=False), gated=False)
+        assert guess.forward_seconds == pytest.approx(stages.measure("", 24).flops / 0.5e9)
+        assert guess.pass_seconds == pytest.approx(3 * guess.forward_seconds)
         assert not guess.is_measured
+        assert measure(tiny_model(), (1, 24), FLOAT32, device="cpu").is_measured
 
 
 class TestModelSize:
@@ -267,11 +266,10 @@ class TestInit:
             pass_seconds=2.0,
             forward_seconds=0.0,
             update_seconds=0.0,
-            fixed_bytes=1000,
-            block_bytes=100,
             is_measured=True,
         )
         monkeypatch.setattr(Planner, "_cost", lambda planner, variant: cost)
+        monkeypatch.setattr(Planner, "memory", lambda planner, kind, blocks: 1000 + 100 * blocks)
 
     @pytest.mark.slow
     def test_estimates_the_path_and_writes_only_the_recipe(
@@ -344,10 +342,11 @@ class TestInit:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        def cost(planner: Planner, variant: Variant) -> StepCost:
-            return StepCost(2.0, 0.0, 0.0, 900, 100 if planner.recipe.gradient_checkpointing else 300, True)
+        def memory(planner: Planner, kind: Kind, blocks: int) -> int:
+            return 900 + blocks * (100 if planner.recipe.gradient_checkpointing else 300)
 
-        monkeypatch.setattr(Planner, "_cost", cost)
+        monkeypatch.setattr(Planner, "_cost", lambda planner, variant: StepCost(2.0, 0.0, 0.0, True))
+        monkeypatch.setattr(Planner, "memory", memory)
         monkeypatch.setattr("spkv_nas.training.run_plan.available_bytes", lambda device: available)
         file = tmp_path / "recipe.yaml"
         main(["init", str(model), str(corpus_folder), "--out", str(file)])

@@ -184,17 +184,17 @@ class TestPlan:
     ) -> None:
         """A frozen model is its own teacher; otherwise a copy of the weights is in memory."""
         recipe = Recipe(**merged(recipe.model_dump(), changes))
-        costs = []
+        memory = []
         for one in (recipe, with_teacher(recipe, weight=0.5)):
             one = one.model_copy(update={"model": ModelConfig(path=str(dense)), "dense": None})
             planner = Planner(one, tmp_path, tmp_path / "runs", device="cpu")
-            costs.append(planner.cost(HYBRID))
+            assert planner.cost(HYBRID).is_measured
+            memory.append([planner.memory(HYBRID.kind, blocks) for blocks in (0, 1)])
         size = read_size(dense)
         copied = 0 if changes else 4 * size.num_parameters
-        assert costs[1].fixed_bytes - costs[0].fixed_bytes == copied
-        assert costs[1].block_bytes > costs[0].block_bytes
-        assert costs[0].is_measured
-        assert costs[1].is_measured
+        (fixed, step), (taught_fixed, taught_step) = memory
+        assert taught_fixed - fixed == copied
+        assert taught_step - taught_fixed > step - fixed
 
     @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
     def test_estimates(self, changes: dict[str, Any], recipe: Recipe, dense: Path) -> None:

@@ -20,6 +20,7 @@ from torch._inductor.utils import fresh_inductor_cache
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import merged
+from spkv_nas.cost.stage_costs import Site, Stages
 from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.attach import attach_gates
@@ -33,7 +34,7 @@ from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import dense_run, train_dense
 from spkv_nas.training.lora import add_adapters, merge_adapters
 from spkv_nas.training.recipe import LoraConfig, ModelConfig, Recipe
-from spkv_nas.training.step_cost import estimate, how_trained
+from spkv_nas.training.step_cost import how_trained
 from spkv_nas.training.variants import Variant
 
 LORA = {"lora": {"rank": 2, "alpha": 8.0, "dropout": 0.1}}
@@ -312,7 +313,8 @@ class TestFrozenWeights:
         result = []
         for bfloat16 in (False, True):
             how = how_trained(lora, lora.branch, size, bfloat16=bfloat16)
-            result.append(estimate(size, 32, how, device="cpu").fixed_bytes)
+            stages = Stages(size, lora.gates, Site("", 1e9), 32, 1)
+            result.append(stages.training_bytes(how, 1, 0, gated=False).total)
         assert result[0] - result[1] == 2 * size.num_parameters
 
 

@@ -43,7 +43,7 @@ from spkv_nas.stages.next_steps import after_init
 from spkv_nas.training.first_recipe import MIN_STEPS, Draft
 from spkv_nas.training.run_plan import ROOM, Plan, PlannedRun, Planner, summarize_runs
 from spkv_nas.training.text_size import count_text
-from spkv_nas.training.variants import Variant
+from spkv_nas.training.variants import Kind, Variant
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,12 @@ def _fit_memory(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple
             announce=reporter.announce,
             text=draft.text,
         )
-        # Blocks that fit beside weights and optimizer state
-        cost = planner.cost(Variant.sp_kv())
-        room = ROOM * planner.available - cost.fixed_bytes
-        fitting = int(room / cost.block_bytes)
+        fitting = planner.fitting_blocks(Kind.SP_KV)
         if fitting >= draft.batch_size:
             return planner, draft
         # Accumulate gradients over micro-batches of a power of two, or make blocks smaller
-        if fitting >= 1 or room < 0 or draft.smaller is None:
+        never = planner.memory(Kind.SP_KV, 0) > ROOM * planner.available
+        if fitting >= 1 or never or draft.smaller is None:
             draft = replace(draft, micro_batch_size=2 ** int(math.log2(max(1, fitting))))
             return planner.with_recipe(draft.recipe(base)), draft
         draft = draft.smaller

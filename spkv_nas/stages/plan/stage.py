@@ -13,8 +13,8 @@ from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.cost.hardware import find_hardware
+from spkv_nas.cost.memory import Training
 from spkv_nas.cost.stage_costs import Site, StageCost, Stages
-from spkv_nas.cost.training import Training
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import check_dense, load_tokenizer, read_gates, read_size

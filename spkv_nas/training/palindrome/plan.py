@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spkv_nas.base.device import choose_device
-from spkv_nas.cost.training import Training
+from spkv_nas.cost.memory import Training
 from spkv_nas.training.palindrome.run import VARIANTS, PalindromeSettings, is_finished, new_model, variant_folder
 from spkv_nas.training.palindrome.task import Palindromes
 from spkv_nas.training.run_files import newest_step
