@@ -28,6 +28,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from spkv_nas.artifacts.gate_config import GATED, GateConfig
 from spkv_nas.artifacts.shape import ModelSize
@@ -37,6 +38,34 @@ ROOM = 0.9  # share of the available memory for passes; the rest is for allocato
 FLOAT32 = 4  # bytes
 BFLOAT16 = 2
 MOMENTS = 8  # bytes of Adam's two moments per parameter
+
+OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"]
+
+BITSANDBYTES = "bitsandbytes"
+_BLOCK = 256  # 8-bit numbers per float32 scale
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A variant of AdamW.
+
+    Attributes:
+        moment_bytes: bytes of both moments per parameter on the device; 0 if paged, as they may be in CPU memory.
+        package: package that provides it, if not torch.
+    """
+
+    moment_bytes: float = 8.0
+    package: str | None = None
+
+
+OPTIMIZERS: dict[OptimizerName, Optimizer] = {
+    "adamw_torch_fused": Optimizer(),
+    "adamw_torch": Optimizer(),
+    "adamw_8bit": Optimizer(2 * (1 + 4 / _BLOCK), BITSANDBYTES),
+    "paged_adamw_32bit": Optimizer(0.0, BITSANDBYTES),
+    "paged_adamw_8bit": Optimizer(0.0, BITSANDBYTES),
+}
+DEFAULT_OPTIMIZER: OptimizerName = "adamw_torch_fused"
 
 
 class Learns(Enum):

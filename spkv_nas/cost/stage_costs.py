@@ -8,7 +8,7 @@ device or, for a decoded token, the lower bound by memory bandwidth. It is None 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,13 +30,11 @@ from spkv_nas.cost.memory import (
     num_predictor_parameters,
 )
 
-_SHORTEST_BLOCK = 128  # tokens; shorter blocks are not recommended
 _MAX_DEVICES = 1024
 _RANK = 16  # of recommended adapters
 _AGAIN = "gradient_checkpointing: true"
 _GATHERED = 2  # layers whose weights FSDP2 gathers: the current one and the next
 _FIXED = "its fixed memory alone does not fit: use a device with more memory"
-_PARTED = f"{_FIXED}, or several devices with --device auto"
 
 
 @dataclass(frozen=True)
@@ -162,11 +160,7 @@ class Stages:
         tokens = steps * step_blocks * self.block_size
         reference = 0.0 if of_keys else self._forward_flops(scored=True, gated=False)  # of the unchanged model
         flops = tokens * (reference + self._learning_flops(Learns.GATES, gated=of_keys, recomputes=recomputes))
-
-        def better(length: int) -> StageCost:
-            return replace(self, block_size=length).learn_gates(name, steps, step_tokens, room, of_keys=of_keys)
-
-        return self._work(name, memory, tokens, flops, batching=self._batching(blocks, recomputes), better=better)
+        return self._work(name, memory, tokens, flops, batching=self._batching(blocks, recomputes))
 
     def measure(
         self,
@@ -202,9 +196,6 @@ class Stages:
             num_tokens,
             num_tokens * self._forward_flops(scored=scored, gated=gated),
             batching=self._batching(blocks),
-            better=lambda length: replace(self, block_size=length).measure(
-                name, tokens, times, gated=gated, scored=scored, shares=shares
-            ),
         )
 
     def train(self, name: str, training: Training, *, gated: bool) -> StageCost:
@@ -241,33 +232,22 @@ class Stages:
         return replace(work, seconds=seconds, remedy=remedy)
 
     def _work(
-        self,
-        name: str,
-        memory: Bytes,
-        tokens: int,
-        flops: float,
-        devices: int = 1,
-        batching: str = "",
-        better: Callable[[int], StageCost] | None = None,
+        self, name: str, memory: Bytes, tokens: int, flops: float, devices: int = 1, batching: str = ""
     ) -> StageCost:
-        """Assemble a stage's cost; ``better`` returns the cost at another block size."""
+        """Assemble a stage's cost."""
         speed = self.site.speed
         seconds = None if speed is None else flops / (speed * devices)
-        remedy = "" if self.site.holds(memory) else self._remedy(memory, better)
+        remedy = "" if self.site.holds(memory) else self._remedy(memory)
         return StageCost(name, memory, tokens, flops, seconds, devices, batching, remedy)
 
-    def _remedy(self, memory: Bytes, better: Callable[[int], StageCost] | None) -> str:
-        """Return a change that makes a stage on one device fit."""
+    def _remedy(self, memory: Bytes) -> str:
+        """Return a change that makes measuring or training gates on one device fit."""
         room = ROOM * self.site.memory
-        if memory.weights + memory.learning > room:
-            halved = memory.weights / 2 + memory.learning
-            if self.item > BFLOAT16 and halved < room:
-                return "--dtype bfloat16"
-            return _FIXED if better is None or self.site.is_cpu else _PARTED
-        if better is not None and self.block_size > _SHORTEST_BLOCK:
-            shorter = better(self.block_size // 2)
-            return shorter.remedy or f"--block-size {self.block_size // 2}"
-        return "a device with more memory"
+        if memory.weights + memory.learning <= room:
+            return "a shorter --block-size, or a device with more memory"
+        if self.item > BFLOAT16 and memory.weights / 2 + memory.learning < room:
+            return "--dtype bfloat16"
+        return _FIXED if self.site.is_cpu else f"{_FIXED}, or several devices with --device auto"
 
     def _training_remedy(self, training: Training, gated: bool) -> str:
         """Return the smallest change of a recipe that makes training fit."""

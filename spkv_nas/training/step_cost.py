@@ -17,8 +17,7 @@ from spkv_kernels.timing import synchronise
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.shape import ModelSize
-from spkv_nas.cost.memory import FLOAT32, Learns, Training, num_adapter_parameters
-from spkv_nas.cost.optimizers import OPTIMIZERS
+from spkv_nas.cost.memory import FLOAT32, OPTIMIZERS, Learns, Training, num_adapter_parameters
 from spkv_nas.cost.stage_costs import Stages
 from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.distillation import Distillation

@@ -223,7 +223,7 @@ class TestStages:
         assert small.measure("", 1 << 20).fits
         assert small.learn_gates("", 1, 2048, 0.5).remedy == f"{FIXED}, or several devices with --device auto"
         long = replace(stages, block_size=1 << 17, site=Site("", 32e9))
-        assert long.measure("", 1 << 20).remedy == "--block-size 65536"
+        assert long.measure("", 1 << 20).remedy == "a shorter --block-size, or a device with more memory"
         assert not replace(small, item=4).measure("", 1 << 20).fits
         assert replace(small, item=4).measure("", 1 << 20).remedy == "--dtype bfloat16"
         assert replace(small, site=Site("", 8e9)).generate("", 1, density=1, window=0).remedy == FIXED

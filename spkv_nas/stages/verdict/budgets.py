@@ -14,7 +14,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
 from spkv_nas.base.device import dtype_name
 from spkv_nas.base.progress import SILENT, Reporter, part_of
-from spkv_nas.cost.cache_memory import CacheCost
+from spkv_nas.cost.formulas import CacheCost
 from spkv_nas.evaluation.verdict.bisection import Critical, critical
 from spkv_nas.evaluation.verdict.decision import Answer, Levels
 from spkv_nas.model.checkpoint import read_size, saved_dtype
