@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +25,6 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import evaluate, reproduce
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
-from spkv_nas.cli.several import name_each
 from spkv_nas.stages.calibrate.command import calibrate
 from spkv_nas.stages.compare.command import compare
 from spkv_nas.stages.demo.command import demo
@@ -49,6 +48,8 @@ from spkv_nas.stages.train.command import train
 from spkv_nas.stages.train_hybrid.command import train_hybrid
 from spkv_nas.stages.verdict.command import verdict
 
+_TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")  # files, as a shell expands *.txt
+_ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 ORDER = (  # of --help: the workflow, then what goes beside it
     "init",
@@ -233,3 +234,27 @@ def _show_warning(
         warn(str(message))
     else:
         python_showwarning(message, kind, file, *details)
+
+
+def name_each(arguments: Sequence[str]) -> list[str]:
+    """Repeat an option before each file that follows it: ``--data a b`` becomes ``--data a --data b``.
+
+    This holds for ``--data`` and the other options that take files, up to the next option. Recipes and layouts (YAML)
+    stay arguments of the command.
+    """
+    expanded: list[str] = []
+    option, has_value = "", False
+    for number, word in enumerate(arguments):
+        if word == "--":  # only arguments follow
+            return [*expanded, *arguments[number:]]
+        # Options end the list of files, unless one still lacks its value
+        if word.startswith("-") and not (option and not has_value):
+            option, has_value = word if word in _TAKE_SEVERAL else "", False
+        elif option and not has_value:
+            has_value = True
+        elif option and not word.lower().endswith(_ARGUMENTS):
+            expanded.append(option)
+        else:
+            option = ""
+        expanded.append(word)
+    return expanded

@@ -11,14 +11,15 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.progress import Reporter
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import dry_run
-from spkv_nas.cli.completion import completion
 from spkv_nas.cli.present import print_results
 from spkv_nas.cli.screen import working
 from spkv_nas.stages.options import OnDevice, Trains
@@ -164,3 +165,18 @@ def _parameter(field: Field[Any], kind: Any, flag: Flag) -> inspect.Parameter:
         default=inspect.Parameter.empty if field.default is MISSING else field.default,
         annotation=Annotated[kind, info],
     )
+
+
+def completion(flag: Flag) -> Callable[[typer.Context, str], list[str]] | None:
+    """Return the function that completes an option's value, or None to let the shell complete file names."""
+    if not flag.values and not flag.is_probe:
+        return None
+
+    def complete(context: typer.Context, incomplete: str) -> list[str]:
+        workspace = Workspace(Path(context.params.get("workspace") or "."))
+        values = flag.values() if callable(flag.values) else flag.values
+        if flag.is_probe:
+            values = workspace.probes()
+        return [value for value in values if value.startswith(incomplete)]
+
+    return complete

@@ -27,6 +27,7 @@ from spkv_nas.artifacts.gate_config import GLOBAL, LOCAL
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import takes_sinks
 from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.files import StrPath
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.config_section import checkpoint_layout
@@ -128,7 +129,7 @@ def compare_with_engine(
     *,
     layout: Layout | None = None,
     num_prompt: int | None = None,
-    python: str | None = None,
+    python: StrPath | None = None,
 ) -> EngineCheck:
     """Run an engine on a folder, and compare it with the model that this package computes from the same weights.
 
@@ -325,7 +326,7 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
     return [int(token) for token in torch.randint(vocabulary_size(model), (length,), generator=generator)]
 
 
-def _ask(folder: Path, engine: str, prompt: list[int], python: str | None) -> _Answer:
+def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -> _Answer:
     """Run the engine's program, and read its answer. Raises ``UserError`` if there is none."""
     python = sys.executable if python is None else os.path.abspath(python)  # for another working folder
     if python == sys.executable and importlib.util.find_spec(PROGRAMS[engine].package) is None:

@@ -1,4 +1,4 @@
-"""Format changes of NLL and their standard errors, as every command prints them."""
+"""Format changes of NLL, standard errors and table cells, as every command prints them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from spkv_nas.base.console import caution, out
+from spkv_nas.base.statistics import share_text
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from spkv_nas.artifacts.head_scores import HeadScores
+    from spkv_nas.evaluation.sweep import Evaluation
 
 _WIDEST = 100  # standard errors; a wider confidence interval is not printed
 
@@ -59,3 +63,35 @@ def identification(table: HeadScores) -> dict[str, Any]:
         "num_layers": table.num_layers,
         "num_kv_heads": table.num_kv_heads,
     }
+
+
+def evaluation_document(evaluation: Evaluation) -> dict[str, Any]:
+    """Return what ``--json`` prints for an evaluation: NLL in nats per token, threshold, density, size of the text."""
+    nll = evaluation.nll
+    return {
+        "nll": nll.mean,
+        "tau": evaluation.tau,
+        "density": evaluation.density,
+        "num_tokens": nll.num_tokens.sum(),
+        "num_documents": nll.num_documents,
+        "effective_documents": nll.effective_documents,
+    }
+
+
+def say_sample_count(counts: pd.Series[int], unit: str) -> None:
+    """Print how many samples the standard errors of a table rest on."""
+    low, high = int(counts.min()), int(counts.max())
+    number = f"{high:,}" if low == high else f"{low:,} to {high:,}"
+    out.print(f"±: one standard error over {number} {unit}")
+
+
+def percent(share: float) -> str:
+    """Format a share in percent, such as ``28.3``; a dash for NaN."""
+    return "-" if math.isnan(share) else f"{100 * share:.1f}"
+
+
+def with_error(value: float, error: float | None = None) -> str:
+    """Format a value with its standard error, if there is one (``share_text``); a dash for NaN."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.3f}" if error is None else share_text(value, error)

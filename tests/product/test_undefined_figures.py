@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.base.errors import first_line
 from spkv_nas.base.statistics import mean_and_error, share_interval, share_text
 from spkv_nas.cli import main
-from spkv_nas.cli.several import name_each
+from spkv_nas.cli.app import name_each
 from spkv_nas.data.sources import LeftOut, documents
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.generation import Generation
 from spkv_nas.report.density_charts import domain_chart
-from spkv_nas.stages.generate.stage import show as show_generation
+from spkv_nas.stages.generate.command import show as show_generation
 from spkv_nas.stages.probe.output import show as show_probe
 
 OutputOf = Callable[..., str]

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.windows import warn_of_separators, warn_of_windows
+from spkv_nas.artifacts.proposal import warn_of_separators, warn_of_windows
 from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
@@ -12,7 +12,23 @@ from spkv_nas.model.export.engines import ENGINES, check_engine_name
 from spkv_nas.model.export.registry import AUTO, TARGETS, target_flags
 from spkv_nas.serving.programs import PROGRAMS
 from spkv_nas.stages import flags
-from spkv_nas.stages.export.target_flags import with_target_options
+from spkv_nas.stages.entry_flags import add_field, takers_note
+
+Options = TypeVar("Options")
+
+
+def with_target_options(options_class: type[Options]) -> type[Options]:
+    """Declare every option of an export target as a field of a class that becomes a dataclass.
+
+    Raises:
+        UserError: an option has the name of another field.
+    """
+    for name, (declared, takers) in target_flags().items():
+        field = default(declared.default, note=takers_note(takers))
+        owner = f"export target {takers[0]}"
+        add_field(options_class, name, declared.type, declared.flag, field, owner=owner, command="export")
+    return options_class
+
 
 Out = Annotated[Path, Flag("Output folder; must not exist.")]
 ExportTo = Annotated[

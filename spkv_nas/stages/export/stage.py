@@ -39,8 +39,7 @@ def check_in_engine(options: ExportOptions, reporter: Reporter = SILENT) -> Engi
     assert options.check_in is not None
     reporter.announce(f"running {options.out} in {options.check_in}")
     layout = None if options.layout is None else Layout.read(options.layout)
-    python = None if options.python is None else str(options.python)
-    return compare_with_engine(options.out, options.check_in, layout=layout, python=python)
+    return compare_with_engine(options.out, options.check_in, layout=layout, python=options.python)
 
 
 def show(exported: Exported) -> None:

@@ -1,9 +1,56 @@
-"""Run the ``generate`` command; its docstring is the help."""
+"""Declare the options of the ``generate`` command, check them, and run it; its docstring is the help."""
 
 from __future__ import annotations
 
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.generate.options import GenerateOptions
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import REFERENCE, InDtype
+
+if TYPE_CHECKING:
+    from spkv_nas.model.generation import Generation
+
+Prompt = Annotated[str | None, Flag("Text to continue.", argument=True)]
+PromptFile = Annotated[Path | None, Flag("Read the prompt from a file; - reads standard input.", ("--file", "-f"))]
+MaxNewTokens = Annotated[int, Flag("Maximum number of new tokens.", ("--max-new-tokens", "-n"), low=1, high=2**24)]
+TopP = Annotated[float, Flag("Nucleus sampling: cumulative probability cut-off.", low=0.0, high=1.0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(InDtype):
+    """Options of the ``generate`` command."""
+
+    prompt: Prompt = None
+    file: PromptFile = None
+    model: flags.Model = REFERENCE
+    tau: flags.Tau = default(None, "the checkpoint's")
+    max_new_tokens: MaxNewTokens = 200
+    temperature: flags.Temperature = 0.0
+    top_p: TopP = 1.0
+    seed: flags.Seed = 0
+
+
+def check(options: GenerateOptions) -> None:
+    """Check that exactly one prompt is given, and the checkpoint."""
+    from spkv_nas.evaluation.thresholds import check_tau
+    from spkv_nas.model.source import check_checkpoint
+    from spkv_nas.stages.checks import check_exist
+
+    if options.prompt is not None and options.file is not None:
+        raise UserError("give a prompt or --file, not both")
+    if options.prompt is None and options.file is None:
+        raise UserError("no prompt: give one as an argument, or a file with --file")
+    if options.file is not None and str(options.file) != "-":
+        check_exist([options.file], "prompt")
+    check_tau(options.tau)
+    check_checkpoint(options.model)
 
 
 def generate(options: GenerateOptions, reporter: Reporter) -> None:
@@ -13,8 +60,51 @@ def generate(options: GenerateOptions, reporter: Reporter) -> None:
     transformers.
     """
     from spkv_nas.base.console import out
-    from spkv_nas.stages.generate import stage
+    from spkv_nas.base.device import choose_device
+    from spkv_nas.base.files import read_text
+    from spkv_nas.model import generation
+    from spkv_nas.model.checkpoint import load_on
+    from spkv_nas.model.transformers_logging import quiet_transformers
 
-    result = stage.generate(options, reporter, stream=out.write)
+    # Read the prompt; ``check`` requires one
+    prompt = options.prompt or ""
+    if options.file is not None:
+        prompt = sys.stdin.read() if str(options.file) == "-" else read_text(options.file, "prompt")
+    # Generate
+    quiet_transformers(reporter)
+    reporter.announce(f"loading {options.model}")
+    model, tokenizer = load_on(options.model, choose_device(options.device), options.dtype)
+    result = generation.generate(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        tau=options.tau,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        stream=out.write,
+    )
     out.write("\n")
-    stage.show(result)
+    show(result)
+
+
+def show(result: Generation) -> None:
+    """Print a generation's speed and cache size to standard error."""
+    from spkv_nas.base.console import err
+
+    share = result.cache_bytes / result.full_attention_bytes
+    reason = " (so short a text does not fill its pages and windows)" if share > 1 else ""
+    err.print(
+        f"{result.num_new_tokens} tokens, {result.tokens_per_second:.1f} tokens/s, after a prompt of "
+        f"{result.num_prompt_tokens} tokens in {result.prefill_seconds:.2f} s\n"
+        f"cache {result.cache_bytes / 1e6:.2f} MB, full attention {result.full_attention_bytes / 1e6:.2f} MB: "
+        f"{100 * share:.0f} %{reason}"
+    )
+    if result.density is not None:
+        density = (
+            "density unknown (no key left the window)"
+            if math.isnan(result.density)
+            else f"density {100 * result.density:.1f} %"
+        )
+        err.print(f"{density} at tau {result.tau:g}" if result.tau is not None else density)

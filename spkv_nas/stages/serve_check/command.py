@@ -1,10 +1,46 @@
-"""Run the ``serve-check`` command; its docstring is the help."""
+"""Declare the options of the ``serve-check`` command, check them, and run it; its docstring is the help."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.base.progress import Reporter
+from spkv_nas.serving.programs import PROGRAMS
+from spkv_nas.stages import flags
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.serve_check.options import ServeCheckOptions
+
+Folder = Annotated[Path, Flag("Exported model folder.", argument=True)]
+Engine = Annotated[str, Flag("Inference engine to run.", values=tuple(PROGRAMS))]
+Intended = Annotated[Path | None, Flag("Layout (YAML) that the engine must run.")]
+PromptTokens = Annotated[int | None, Flag("Tokens of the prompt, more than the window.", low=2, high=MAX_WHOLE)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCheckOptions:
+    """Options of the ``serve-check`` command."""
+
+    folder: Folder
+    engine: Engine
+    layout: Intended = default(None, "the folder's")
+    prompt_tokens: PromptTokens = default(None, "128 more than the window")
+    python: flags.EnginePython = default(None, "this one")
+
+
+def check(options: ServeCheckOptions) -> None:
+    """Check folder, layout and Python."""
+    from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.model.source import check_checkpoint
+    from spkv_nas.stages.checks import check_exist
+
+    check_checkpoint(str(options.folder))
+    if options.layout is not None:
+        Layout.read(options.layout)
+    if options.python is not None:
+        check_exist([options.python], "Python")
 
 
 def serve_check(options: ServeCheckOptions, reporter: Reporter) -> Result:
@@ -14,7 +50,18 @@ def serve_check(options: ServeCheckOptions, reporter: Reporter) -> Result:
     same comparison. Prints both, and the engine's report of its cache. If the engine differs, says which layer it runs
     with other windows. Exits with 1 unless the check passed.
     """
-    from spkv_nas.stages.serve_check import stage
+    from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.base.console import say
+    from spkv_nas.model.transformers_logging import quiet_transformers
+    from spkv_nas.serving.engine_check import compare_with_engine
 
-    checked = stage.serve_check(options, reporter)
-    return Result(checked, stage.show, exit_code=int(not checked.passed))
+    quiet_transformers(reporter)
+    reporter.announce(f"running {options.folder} in {options.engine}")
+    checked = compare_with_engine(
+        options.folder,
+        options.engine,
+        layout=None if options.layout is None else Layout.read(options.layout),
+        num_prompt=options.prompt_tokens,
+        python=options.python,
+    )
+    return Result(checked, lambda check: say(str(check)), exit_code=int(not checked.passed))

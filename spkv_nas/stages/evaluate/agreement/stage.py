@@ -27,8 +27,8 @@ from spkv_nas.model.model_shape import vocabulary_size
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.evaluate.agreement.options import AgreementOptions
-from spkv_nas.stages.evaluate.cells import say_sample_count, with_error
 from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, evaluated, hard, identity, load, origin
+from spkv_nas.stages.printing import say_sample_count, with_error
 from spkv_nas.stages.subject import Measured
 
 Line = dict[str, Any]

@@ -39,11 +39,10 @@ from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.cells import percent, say_sample_count, with_error
 from spkv_nas.stages.evaluate.checkpoints import check_pair, hard, identity, load, origin, with_open_gates
 from spkv_nas.stages.evaluate.longppl.options import LongPPLOptions
 from spkv_nas.stages.names import model_name, result_name
-from spkv_nas.stages.printing import change
+from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

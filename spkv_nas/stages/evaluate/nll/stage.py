@@ -25,10 +25,9 @@ from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.config_section import gate_config, saved_layout
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.cells import evaluation_document
 from spkv_nas.stages.evaluate.checkpoints import check_pair, evaluated, load
 from spkv_nas.stages.evaluate.nll.options import NLLOptions
-from spkv_nas.stages.printing import about_errors, about_selection, change
+from spkv_nas.stages.printing import about_errors, about_selection, change, evaluation_document
 from spkv_nas.stages.selection import Selected, find_selected
 from spkv_nas.stages.subject import Measured, Subject, measured_on
 

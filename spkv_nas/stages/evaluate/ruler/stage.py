@@ -29,12 +29,11 @@ from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table, sample
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.cells import percent, say_sample_count, with_error
 from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, hard, identity, load
 from spkv_nas.stages.evaluate.checkpoints import origin as origin_of
 from spkv_nas.stages.evaluate.ruler.options import RulerOptions
 from spkv_nas.stages.names import result_name
-from spkv_nas.stages.printing import change
+from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
 
 
 @dataclass(frozen=True)

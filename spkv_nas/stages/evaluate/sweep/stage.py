@@ -18,10 +18,9 @@ from spkv_nas.evaluation.sweep import Evaluation, sweep_table, tau_sweep
 from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.cells import evaluation_document
 from spkv_nas.stages.evaluate.checkpoints import evaluated
 from spkv_nas.stages.evaluate.sweep.options import SweepOptions
-from spkv_nas.stages.printing import about_errors, change
+from spkv_nas.stages.printing import about_errors, change, evaluation_document
 from spkv_nas.stages.subject import measured_on
 
 

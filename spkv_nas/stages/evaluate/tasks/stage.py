@@ -19,11 +19,10 @@ from spkv_nas.base.progress import SILENT, Reporter, part_of
 from spkv_nas.base.version import environment
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.cells import percent, say_sample_count, with_error
 from spkv_nas.stages.evaluate.checkpoints import hard, identity, load, origin
 from spkv_nas.stages.evaluate.tasks.options import TasksOptions
 from spkv_nas.stages.names import result_name
-from spkv_nas.stages.printing import change
+from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.tasks.run import TaskResult

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from spkv_nas.artifacts.layout import Difference, Layout
 from spkv_nas.base.console import out
-from spkv_nas.stages.layout.grids import describe, heads_document, print_grid
-from spkv_nas.stages.layout.reading import read_layout
+from spkv_nas.stages.layout.grids import describe, heads_document, print_grid, read_layout
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.console import out
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.stages.layout.grids import describe, heads_document, print_grid
-from spkv_nas.stages.layout.reading import read_layout
+from spkv_nas.stages.layout.grids import describe, heads_document, print_grid, read_layout
 from spkv_nas.stages.lookup import find_table
 
 
