@@ -50,7 +50,6 @@ class Trust:
         budget: number of heads that the table chooses.
         left_out: share in [0, 1] of all positive gains that belongs to the other heads; NaN if no gain is significant.
         left_out_error: standard error of ``left_out``.
-        left_out_nats: the left-out gains in nats per token.
         missed: heads left out although their gains are significant, largest first; none where documents are few.
         num_documents: documents on which the gains were measured; None if unknown.
     """
@@ -60,7 +59,6 @@ class Trust:
     budget: int
     left_out: float
     left_out_error: float
-    left_out_nats: float
     missed: tuple[MissedHead, ...]
     num_documents: int | None = None
 
@@ -92,7 +90,6 @@ class Trust:
             budget=int(chosen.sum()),
             left_out=left_out,
             left_out_error=error,
-            left_out_nats=float(saved[~chosen].sum()),
             missed=() if _are_few(num_documents) else tuple(sorted(missed, key=lambda head: -head.gain)),
             num_documents=num_documents,
         )

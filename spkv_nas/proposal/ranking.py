@@ -18,11 +18,6 @@ def densest_first(density: NDArray[np.float64]) -> NDArray[np.intp]:
     return np.argsort(-density.ravel(), kind="stable")
 
 
-def sparsest(density: NDArray[np.float64], budget: int) -> Mask:
-    """Return the mask of the ``budget`` heads of lowest density [L, Hkv]."""
-    return heads_mask(np.argsort(density.ravel(), kind="stable")[:budget], *density.shape)
-
-
 def heads_mask(heads: NDArray[np.intp], num_layers: int, num_kv_heads: int) -> Mask:
     """Return the mask [L, Hkv] of flat head indices."""
     mask = np.zeros(num_layers * num_kv_heads, dtype=np.bool_)

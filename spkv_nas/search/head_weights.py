@@ -36,13 +36,11 @@ class HeadWeights:
         mean: [H], in the unit of the scores.
         root: [H, H + K].
         noise: standard deviation of a score around its modelled value.
-        log_evidence: log evidence of the scores, up to a constant that depends only on their number.
     """
 
     mean: Float
     root: Float
     noise: float
-    log_evidence: float
 
     def draw(self, generator: np.random.Generator, spread: float = 1.0) -> Float:
         """Draw weights [H] from the posterior, with deviations from the mean scaled by ``spread``."""
@@ -70,7 +68,7 @@ class HeadWeights:
         mean = scipy.linalg.cho_solve((root, True), evidence.moments)
         spread = scipy.linalg.solve_triangular(root, columns.T, lower=True).T  # columns @ root^-T
         noise = np.sqrt(evidence.noise_variance(mean))
-        return cls(columns @ mean, noise * spread, float(noise), evidence.log(prior)[0])
+        return cls(columns @ mean, noise * spread, float(noise))
 
 
 @dataclass(frozen=True, eq=False)

@@ -77,7 +77,6 @@ class TestTrust:
         assert (actual.rho, actual.interval) == expected
         left = 0.09 / 0.103
         assert actual.left_out == pytest.approx(left)
-        assert actual.left_out_nats == pytest.approx(0.09)
         assert actual.left_out_error == pytest.approx(0.002 / 0.103 * np.sqrt(3 * (1 - left) ** 2 + 3 * left**2))
         assert [(head.layer, head.kv_head, head.gain) for head in actual.missed] == [
             (0, 0, 0.04),

@@ -16,11 +16,10 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.evaluation.ridge import Ridge
 from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing import regression as module
-from spkv_nas.probing.regression import regression
+from spkv_nas.probing.regression import Ridge, regression
 
 WINDOW = 6
 

@@ -141,7 +141,7 @@ class TestHeadWeights:
         assert HeadWeights.of(drawn(number, 6), np.full(number, 1.5), np.zeros((6, 0))) is None
 
     def test_draws_have_the_posterior_distribution(self) -> None:
-        model = HeadWeights(np.array([1.0, -2.0]), np.array([[1.0, 0.0, 0.5], [0.3, 0.2, 0.0]]), 0.1, 0.0)
+        model = HeadWeights(np.array([1.0, -2.0]), np.array([[1.0, 0.0, 0.5], [0.3, 0.2, 0.0]]), 0.1)
         generator = np.random.default_rng(0)
         draws = np.array([model.draw(generator, 0.5) for _ in range(20000)])
         assert draws.mean(0) == pytest.approx(model.mean, abs=0.02)

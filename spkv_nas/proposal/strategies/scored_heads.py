@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spkv_nas.proposal.ranking import Mask, densest, sparsest
+from spkv_nas.proposal.ranking import Mask, densest
 from spkv_nas.proposal.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -31,4 +31,4 @@ class Sparsest(Strategy):
 
     def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of the ``budget`` heads of lowest score; ties go to the earlier layer and head."""
-        return sparsest(scores.values, budget)
+        return densest(-scores.values, budget)

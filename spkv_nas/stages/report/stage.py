@@ -18,14 +18,20 @@ from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.console import print_path
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.units import parse_bytes, parse_context
 from spkv_nas.cost.calibration import Calibration
+from spkv_nas.cost.engines.cost import EngineCost
 from spkv_nas.evaluation.trust import Trust
+from spkv_nas.proposal.constraints import Constraints
+from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.page import write_report
 from spkv_nas.report.paper import write_paper_figures
+from spkv_nas.report.serving import EngineMemory
 from spkv_nas.search.prediction import Prediction
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line, in_folder
+from spkv_nas.stages.engines import chosen_engine
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.record import model_identity
@@ -33,7 +39,6 @@ from spkv_nas.stages.report.index import pages, write_workspace_index
 from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.page_steps import page_steps
 from spkv_nas.stages.report.results import read_inputs
-from spkv_nas.stages.report.serving import engine_memory
 from spkv_nas.stages.table_trust import neighbours, trust
 
 
@@ -183,3 +188,40 @@ def show(page: Path) -> None:
 def document(page: Path) -> dict[str, Any]:
     """Return the path of the page."""
     return {"report": page}
+
+
+def engine_memory(
+    options: ReportOptions, table: HeadScores, probes: Sequence[HeadScores]
+) -> dict[str, EngineMemory | None]:
+    """Return the KV cache in the engine that options name, by probe of the page; empty without an engine.
+
+    A probe whose local heads see sink tokens has None, because engines keep none.
+
+    Args:
+        options: engine, its settings, context, dtype, head dimension and memory.
+        table: the page's probe.
+        probes: all probes of the page.
+
+    Raises:
+        UserError: the engine does not count the cache of the page's model, or a number is unknown.
+    """
+    serving = chosen_engine(options)
+    if serving is None:
+        return {}
+    requirements = Requirements(
+        Constraints() if serving.engine.per_head else Constraints(granularity="layer"),
+        context=None if options.context is None else parse_context(options.context),
+        head_dim=options.head_dim,
+        kv_dtype=options.kv_dtype,
+        serving=serving,
+    )
+    cost = requirements.cache_cost(table, None)
+    assert isinstance(cost, EngineCost)
+    memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
+    counted = {
+        probe.name: EngineMemory(replace(cost, window=probe.window or cost.window, sinks=probe.sinks), memory)
+        if probe.sinks <= serving.engine.max_sinks
+        else None
+        for probe in probes
+    }
+    return {**counted, table.name: EngineMemory(cost, memory)}
