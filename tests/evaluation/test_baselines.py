@@ -14,13 +14,13 @@ from paths import TESTS
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.baselines import EXACT, KVPRESS, METHODS
 from spkv_nas.artifacts.comparison import SP_KV
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.baselines.choices import EXACT, KVPRESS, METHODS
 from spkv_nas.evaluation.baselines.expected_attention import ExpectedAttention, Rotation, expected_attention
 from spkv_nas.evaluation.baselines.kvzap import KVzap, Surrogate, fit_kvzap
 from spkv_nas.evaluation.baselines.kvzip import kvzip_scores

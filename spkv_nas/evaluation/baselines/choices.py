@@ -1,4 +1,4 @@
-"""Parse the methods, densities and sinks that ``baselines`` measures. Needs no torch."""
+"""Name the methods and protocols of ``baselines``, and parse its options. Imports nothing heavy, for ``--help``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from spkv_nas.artifacts.baselines import METHODS
 from spkv_nas.base.errors import UserError
+
+STREAMING, RANDOM, KVZAP, H2O, EXPECTED = "streaming", "random", "kvzap", "h2o", "expected-attention"
+METHODS = (STREAMING, RANDOM, KVZAP, H2O, EXPECTED)
+
+EXACT, KVPRESS = "exact", "kvpress"
+PROTOCOLS = (EXACT, KVPRESS)
+
+NEAR_DENSITY = 0.01  # SP-KV is compared at a target density if its own density is within this distance of it
 
 Value = TypeVar("Value")
 

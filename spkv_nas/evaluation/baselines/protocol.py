@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spkv_nas.artifacts.baselines import EXACT, PROTOCOLS
 from spkv_nas.base.errors import UserError
+from spkv_nas.evaluation.baselines.choices import EXACT, PROTOCOLS
 
 
 class Chunk(NamedTuple):

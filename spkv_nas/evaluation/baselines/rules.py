@@ -17,8 +17,8 @@ from spkv_kernels import attention
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.baselines import EXACT
 from spkv_nas.base.errors import UserError
+from spkv_nas.evaluation.baselines.choices import EXACT
 from spkv_nas.evaluation.baselines.protocol import Chunk, Protocol, See, chunked_attention
 from spkv_nas.model.attention import attention_layers, layer_state
 from spkv_nas.model.windows import full_attention

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.baselines import H2O, KVZAP, NEAR_DENSITY, RANDOM, STREAMING
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.errors import UserError
@@ -25,6 +24,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.baselines.choices import H2O, KVZAP, NEAR_DENSITY, RANDOM, STREAMING
 from spkv_nas.evaluation.baselines.expected_attention import Rotation, expected_attention
 from spkv_nas.evaluation.baselines.kvzap import KVzap
 from spkv_nas.evaluation.baselines.observed_attention import heavy_hitters

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from spkv_nas.artifacts import defaults
-from spkv_nas.artifacts.baselines import EXACT, METHODS, PROTOCOLS
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_WINDOW
+from spkv_nas.evaluation.baselines.choices import EXACT, METHODS, PROTOCOLS
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.options import CHECKPOINT_TAU
 from spkv_nas.stages.options import DENSE, SubjectOptions

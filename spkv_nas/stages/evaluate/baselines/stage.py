@@ -11,14 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.baselines import EXPECTED, KVZAP
 from spkv_nas.artifacts.defaults import BASELINE_CHUNK, BASELINE_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.evaluation.baselines.choices import parse_densities, parse_methods, parse_sinks
+from spkv_nas.evaluation.baselines.choices import EXPECTED, KVZAP, parse_densities, parse_methods, parse_sinks
 from spkv_nas.evaluation.baselines.expected_attention import Rotation
 from spkv_nas.evaluation.baselines.kvzap import fit_kvzap
 from spkv_nas.evaluation.baselines.protocol import Protocol
