@@ -137,7 +137,7 @@ class TestPlanAttention:
 
         assert "--kv-bytes needs --engine" in refused("--kv-bytes", "1GiB")
         assert "runs whole layers only, but the layout mixes" in refused(*layouts, "--engine", "llamacpp")
-        assert "counts numbers of 1, 2, 4 bytes; found --element-size 3" in refused(*CPU, "--element-size", "3")
+        assert "--kv-dtype 'int3' is unknown" in refused(*CPU, "--kv-dtype", "int3")
         Layout(("GLL",) * 21, window=128, strategy="mine", sinks=4).write(tmp_path / "sinks.yaml")
         assert "keeps at most 1 sink token" in refused(*CPU, "--layout", str(tmp_path / "sinks.yaml"))
 

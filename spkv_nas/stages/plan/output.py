@@ -30,30 +30,18 @@ def show(result: PlanResult) -> None:
 
 def _served(result: ServedBudgets) -> None:
     """Print the memory of about ``_SHOWN_STEPS`` budgets: those with smaller ones to skip, and others evenly."""
-    engine, cache, memory, num_kv_heads = result.engine, result.cache, result.memory, result.cache.grid[1]
-    limited = [] if memory is None else [f"requests in\n{format_bytes(memory)}", "tokens"]
-    grid = Table(
-        "global layers",
-        "one request",
-        *limited,
-        "instead of",
-        title=f"KV cache in {engine.title}: requests of {cache.context:,} tokens, window {cache.window}, {cache.dtype}",
-    )
+    engine, cache, num_kv_heads = result.engine, result.cache, result.cache.grid[1]
+    title = f"KV cache in {engine.title}: requests of {cache.context:,} tokens, window {cache.window}, {cache.dtype}"
+    grid = Table("global layers", *result.titles, "instead of", title=title)
     stride = -(-len(result.steps) // _SHOWN_STEPS)
     for index, step in enumerate(result.steps):
         if index % stride and not step.instead_of and step is not result.steps[-1]:
             continue
-        numbers = (
-            [] if memory is None else [f"{step.plan.concurrency(memory):,.2f}", f"{step.plan.tokens(cache, memory):,}"]
-        )
         skipped = ", ".join(str(heads // num_kv_heads) for heads in step.instead_of)
-        grid.add_row(str(step.num_global // num_kv_heads), format_bytes(step.plan.request_bytes), *numbers, skipped)
+        grid.add_row(str(step.num_global // num_kv_heads), *result.cells(step.plan), skipped)
     out.print(grid)
     say(f"instead of: numbers of global layers that take as much memory or more; {engine.title}: {engine.evidence}")
-    say(
-        f"pages of {cache.page_size} tokens (--page-size), {cache.in_flight:,} tokens in flight (--in-flight-tokens); "
-        f"{engine.note}"
-    )
+    say(f"{result.in_flight}; {engine.note}")
 
 
 def plan_document(result: PlanResult) -> dict[str, Any]:
@@ -61,19 +49,11 @@ def plan_document(result: PlanResult) -> dict[str, Any]:
     served = result.served
     if served is None:
         return document(result.forecast)
-    memory = served.memory
     budgets = [
-        {
-            "num_global": step.num_global,
-            "instead_of": step.instead_of,
-            "request_bytes": step.plan.request_bytes,
-            "concurrency": None if memory is None else step.plan.concurrency(memory),
-            "tokens": None if memory is None else step.plan.tokens(served.cache, memory),
-        }
+        {"num_global": step.num_global, "instead_of": step.instead_of, **served.sizes(step.plan)}
         for step in served.steps
     ]
-    engine = {"name": served.engine.title, "evidence": served.engine.evidence, "cache": served.cache, "memory": memory}
-    return {**document(result.forecast), "engine": {**engine, "budgets": budgets}}
+    return {**document(result.forecast), **served.document("budgets", budgets)}
 
 
 def forecast(result: Forecast) -> None:

@@ -6,29 +6,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spkv_nas.base.units import parse_bytes
-from spkv_nas.stages.engines import check_no_sliding_layers, chosen_engine
+from spkv_nas.stages.engines import Served, check_no_sliding_layers, chosen_engine
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.shape import ModelSize
-    from spkv_nas.cost.engines.engine import Engine, ServedCache, Step
+    from spkv_nas.cost.engines.engine import Step
     from spkv_nas.stages.plan.options import PlanOptions
 
 
 @dataclass(frozen=True)
-class ServedBudgets:
+class ServedBudgets(Served):
     """Budgets of a model in a serving engine.
 
     Attributes:
-        engine: the engine.
-        cache: sizes of the cache.
         steps: budgets in whole layers that no larger one undercuts, ascending; the last is full attention.
-        memory: bytes of the cache; None: not limited.
     """
 
-    engine: Engine
-    cache: ServedCache
     steps: tuple[Step, ...]
-    memory: int | None
 
 
 def plan_served(options: PlanOptions, size: ModelSize, *, window: int, context: int) -> ServedBudgets | None:
@@ -47,4 +41,4 @@ def plan_served(options: PlanOptions, size: ModelSize, *, window: int, context: 
     dtype = options.kv_dtype or "bfloat16"
     cache = serving.cache(heads.grid, head_dim=heads.head_dim, dtype=dtype, window=window, context=context)
     memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
-    return ServedBudgets(serving.engine, cache, tuple(steps(serving.engine, cache, stride=heads.num_kv_heads)), memory)
+    return ServedBudgets(serving.engine, cache, memory, tuple(steps(serving.engine, cache, stride=heads.num_kv_heads)))

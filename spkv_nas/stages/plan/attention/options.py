@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.flag import default
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, REFERENCE, EngineOptions, InWorkspace
-
-ElementSize = Annotated[int, Flag("Bytes per number in the KV cache (2: bfloat16).", low=1, high=1024)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +21,7 @@ class AttentionOptions(InWorkspace, EngineOptions):
     context: flags.OptionalContext = default(None, LONGEST)
     window: flags.Window = default(128, note="Applies to --density.")
     sinks: flags.OptionalSinks = default(None, "0", note="Applies to --density.")
-    element_size: ElementSize = 2
+    kv_dtype: flags.KvDtype = default(None, "bfloat16")
     calibration: flags.CalibrationName = default(None, "the level's or model's, if one matches")
     kv_bytes: flags.KvBytes = default(None, note="Applies to --engine.")
 
@@ -35,9 +32,10 @@ def check(options: AttentionOptions) -> None:
     from spkv_nas.base.units import parse_context
     from spkv_nas.cost.formulas import visible_keys
     from spkv_nas.stages.checks import check_model_size
-    from spkv_nas.stages.engines import check_engine_options
+    from spkv_nas.stages.engines import check_engine_options, check_kv_dtype
 
     check_engine_options(options, kv_bytes=options.kv_bytes)
+    check_kv_dtype(options.kv_dtype)
     check_model_size(options.level, options.model)
     tokens = 1 if options.context is None else parse_context(options.context)
     if options.density is not None:

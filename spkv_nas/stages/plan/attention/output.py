@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.base.console import out, say
-from spkv_nas.base.units import format_bytes, format_microseconds
+from spkv_nas.base.units import format_microseconds
 
 if TYPE_CHECKING:
     from spkv_nas.stages.plan.attention.served import ServedLayouts
@@ -60,25 +60,21 @@ def costs(result: AttentionCosts) -> None:
 
 def _served(result: ServedLayouts) -> None:
     """Print the memory that a serving engine plans for full attention and for layouts."""
-    engine, cache, memory = result.engine, result.cache, result.memory
-    limited = [] if memory is None else [f"requests in\n{format_bytes(memory)}", "tokens"]
-    title = f"KV cache in {engine.title}: requests of {cache.context:,} tokens"
-    grid = Table("attention", "served as", "one request", *limited, title=title)
+    title = f"KV cache in {result.engine.title}: requests of {result.cache.context:,} tokens"
+    grid = Table("attention", "served as", *result.titles, title=title)
     for name, layout in result.layouts:
-        plan = layout.plan
-        numbers = [] if memory is None else [f"{plan.concurrency(memory):,.2f}", f"{plan.tokens(cache, memory):,}"]
-        grid.add_row(escape(name), layout.form, format_bytes(plan.request_bytes), *numbers)
+        grid.add_row(escape(name), layout.form, *result.cells(layout.plan))
     out.print(grid)
-    say(
-        f"pages of {cache.page_size} tokens (--page-size), {cache.in_flight:,} tokens in flight (--in-flight-tokens); "
-        f"{engine.title}: {engine.evidence}"
-    )
+    say(f"{result.in_flight}; {result.engine.title}: {result.engine.evidence}")
 
 
 def document(result: AttentionCosts) -> dict[str, Any]:
     """Return KV bytes, FLOPs and times of full attention, of the layouts and of a density."""
     served = result.served
-    engine = {} if served is None else {"engine": _served_document(served)}
+    engine: dict[str, Any] = {}
+    if served is not None:
+        rows = [{"name": name, "form": layout.form, **served.sizes(layout.plan)} for name, layout in served.layouts]
+        engine = served.document("layouts", rows)
     return {
         "name": result.name,
         "shape": result.shape,
@@ -86,27 +82,4 @@ def document(result: AttentionCosts) -> dict[str, Any]:
         "costs": result.costs,
         "times": None if result.times is None else result.times.source,
         **engine,
-    }
-
-
-def _served_document(result: ServedLayouts) -> dict[str, Any]:
-    """Return the memory that a serving engine plans for full attention and for layouts."""
-    memory = result.memory
-    layouts = [
-        {
-            "name": name,
-            "form": layout.form,
-            "request_bytes": layout.plan.request_bytes,
-            "concurrency": None if memory is None else layout.plan.concurrency(memory),
-            "tokens": None if memory is None else layout.plan.tokens(result.cache, memory),
-        }
-        for name, layout in result.layouts
-    ]
-    engine = result.engine
-    return {
-        "name": engine.title,
-        "evidence": engine.evidence,
-        "cache": result.cache,
-        "memory": memory,
-        "layouts": layouts,
     }

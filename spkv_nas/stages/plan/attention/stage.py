@@ -9,6 +9,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.cost import formulas
 from spkv_nas.cost.calibration import Calibration, Phase
 from spkv_nas.cost.formulas import Cost, layout_density
@@ -52,7 +53,7 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     """
     # Choose model and context
     subject = SizedModel.of(options.level, options.model)
-    shape, size = subject.shape, options.element_size
+    shape = subject.shape
     tokens = choose_context(options.context, subject.positions)
     if (remark := beyond_positions(tokens, subject.positions)) is not None:
         reporter.caution(remark)
@@ -78,7 +79,7 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
             reporter.caution(str(error))
             remedy = []
     # Compute a row for full attention, each layout, and the density
-    common: Any = {"native_windows": native, "element_size": size}
+    common: Any = {"native_windows": native, "element_size": ITEM_BYTES[options.kv_dtype or "bfloat16"]}
     rows = [_timed(formulas.cost("full attention", shape, tokens, **common), subject, tokens, times)]
     for layout, share in zip(layouts, shares, strict=True):
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
