@@ -340,6 +340,8 @@ class Planner:
             )
         else:
             yield f"memory: about {format_bytes(needed)} of the {free} that are free"
+        if self.size.is_mixture:
+            yield "memory counts one expert per token and layer; a mixture that uses more keeps more activations"
 
 
 def _text_of(recipe: Recipe) -> str:
