@@ -16,7 +16,8 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import Field
 
-from spkv_nas.base.files import yaml_text
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import is_file, yaml_text
 from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import read_record, read_unchecked, write_record
@@ -102,17 +103,25 @@ def keep_earlier(folder: Path, record: str, tables: Iterable[str], inputs: str, 
         The inputs of the earlier result; None if there is nothing to keep.
     """
     settle(folder)
-    content = read_unchecked(folder / record, "record", ResultRecord)
+    if not is_file(folder / record):
+        return None
+    try:
+        content = read_unchecked(folder / record, "record", ResultRecord)
+    except UserError:  # damaged: it is kept as it is, and a new result is not lost by it
+        content = {"damaged": (folder / record).read_bytes().hex()}
     content.pop("sha256", None)
     earlier = content.get("inputs") or inputs_of(content)
-    if not content or earlier == inputs:
+    if earlier == inputs:
         return None
     copies = {name: f"{Path(name).stem}-{earlier}{Path(name).suffix}" for name in (*tables, record)}
     with replacing(folder) as new:
         for name in tables:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, new / copies[name])
-        write_record(new / copies[record], content)
+        if "damaged" in content:
+            shutil.copyfile(folder / record, new / copies[record])
+        else:
+            write_record(new / copies[record], content)
     reporter.announce(f"kept the earlier result, of other inputs, as {folder / copies[record]}")
     return earlier
 

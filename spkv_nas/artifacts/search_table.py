@@ -50,7 +50,7 @@ class SelectionDocuments(Recorded):
 
 
 class SearchRecord(Recorded):
-    """Keys of ``search.yaml`` and ``zero-shot.yaml`` that are read back."""
+    """Keys of ``search.yaml`` that are read back."""
 
     window: int | None = Field(None, ge=1, le=MAX_WINDOW)
     sinks: int | None = Field(None, ge=0, le=MAX_WINDOW)

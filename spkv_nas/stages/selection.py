@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import SearchRecord
+from spkv_nas.artifacts.search_table import SelectionDocuments
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, read_selection
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
 from spkv_nas.base.records import read_unchecked
+from spkv_nas.base.schema import Recorded
 from spkv_nas.base.tables import Column, read_table
 from spkv_nas.base.workspace import Workspace
 
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     from spkv_nas.data.blocks import TokenBlocks
 
 _TABLES = {"search": "search", "zero-shot": "score"}  # tables of layouts, and the commands that write them
+
+
+class _Record(Recorded):
+    """Keys of the records of scores and searches that say what they were measured on."""
+
+    selection: str | None = None
+    num_documents: int | None = None
+    documents: SelectionDocuments | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,7 @@ def _comparisons(workspace: Workspace, layout: Layout, *, with_scores: bool) -> 
         for file in sorted(workspace.reports.glob(f"*/{table}*.csv")):
             hashes = _hashes(file)
             if layout.hash in hashes and (with_scores or command != "score"):
-                record = read_unchecked(file.with_suffix(".yaml"), table, SearchRecord)
+                record = read_unchecked(file.with_suffix(".yaml"), table, _Record)
                 yield f"{command} {file.parent.name}{_among(len(hashes), record)}", record.get(SELECTION)
 
 

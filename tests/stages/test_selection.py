@@ -128,6 +128,22 @@ class TestReplacedRecords:
         assert 0 < result.num_documents < len(TEXTS["d"])
         assert left_out(Path("mine.yaml"), data=["d"]) == result.num_documents
 
+    def test_layouts_with_sink_tokens(self, folder: Path) -> None:
+        """Their record has the numbers by layout."""
+        Layout(("GL",) * 4, window=4, strategy="mine", sinks=1).write("mine.yaml")
+        score(ScoreOptions(layouts=[Path("mine.yaml")], model="dense", data=["c"], block_size=32))
+        assert left_out(Path("mine.yaml"), data=["c"]) is None
+
+    def test_a_damaged_record_does_not_cost_a_new_result(self, folder: Path) -> None:
+        Layout(("GL",) * 4, window=4, strategy="mine").write("mine.yaml")
+        record = Path("reports/dense/zero-shot.yaml")
+        record.parent.mkdir(parents=True)
+        for damaged in ("num_tokens: many\n", "a: [\n"):
+            record.write_text(damaged)
+            score(ScoreOptions(layouts=[Path("mine.yaml")], model="dense", data=["c"], block_size=32))
+            assert "inputs" in record.read_text()
+            assert damaged in [file.read_text() for file in record.parent.glob("zero-shot-*.yaml")]
+
     def test_scores_of_the_same_text_are_gathered(self, folder: Path) -> None:
         """Layouts that were scored earlier stay in the table."""
         name = measure("a")

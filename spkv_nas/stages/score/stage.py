@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from spkv_nas.artifacts.defaults import SCORE_TOKENS
 from spkv_nas.artifacts.result_tables import SCORES
 from spkv_nas.artifacts.selection import write_selection
 from spkv_nas.base.distributed import on_main
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_seconds
 from spkv_nas.evaluation.alarms import Circumstances, alarm
@@ -89,7 +91,9 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
 
 def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], measured: Measured, reporter: Reporter) -> None:
     """Write the table, with the layouts that were scored earlier on the same text, and the documents of the text."""
-    earlier = SCORES.read(folder)
+    earlier = None
+    with suppress(UserError):  # a damaged table is kept beside the new one
+        earlier = SCORES.read(folder)
     if earlier is not None and earlier[1].get("inputs") == origin["inputs"]:
         others = earlier[0][~earlier[0]["hash"].isin(rows["hash"])]
         taken = others["strategy"].isin(rows["strategy"])
