@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from helpers import tiny_model
 from transformers import PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
@@ -21,9 +23,13 @@ from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.propose.stage import propose
 from spkv_nas.stages.score.options import ScoreOptions
 from spkv_nas.stages.score.stage import score
+from spkv_nas.stages.search.options import SearchOptions
+from spkv_nas.stages.search.stage import search
 from spkv_nas.stages.verdict.options import VerdictOptions
 from spkv_nas.stages.verdict.output import document
 from spkv_nas.stages.verdict.stage import VerdictResult, verdict
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
 TEXTS = {"a": range(12), "b": range(8, 20), "c": range(18, 30), "d": range(30, 42)}  # documents of each folder
 
@@ -169,7 +175,7 @@ class History:
         self.probe()
         self.propose()
         for _ in range(steps):
-            command = self.random.choice(("probe", "propose", "score", "mischief", "check", "check"))
+            command = self.random.choice(("probe", "propose", "score", "search", "mischief", "check", "check"))
             getattr(self, command)()
             yield command
         self.check()
@@ -193,6 +199,29 @@ class History:
         score(ScoreOptions(layouts=files, model="dense", data=[text], block_size=32))
         for file in files:
             self.of_layout[Layout.read(file).content].update(TEXTS[text])
+
+    def search(self) -> None:
+        """Search without training; the documents are those of an evaluator that is made anew."""
+        names = [name for name in Workspace(Path()).probes() if name in self.of_probe]
+        text = self.random.choice([*TEXTS])
+        recipe = Path(f"search-{text}.yaml")
+        data = f"{{sources: [{text}], block_size: 32, heldout: 0.8}}"
+        recipe.write_text(
+            f"name: s{text}\nmodel: {{path: dense}}\ndata: {data}\nbranch: {{steps: 2}}\ngates: {{window: 4}}\n"
+        )
+        probe = self.random.choice(names)
+        name = f"s{text}-{probe}"
+        effort = {"budget": "3", "trials": 2, "retrain": 0, "max_tokens": 4096}
+        folder = search(SearchOptions(recipe=recipe, probe=probe, name=name, **effort)).folder  # type: ignore[arg-type]
+        evaluator = RecipeEvaluator.prepare(Recipe.read(recipe), Path(), Path("runs", f"s{text}"), max_tokens=4096)
+        numbers = {int(Path(info.name).stem) for info in evaluator._chosen_on.present}
+        window = HeadScores.read(Path("probes", probe)).window
+        assert window is not None
+        for heads in pd.read_csv(folder / "search.csv")["heads"]:
+            self.of_layout.setdefault(Layout(tuple(heads.split()), window).content, set()).update(numbers)
+        for file in Path("layouts", name, "search").glob("*.yaml"):
+            self.of_layout[Layout.read(file).content].update(self.of_probe[probe])
+        self.files = sorted(Path("layouts").rglob("*.yaml"))
 
     def mischief(self) -> None:
         """Rename or delete a probe."""
