@@ -89,11 +89,14 @@ def inputs_of(origin: Mapping[str, Any]) -> str:
     return hashlib.sha256(yaml_text(content).encode()).hexdigest()[:8]
 
 
-def keep_earlier(folder: Path, record: str, tables: Iterable[str], inputs: str, reporter: Reporter) -> str | None:
+def keep_earlier(
+    folder: Path, new: Path, record: str, tables: Iterable[str], inputs: str, reporter: Reporter
+) -> str | None:
     """Copy an earlier result that was made from other inputs to files beside it, such as ``verdict-1a2b3c4d.csv``.
 
     Args:
         folder: folder of the result.
+        new: folder of the files that replace it (``replacing``), which already has them.
         record: name of its record, such as ``verdict.yaml``, which names its ``inputs``.
         tables: names of its other files.
         inputs: inputs of the result that will replace it (``inputs_of``).
@@ -102,7 +105,6 @@ def keep_earlier(folder: Path, record: str, tables: Iterable[str], inputs: str, 
     Returns:
         The inputs of the earlier result; None if there is nothing to keep.
     """
-    settle(folder)
     if not is_file(folder / record):
         return None
     try:
@@ -114,14 +116,11 @@ def keep_earlier(folder: Path, record: str, tables: Iterable[str], inputs: str, 
     if earlier == inputs:
         return None
     copies = {name: f"{Path(name).stem}-{earlier}{Path(name).suffix}" for name in (*tables, record)}
-    with replacing(folder) as new:
-        for name in tables:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, new / copies[name])
-        if "damaged" in content:
-            shutil.copyfile(folder / record, new / copies[record])
-        else:
-            write_record(new / copies[record], content)
+    copied = [Path(shutil.copyfile(folder / name, new / copies[name])) for name in tables if is_file(folder / name)]
+    if "damaged" in content:
+        shutil.copyfile(folder / record, new / copies[record])
+    else:
+        write_record(new / copies[record], content, copied)
     reporter.announce(f"kept the earlier result, of other inputs, as {folder / copies[record]}")
     return earlier
 
@@ -129,14 +128,14 @@ def keep_earlier(folder: Path, record: str, tables: Iterable[str], inputs: str, 
 def write_result(
     folder: Path, name: str, rows: pd.DataFrame, origin: Mapping[str, Any], reporter: Reporter = SILENT
 ) -> str | None:
-    """Write NAME.csv and NAME.yaml, a record of its ``origin``; return as ``keep_earlier``, which is called first."""
+    """Write NAME.csv and NAME.yaml, a record of its ``origin``; return as ``keep_earlier``."""
     origin = {"inputs": inputs_of(origin), **origin}
     table, record = f"{name}.csv", f"{name}.yaml"
-    earlier = keep_earlier(folder, record, [table], origin["inputs"], reporter)
+    settle(folder)
     with replacing(folder) as new:
         write_csv(new / table, rows)
         write_record(new / record, origin)
-    return earlier
+        return keep_earlier(folder, new, record, [table], origin["inputs"], reporter)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ _KEY = "sha256"
 _TEXT = (".csv", ".yaml")
 
 
-def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a record with the hashes of all files in its folder."""
-    files = sorted(file for file in path.parent.iterdir() if file.is_file() and not file.name.startswith("."))
+def write_record(path: Path, content: Mapping[str, Any], files: Iterable[Path] | None = None) -> None:
+    """Write a record with the hashes of ``files``, by default of all files in its folder."""
+    if files is None:
+        files = sorted(file for file in path.parent.iterdir() if file.is_file() and not file.name.startswith("."))
     hashes = {file.name: sha256_file(file) for file in files if file != path}
     text = yaml_text(content)
     record_hash = hashlib.sha256(text.encode()).hexdigest()

@@ -60,7 +60,7 @@ def open_storage(url: str) -> RDBStorage:
                         grace_period=GRACE,
                     )
             except SQLAlchemyError as error:
-                if attempt + 1 == _ATTEMPTS or "exist" not in str(error):
+                if attempt + 1 == _ATTEMPTS or not any(word in str(error) for word in ("exist", "UNIQUE")):
                     raise
                 time.sleep(random.random())  # another worker creates the tables
         raise AssertionError
@@ -128,8 +128,15 @@ def work(
             try:
                 study.optimize(partial(_run_free, study, number, run, num_prior), n_trials=1)
             except (ValueError, AssertionError) as error:
-                if "Cannot tell" not in f"{error} {error.__context__}":
-                    raise  # else it was held for dead meanwhile, and another worker runs the task
+                if "Cannot tell" in f"{error} {error.__context__}":
+                    continue  # it was held for dead meanwhile, and another worker runs the task
+                if "Should not reach" not in str(error):
+                    raise
+                # Optuna could not record how a trial ended
+                raise UserError(
+                    f"the study cannot be written: {first_line(error.__context__ or error)}\n"
+                    "free disk space, and run the same command again to resume"
+                ) from error
         else:
             time.sleep(_POLL)  # other workers hold the rest
             with _stable():

@@ -323,12 +323,12 @@ def _write(
     }
     inputs = inputs_of({"recipe": content["recipe"], "layouts": [each.content for each in layouts.values()]})
     tables = ["comparison.csv", "checkpoints.csv", FILE]
-    keep_earlier(compared.folder, "comparison.yaml", tables, inputs, context.reporter)
     with replacing(compared.folder) as new:
         write_comparison(new / "comparison.csv", compared.rows)
         write_documents(new / FILE, compared.documents)
         write_checkpoints(new, compared.models, workspace.root)
         write_record(new / "comparison.yaml", {"inputs": inputs, **content})
+        keep_earlier(compared.folder, new, "comparison.yaml", tables, inputs, context.reporter)
 
 
 def _by_document(finished: Mapping[str, Sequence[Branch]]) -> dict[str, DocumentNLL]:
