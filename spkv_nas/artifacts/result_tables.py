@@ -16,6 +16,7 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import Field
 
+from spkv_nas.artifacts.selection import Selection, write_selection
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file, yaml_text
 from spkv_nas.base.limits import MAX_SHOWN
@@ -126,15 +127,22 @@ def keep_earlier(
 
 
 def write_result(
-    folder: Path, name: str, rows: pd.DataFrame, origin: Mapping[str, Any], reporter: Reporter = SILENT
+    folder: Path,
+    name: str,
+    rows: pd.DataFrame,
+    origin: Mapping[str, Any],
+    reporter: Reporter = SILENT,
+    selection: Selection | None = None,
 ) -> str | None:
-    """Write NAME.csv and NAME.yaml, a record of its ``origin``; return as ``keep_earlier``."""
+    """Write NAME.csv, NAME.yaml, a record of its ``origin``, and documents, if any; return as ``keep_earlier``."""
     origin = {"inputs": inputs_of(origin), **origin}
     table, record = f"{name}.csv", f"{name}.yaml"
     settle(folder)
     with replacing(folder) as new:
         write_csv(new / table, rows)
         write_record(new / record, origin)
+        if selection is not None:
+            write_selection(new, selection)
         return keep_earlier(folder, new, record, [table], origin["inputs"], reporter)
 
 
@@ -155,9 +163,16 @@ class ResultTable:
         """Return the names of the columns."""
         return [column.name for column in self.columns]
 
-    def write(self, folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any], reporter: Reporter = SILENT) -> None:
+    def write(
+        self,
+        folder: Path,
+        rows: pd.DataFrame,
+        origin: Mapping[str, Any],
+        reporter: Reporter = SILENT,
+        selection: Selection | None = None,
+    ) -> None:
         """Write the table and a record of its ``origin``; an earlier table of other inputs is kept beside it."""
-        write_result(folder, self.name, rows, origin, reporter)
+        write_result(folder, self.name, rows, origin, reporter, selection)
 
     def read(self, folder: Path) -> tuple[pd.DataFrame, dict[str, Any]] | None:
         """Read the table and its record; None if there is no table.

@@ -12,7 +12,6 @@ import pandas as pd
 
 from spkv_nas.artifacts.defaults import SCORE_TOKENS
 from spkv_nas.artifacts.result_tables import SCORES
-from spkv_nas.artifacts.selection import write_selection
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
@@ -99,8 +98,7 @@ def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], measured: M
         taken = others["strategy"].isin(rows["strategy"])
         others.loc[taken, "strategy"] += "-" + others["num_global"].astype(str) + "-heads-" + others["hash"]
         rows = pd.concat([rows.head(1), pd.concat([rows[1:], others]).sort_values("nll")])
-    write_selection(folder, measured.blocks.text_ids)
-    SCORES.write(folder, rows, origin, reporter)
+    SCORES.write(folder, rows, origin, reporter, measured.blocks.text_ids)
 
 
 def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> None:
