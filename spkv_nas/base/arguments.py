@@ -43,8 +43,9 @@ def convert(
             if (result := _as(what, option, made, converters)) is not _UNFIT:
                 return result
     expected = " or ".join(dict.fromkeys(_word(option) for option in kinds))
-    found = shortened(repr(value), 80) if isinstance(value, Real | str | NoneType) else _article(type(value).__name__)
-    raise UserError(f"{what} must be {expected}; found {found}{f': {remedy}' if remedy else ''}")
+    is_short = isinstance(value, Real | str | NoneType)
+    description = shortened(repr(value), 80) if is_short else _article(type(value).__name__)
+    raise UserError(f"{what} must be {expected}; found {description}{f': {remedy}' if remedy else ''}")
 
 
 def _as(what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any], Any]]) -> Any:

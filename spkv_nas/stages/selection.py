@@ -106,14 +106,14 @@ def _folders(workspace: Workspace) -> list[Path]:
 
 def _provenances(workspace: Workspace) -> dict[str, list[Mapping[str, Any]]]:
     """Return the provenance of all layouts of a workspace, by their content."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    provenances: dict[str, list[Mapping[str, Any]]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of files that were edited, and are not candidates
         for file in sorted((workspace.root / "layouts").rglob("*.yaml")):
             with suppress(UserError):
                 layout = Layout.read(file)
-                found.setdefault(layout.content, []).append(layout.provenance)
-    return found
+                provenances.setdefault(layout.content, []).append(layout.provenance)
+    return provenances
 
 
 def _probes(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:

@@ -180,7 +180,7 @@ class TestGradients:
     @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
     @pytest.mark.parametrize("signal", ["head-gates", "duo", "regression", "opening", "attention-mass"])
     def test_signals_without_gradients(self, signal: str, context: Any, blocks: TokenBlocks) -> None:
-        """Those that learn ended in a RuntimeError."""
+        """Turn gradients on inside signals that learn, which raised a RuntimeError."""
         options = {"head-gates": {"steps": 1}, "duo": {"steps": 1}, "regression": {"num_layouts": 12}}.get(signal, {})
         model = tiny_model(vocab_size=300)
         with context():

@@ -207,9 +207,9 @@ def check_lead(case: Case, lead: str) -> None:
 
 def check_competition(case: Case, paragraphs: list[str]) -> None:
     """Check the number of layouts, and that all that are not clearly behind are named with their differences."""
-    found = [match for text in paragraphs for pattern in COMPETITION if (match := re.fullmatch(pattern, text))]
+    sentences = [match for text in paragraphs for pattern in COMPETITION if (match := re.fullmatch(pattern, text))]
     close = [index for index in range(1, len(case.ranked)) if case.standing(index) != "behind"]
-    (sentence,) = found
+    (sentence,) = sentences
     assert int(sentence[1]) == len(case.ranked)
     assert ("close" in sentence.re.groupindex) == bool(close)
     if not close:

@@ -77,7 +77,7 @@ def test_the_sentences(section: Section) -> None:
     assert section.findings[2].startswith("Risk of a wrong pass, and of a wrong failure, 5 % each for all 2 candidates")
     assert "selected by probe mine: 7 documents of this text excluded" in section.findings[2]
     assert section.findings[2].endswith(
-        "which documents <other> were selected on is not known, so they may be in this text."
+        "the documents used to select <other> are not known, so they may be in this text."
     )
 
 

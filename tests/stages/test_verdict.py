@@ -275,7 +275,7 @@ class TestChoice:
         for file in Path("probes").rglob("selection-*.txt"):
             file.write_text(file.read_text() + "0" * 16)  # damaged
         unknown = document(run(layout, data=["other"]))["sentences"][-1]
-        assert unknown.endswith("which documents chosen were selected on is not known, so they may be in this text")
+        assert unknown.endswith("the documents used to select chosen are not known, so they may be in this text")
 
     def test_a_layout_without_a_record_is_named(self, folder: Path) -> None:
         assert list(run("mixed.yaml").unrecorded) == ["mixed"]

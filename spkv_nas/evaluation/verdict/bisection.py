@@ -17,7 +17,7 @@ same candidates until one is open. A candidate that only one of them looks at ge
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from spkv_nas.evaluation.verdict.decision import Answer
@@ -83,8 +83,8 @@ def critical(number: int, risk: float, test: Test) -> Critical:
         has_answer = test(position, level) == wanted
         earlier = looks.get(position, Look(position, "open"))
         answer = wanted if has_answer else earlier.answer
-        asked = replace(earlier, passes=level) if wanted == "passes" else replace(earlier, fails=level)
-        looks[position] = replace(asked, answer=answer)
+        levels = {"passes": earlier.passes, "fails": earlier.fails, wanted: level}
+        looks[position] = Look(position, answer, **levels)
         return has_answer
 
     # Smallest that passes, and those below it

@@ -61,7 +61,7 @@ def basis(
         parts.append(f"selected by {', and by '.join(selected_by)}: {exclusion}")
     if unrecorded or not selected_by:
         layouts = ", ".join(unrecorded) or "the candidates"
-        parts.append(f"which documents {layouts} were selected on is not known, so they may be in this text")
+        parts.append(f"the documents used to select {layouts} are not known, so they may be in this text")
     return "; ".join(parts)
 
 

@@ -129,7 +129,8 @@ def _free_name(workspace: Workspace, name: str, inputs: str, reporter: Reporter)
             break
     if free != name:
         reporter.announce(
-            f"probe '{name}' is of another model, other text or other options and is kept: this one is called '{free}'"
+            f"probe '{name}' was measured on another model or text, or with other options, and is kept; this one is "
+            f"called '{free}'"
         )
     return free
 

@@ -95,8 +95,9 @@ def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], measured: M
         earlier = SCORES.read(folder)
     if earlier is not None and earlier[1].get("inputs") == origin["inputs"]:
         others = earlier[0][~earlier[0]["hash"].isin(rows["hash"])]
-        taken = others["strategy"].isin(rows["strategy"])
-        others.loc[taken, "strategy"] += "-" + others["num_global"].astype(str) + "-heads-" + others["hash"]
+        for distinction in ("num_global", "hash"):  # of equal names, as in "densest-12"
+            same = others["strategy"].isin(rows["strategy"]) | others["strategy"].duplicated()
+            others.loc[same, "strategy"] += "-" + others[distinction].astype(str)
         rows = pd.concat([rows.head(1), pd.concat([rows[1:], others]).sort_values("nll")])
     SCORES.write(folder, rows, origin, reporter, measured.blocks.text_ids)
 

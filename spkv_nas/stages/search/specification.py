@@ -13,7 +13,6 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Announce, Reporter
 from spkv_nas.base.units import parse_context
 from spkv_nas.proposal.budget import parse_budget, parse_budgets
-from spkv_nas.proposal.constraints import Constraints, parse_layers
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.requirements import asks_for_several
 from spkv_nas.search.registry import SAMPLERS
@@ -21,6 +20,7 @@ from spkv_nas.search.space import Space
 from spkv_nas.search.starts import starting_layouts
 from spkv_nas.search.trials import Effort
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
+from spkv_nas.stages.requirements import read_constraints
 from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.training.recipe import Recipe
 
@@ -65,13 +65,7 @@ def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecif
     several = asks_for_several(options.budget, None)
     number = table.num_candidates
     budgets = parse_budgets(str(options.budget), number) if several else [parse_budget(options.budget, number)]
-    constraints = Constraints(
-        min_per_layer=options.min_per_layer,
-        max_per_layer=options.max_per_layer,
-        global_layers=parse_layers(options.global_layers, "--global-layers"),
-        local_layers=parse_layers(options.local_layers, "--local-layers"),
-        granularity=options.granularity,
-    )
+    constraints = read_constraints(options)
     window = table.window or recipe.gates.window
     space = Space(table, (budgets[0], budgets[-1]), window, constraints.on(table))
     space.check()

@@ -96,7 +96,7 @@ def _answer(result: BudgetVerdict) -> str:
         parts.append(f"{_range(unknown)} {verb} open{note}")
         rows = result.rows[result.rows["num_global"].isin(unknown)]
         if len(rows) and (rows["num_samples"] >= rows["criterion"].map(result.num_samples)).all():
-            parts.append("all samples were used, more may tell")
+            parts.append("every sample was used: more text may decide")
     if passes == result.budgets[0]:
         parts.append("it is the smallest of the range")
     return "; ".join(parts)
