@@ -60,7 +60,7 @@ class GateConfig(BaseModel):
             return data
         data = {
             key: value.item() if getattr(value, "ndim", None) == 0 else value for key, value in data.items()
-        }  # NumPy's
+        }  # convert NumPy scalars to Python numbers
         if not (data.get("price") or data.get("target_density")):
             return data
         tau = data.get("tau", cls.model_fields["tau"].default)

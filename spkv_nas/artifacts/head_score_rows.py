@@ -20,7 +20,7 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from spkv_nas.artifacts.kinds import DENSITY, GAIN, KINDS, SCORE
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import read_text
 from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.tables import MAX_BYTES, Column, read_table
@@ -47,7 +47,10 @@ def file_rows(rows: pd.DataFrame, kind: str = DENSITY) -> pd.DataFrame:
 
 def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
     """Return the rows of scores [L, Hkv] of one domain. Raises ``UserError`` for another shape, kind or range."""
-    scores = np.asarray(values, dtype=np.float64)
+    try:
+        scores = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"scores must be an array of numbers [layers, KV heads]: {first_line(error)}") from error
     if scores.ndim != 2 or not scores.size or kind not in KINDS:
         raise UserError(
             f"expected scores [layers, KV heads] of kind {', '.join(KINDS)}; found {list(scores.shape)} of kind {kind}"

@@ -257,16 +257,17 @@ class HeadScores(OnGrid):
             raise UserError(f"the density to match must lie in [0, 1]; found {rho}")
         histogram = self._need_histogram()
         tokens = self.rows.groupby("domain")["num_tokens"].first()
-        return histogram.tau_for_density(
-            rho, [float(tokens.get(domain, 0)) / tokens.sum() for domain in histogram.domains]
-        )
+        shares = [float(tokens.get(domain, 0)) / tokens.sum() for domain in histogram.domains]
+        return histogram.tau_for_density(rho, shares)
 
     def diagnosis(self) -> list[str]:
         """Return warnings if the gates missed their price or have not differentiated; empty for other signals."""
         if not self.is_density:
             return []
         missed = [] if self.missed_price is None else [self.missed_price]
-        is_priced = bool(self.metadata.get("price")) or self.priced_at is not None  # density then shows need
+        is_priced = (
+            bool(self.metadata.get("price")) or self.priced_at is not None
+        )  # density then measures need, not the number of useful keys
         return missed + undifferentiated(self.density, is_priced=is_priced)
 
     def _repr_html_(self) -> str:
@@ -295,6 +296,7 @@ class HeadScores(OnGrid):
             record: entries of ``probe.yaml``, such as ``unit`` and ``sinks``.
         """
         window = convert("window", int | None, window)
+        validate(ProbeFile, {**record, "name": name, "window": window}, "head scores")
         return cls(name, array_rows(values, kind), window=window, metadata={**record, "kind": kind})
 
     def to_frame(self) -> pd.DataFrame:
@@ -360,7 +362,7 @@ class HeadScores(OnGrid):
             f"mean_{self.kind}": round(self.mean, 4 if self.is_density else 6),
             f"std_{self.kind}": round(self.std, 4 if self.is_density else 6),
         }
-        earlier = [file.name for file in Path(folder).glob(PATTERN)]
+        earlier = [file.name for file in Path(folder).glob(PATTERN) if str(self.selection) not in file.name]
         with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS, *earlier)) as new:
             write_csv(new / _TABLE, file_rows(self.rows, self.kind))
             if self.positions is not None and self.tau_of_positions == self.tau:

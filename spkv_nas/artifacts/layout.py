@@ -72,7 +72,7 @@ class Layout(OnGrid):
     def __post_init__(self) -> None:
         """Validate the grid, the window, the sinks and the strategy."""
         heads = convert("heads", Sequence[str], self.heads, remedy="give one row per layer, one letter per KV head")
-        # What describes a layout is of Python's own types, so that files can hold it
+        # Store Python's own types, which YAML can represent
         object.__setattr__(self, "heads", tuple(heads))
         object.__setattr__(self, "window", convert("window", int, self.window))
         object.__setattr__(self, "sinks", convert("sinks", int, self.sinks))

@@ -108,7 +108,7 @@ class Proposal:
         """Read layouts from ``files``; ``layout_names`` says what each is called.
 
         Raises:
-            UserError: a file is not a layout, or two are the same layout of one strategy.
+            UserError: a file is not a layout, or two get the same name.
         """
         layouts: dict[str, Layout] = {}
         paths: dict[str, Path] = {}
@@ -194,7 +194,7 @@ def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
     """Warn if members of a comparison were measured with different separators of documents.
 
     Args:
-        records: record of each member, by name; older ones do not have the separator.
+        records: record of each member, by name; those without a separator are skipped.
 
     Warns:
         UserWarning: the separators differ; names each and its members.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,13 @@ from spkv_nas.base.replace import replacing, settle
 from spkv_nas.base.schema import Recorded
 from spkv_nas.base.tables import Column, read_table, write_csv
 
-_RESULTS = ("environment", "alarm", "answers", "inputs", "num_selection")  # keys of records that are no inputs
+_RESULTS = (
+    "environment",
+    "alarm",
+    "answers",
+    "inputs",
+    "num_selection",
+)  # keys of a record that do not describe its inputs
 ALARM = "alarm"  # key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
 
 
@@ -85,7 +92,7 @@ class ResultRecord(Recorded):
 
 
 def inputs_of(origin: Mapping[str, Any]) -> str:
-    """Return 8 hexadecimal digits of what a result was made from: its record, without results and environment."""
+    """Return the first 8 hexadecimal digits of the SHA-256 of a record without its results and environment."""
     content = {key: value for key, value in origin.items() if key not in _RESULTS}
     return hashlib.sha256(yaml_text(content).encode()).hexdigest()[:8]
 
@@ -108,17 +115,19 @@ def keep_earlier(
     """
     if not is_file(folder / record):
         return None
-    try:
+    content: dict[str, Any] | None = None  # of a damaged record, which is kept as it is
+    with suppress(UserError):
         content = read_unchecked(folder / record, "record", ResultRecord)
-    except UserError:  # damaged: it is kept as it is, and a new result is not lost by it
-        content = {"damaged": (folder / record).read_bytes().hex()}
-    content.pop("sha256", None)
-    earlier = content.get("inputs") or inputs_of(content)
+        content.pop("sha256", None)
+    if content is None:
+        earlier = hashlib.sha256((folder / record).read_bytes()).hexdigest()[:8]
+    else:
+        earlier = content.get("inputs") or inputs_of(content)
     if earlier == inputs:
         return None
     copies = {name: f"{Path(name).stem}-{earlier}{Path(name).suffix}" for name in (*tables, record)}
     copied = [Path(shutil.copyfile(folder / name, new / copies[name])) for name in tables if is_file(folder / name)]
-    if "damaged" in content:
+    if content is None:
         shutil.copyfile(folder / record, new / copies[record])
     else:
         write_record(new / copies[record], content, copied)
@@ -137,7 +146,7 @@ def write_result(
     """Write NAME.csv, NAME.yaml, a record of its ``origin``, and documents, if any; return as ``keep_earlier``."""
     origin = {"inputs": inputs_of(origin), **origin}
     table, record = f"{name}.csv", f"{name}.yaml"
-    settle(folder)
+    settle(folder)  # so that an earlier result is complete
     with replacing(folder) as new:
         write_csv(new / table, rows)
         write_record(new / record, origin)

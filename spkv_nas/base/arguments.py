@@ -9,13 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
+from os import PathLike
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from spkv_nas.base.errors import UserError, shortened
 
 _UNFIT: Any = object()  # returned for a value that is not of a kind
-_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "True or False",
+    str: "a string",
+    NoneType: "None",
+}
 
 
 def convert(
@@ -40,7 +47,7 @@ def convert(
         for option in kinds:
             name = getattr(option, "__name__", "")
             made = convert_with[name](value) if name in convert_with else value
-            if (result := _as(what, option, made, converters)) is not _UNFIT:
+            if (result := _as(what, option, made, converters, remedy)) is not _UNFIT:
                 return result
     expected = " or ".join(dict.fromkeys(_word(option) for option in kinds))
     is_short = isinstance(value, Real | str | NoneType)
@@ -48,7 +55,7 @@ def convert(
     raise UserError(f"{what} must be {expected}; found {description}{f': {remedy}' if remedy else ''}")
 
 
-def _as(what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any], Any]]) -> Any:
+def _as(what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any], Any]], remedy: str) -> Any:
     """Return ``value`` as one kind, or ``_UNFIT``."""
     origin = get_origin(kind) or kind
     is_text = isinstance(value, str | bytes)
@@ -64,10 +71,10 @@ def _as(what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any
         return _UNFIT
     if origin is Sequence:
         (item,) = get_args(kind)
-        return [convert(f"{what}[{index}]", item, each, converters) for index, each in enumerate(value)]
+        return [convert(f"{what}[{index}]", item, each, converters, remedy) for index, each in enumerate(value)]
     if origin is Mapping:
         _, item = get_args(kind)
-        return {key: convert(f"{what}[{key!r}]", item, each, converters) for key, each in value.items()}
+        return {key: convert(f"{what}[{key!r}]", item, each, converters, remedy) for key, each in value.items()}
     return value
 
 
@@ -92,10 +99,16 @@ def _word(kind: Any) -> str:
         return " or ".join(map(repr, get_args(kind)))
     origin = get_origin(kind) or kind
     if origin in (Sequence, Iterable, Mapping):
-        return "several " + _word(get_args(kind)[-1])
-    return _WORDS.get(origin) or ("a function" if origin is Callable else _article(origin.__name__))
+        item = get_args(kind)[-1]
+        items = get_args(item) if get_origin(item) in (Union, UnionType) else (item,)
+        return f"a {origin.__name__.lower()}, each item {' or '.join(map(_word, items))}"
+    if origin is PathLike:
+        return "a path"
+    return _WORDS.get(origin) or (
+        "a function" if origin is Callable else _article(getattr(origin, "__name__", "value"))
+    )
 
 
 def _article(name: str) -> str:
     """Return a class's name with its article."""
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+    return f"{'an' if name[0] in 'AEIOU' or name == 'ndarray' else 'a'} {name}"

@@ -150,10 +150,7 @@ class Calibration:
     def check_window(self, window: int) -> None:
         """Raise ``UserError`` unless local heads were measured with this window."""
         if window != self.case.window:
-            raise UserError(
-                f"the calibration was measured for window {self.case.window}, not {window}: calibrate with "
-                f"--window {window}"
-            )
+            raise UserError(f"the calibration was measured for window {self.case.window}, not {window}")
 
     def check_context(self, context: int, phase: Phase) -> None:
         """Raise ``UserError`` unless a context length is within the measured range."""

@@ -57,7 +57,7 @@ def check_checkpoint(path_or_id: str | Path) -> None:
     if folder is None:
         return
     if not folder.is_dir():
-        raise UserError(f"cannot load model {path_or_id}: a checkpoint is a folder, and there is no folder, but a file")
+        raise UserError(f"cannot load model {path_or_id}: it is a file, but a checkpoint is a folder")
     check_format(folder)
     read_model_config(folder / _CONFIG)
 
@@ -161,7 +161,7 @@ def config_folder(source: str) -> Path:
         file = cached_file(name, _CONFIG, revision=commit)
     except OSError as error:
         _check_adapter(source, is_reachable="does not appear to have a file" in str(error))
-        raise OSError(f"there is no such folder, and on the hub: {first_line(error)}") from error
+        raise OSError(f"there is no such folder, and the Hugging Face Hub answered: {first_line(error)}") from error
     if file is None:
         raise OSError(f"{source} has no {_CONFIG}")
     return Path(file).parent
@@ -194,7 +194,7 @@ def model_folder(source: str, explicit: str | None = None) -> Path:
     if Path(source).is_dir():
         return Path(source)
     if Path(source).exists():
-        raise UserError(f"cannot load model {source}: a checkpoint is a folder, and there is no folder, but a file")
+        raise UserError(f"cannot load model {source}: it is a file, but a checkpoint is a folder")
     folder = config_folder(source)
     name, commit = pinned(source)
 

@@ -1,4 +1,4 @@
-"""Find the causal language model inside the objects in which Python users have it."""
+"""Unwrap causal language models from PEFT, ``torch.compile`` and data parallelism."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def unwrapped(model: Any, *, adds_gates: bool = False) -> PreTrainedModel:
         adds_gates: whether new parameters follow, which DDP would not know.
 
     Raises:
-        UserError: nothing of this kind is inside, the wrapper computes more than the model inside, or is DDP.
+        UserError: no such model is inside, the wrapper computes more than it, or gates would be added inside DDP.
     """
     while not isinstance(model, PreTrainedModel):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -36,7 +36,7 @@ def unwrapped(model: Any, *, adds_gates: bool = False) -> PreTrainedModel:
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
         elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            if adds_gates:
+            if adds_gates and isinstance(model, nn.parallel.DistributedDataParallel):
                 raise UserError(
                     f"{type(model).__name__} would not share the gradients of new gates: add them to model.module, "
                     "then wrap the model again"

@@ -89,10 +89,10 @@ def measure_signal(
     progress: Progress | None = None,
     **options: Any,
 ) -> HeadScores:
-    """Measure a signal on token blocks, for commands; arguments and errors are those of ``probe``.
+    """Measure a signal on token blocks, with the arguments of ``probe``.
 
-    A signal of gates takes their window, and options that are None the signal's defaults. Layouts of the table have the
-    sink tokens that it was measured with.
+    Options that are None take the signal's defaults, and a signal of gates uses their window. Layouts of the table have
+    the sink tokens that it was measured with.
     """
     entry = SIGNALS[signal]
     set_options = check_options(entry, **options)

@@ -17,7 +17,6 @@ A module of a signal is imported by every ``--help``, so it must import torch in
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,17 +67,18 @@ class Option:
         """Return a value as the option's type. Raises ``UserError`` for another type, or outside of its bounds."""
         number = convert(self.name, self.type if self.type is not str else str | int, value)
         low, high = self.flag.low, self.flag.high
-        if (low is not None and number < low) or (high is not None and number > high):
-            raise UserError(
-                f"{self.name} must lie between {-math.inf if low is None else low:g} and "
-                f"{math.inf if high is None else high:g}; found {number}"
-            )
-        return number if self.type is not str else str(number)
+        if self.type is str:
+            return str(number)
+        if low is not None and number < low:
+            raise UserError(f"{self.name} must be at least {low:g}; found {number}")
+        if high is not None and number > high:
+            raise UserError(f"{self.name} must be at most {high:g}; found {number}")
+        return number
 
 
 @dataclass(frozen=True)
 class Work:
-    """Cost of a signal: ``passes`` over ``tokens`` tokens, each of ``effort`` forward passes, or as much."""
+    """Cost of a signal: ``passes`` over ``tokens`` tokens, each as expensive as ``effort`` forward passes."""
 
     passes: float
     tokens: int

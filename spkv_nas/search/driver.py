@@ -137,7 +137,7 @@ class Search:
         except (KeyError, ValueError, TypeError) as error:
             raise UserError(
                 f"trial {trial.number} of the study '{study.study_name}' is damaged: {first_line(error)}\n"
-                "search under another --name, or remove the study: scores and checkpoints are kept in other files"
+                "search under another --name: scores and retrained checkpoints are reused"
             ) from error
 
     def _trial(self, sampler: str, number: int, layout: Layout, score: PairedDifference) -> Trial:
@@ -182,12 +182,15 @@ class Search:
 
     def _retrain(self, trials: Sequence[Trial], layouts: Sequence[Layout]) -> list[Trial]:
         """Work on the retrainings of layouts until all are finished; return the trials with their results."""
+        start = best_start(trials, self.starts)
+        unpruned = [*self.others.values(), *([] if start is None else [start.layout])]
+        never_pruned = {layout.content_hash for layout in unpruned}
         names = [self.evaluator.run_name(layout) for layout in (None, *layouts)]
         study = open_study(self._storage, f"{self._name}/retrained-{_hash(names)}", {"runs": names}, ["ΔNLL, %"])
         self._reporter.reused(len(finished(study, len(layouts))), len(layouts), "retrainings")
 
         def run(trial: optuna.Trial, index: int) -> list[float]:
-            """Retrain a layout and the control briefly, and in full unless the layout falls behind the median."""
+            """Retrain a layout and the control briefly, and in full unless the layout is pruned."""
             percent = math.nan
             for step, fidelity in enumerate(get_args(Retraining)):
                 self.evaluator.retrain(fidelity, None)
@@ -195,8 +198,10 @@ class Search:
                 self._reporter.announce(f"{fidelity} retraining: {title} ({index + 1} of {len(layouts)})")
                 self.evaluator.retrain(fidelity, layouts[index])
                 percent = self.evaluator.retrained(fidelity, [layouts[index]])[0].percent
+                if math.isnan(percent):  # which Optuna records as failed, so that the task would be free again
+                    raise UserError(f"the {fidelity} retraining of {title} has no NLL: remove its folder")
                 trial.report(percent, step)
-                if step == 0 and trial.should_prune():
+                if step == 0 and layouts[index].content_hash not in never_pruned and trial.should_prune():
                     raise optuna.TrialPruned
             return [percent]
 

@@ -25,7 +25,7 @@ class Recommendation:
 
 
 def recommend(search: Search, trials: Sequence[Trial]) -> Recommendation | None:
-    """Return the layout to take; None if a search without starts has too few documents to rank its layouts.
+    """Return the layout to take; None without starts if documents are too few to rank, or without any layout.
 
     A layout beats the start if the whole 95 % interval of their paired difference is below 0. It is measured after full
     retraining, on documents that the search did not use, where the start was retrained, too. With a second objective,
@@ -35,9 +35,10 @@ def recommend(search: Search, trials: Sequence[Trial]) -> Recommendation | None:
     tokens, number = evaluator.evaluation_tokens, evaluator.num_selection_documents
     # Do not rank by few documents
     if number < MIN_DOCUMENTS:
+        first = next(iter(search.starts.values()), None)
         reason = f"{number} documents are too few to rank layouts (at least {MIN_DOCUMENTS}): search on more text"
-        return None if start is None else Recommendation(_named(start), f"{reason}; {start.name} is the best start")
-    # Choose the best other layout by what is most like deployment: retrained in full, else not retrained
+        return None if first is None else Recommendation(first, f"{reason}; {first.strategy} is the first start")
+    # Select by short retraining among those retrained in full, else by scores; the full result stays unbiased
     known = set() if start is None else {layout.content_hash for layout in search.starts.values()}
     others = [
         trial for trial in trials if trial.layout.content_hash not in known and search.space.contains(trial.layout)
@@ -57,15 +58,18 @@ def recommend(search: Search, trials: Sequence[Trial]) -> Recommendation | None:
     if is_fair:
         where = f"after full retraining, on {(tokens > 0).sum()} documents that selected nothing"
     if start is None:
-        return Recommendation(_named(best), f"{best.name} has the lowest NLL {where}")
+        by = "after short retraining" if is_fair else where
+        return Recommendation(_named(best), f"{best.name} has the lowest NLL {by}")
     # Compare it with the start, paired by document
     pair = [best.layout], start.layout
     (change,) = evaluator.retrained("full", *pair) if is_fair else evaluator.score(*pair)
     errors = critical_errors(effective_number(tokens) if is_fair else number)
     if change.percent + errors * change.standard_error < 0:
-        return Recommendation(_named(best), f"{best.name} beats {start.name}, the best start: {_text(change)} {where}")
+        verb, to_do = ("beats", "") if is_fair else ("scores lower than", "; retrain it to confirm that")
+        reason = f"{best.name} {verb} {start.name}, the best start: {_text(change)} {where}{to_do}"
+        return Recommendation(_named(best), reason)
     return Recommendation(
-        _named(start), f"nothing beat {start.name}, the best start; {best.name}: {_text(change)} {where}"
+        _named(start), f"{best.name} does not beat {start.name}, the best start: {_text(change)} {where}"
     )
 
 

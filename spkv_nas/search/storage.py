@@ -28,7 +28,7 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.extras import missing_extra
 
 HEARTBEAT, GRACE = 10, 60  # seconds between heartbeats, and without one until a trial fails
-STARTUP = 4  # retrainings that are never pruned: a median of fewer says little
+STARTUP = 4  # complete retrainings before any is pruned: a median of fewer says little
 INDEX = "index"  # user attribute of a trial: number of its task
 _SETTINGS = "settings"  # user attribute of a study
 _POLL = 0.2  # seconds between looks at the trials of other workers
@@ -129,7 +129,7 @@ def work(
                 study.optimize(partial(_run_free, study, number, run, num_prior), n_trials=1)
             except (ValueError, AssertionError) as error:
                 if "Cannot tell" in f"{error} {error.__context__}":
-                    continue  # it was held for dead meanwhile, and another worker runs the task
+                    continue  # another worker took it for dead, and runs the task
                 if "Should not reach" not in str(error):
                     raise
                 # Optuna could not record how a trial ended

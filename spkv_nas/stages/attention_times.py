@@ -13,27 +13,30 @@ from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.commands import command_line, next_line
 
 
-def read_times(
-    options: CalibrateOptions, windows: Sequence[int], context: int, shape: Shape | None = None
-) -> Calibration:
+def read_times(options: CalibrateOptions, windows: Sequence[int], context: int, shape: Shape) -> Calibration:
     """Read the calibration that ``options`` would write, and check that it fits.
 
     Args:
         options: options of ``calibrate``, with the name of the calibration; errors suggest their command.
         windows: windows in tokens that times are needed for.
         context: tokens in the cache.
-        shape: shape of the model; None: not checked.
+        shape: shape of the model.
 
     Raises:
         UserError: the calibration does not exist, or was measured for other windows, contexts or heads.
     """
     folder = options.folders.report_dir(str(options.name))
+    if len(set(windows)) > 1:
+        needed = " and ".join(map(str, sorted(set(windows))))
+        raise UserError(
+            f"attention times are needed for windows of {needed} tokens, but a calibration measures one\n"
+            "use layouts with the native window, or leave times out"
+        )
     try:
         if not (folder / "calibration.yaml").is_file():
-            raise UserError(f"no calibration '{options.name}' in {folder.parent}: measure one with calibrate")
+            raise UserError(f"no calibration '{options.name}' in {folder.parent}")
         calibration = Calibration.read(folder)
-        if shape is not None:
-            calibration.check_shape(shape)
+        calibration.check_shape(shape)
         for window in windows:
             calibration.check_window(window)
         calibration.check_context(context, "decode")

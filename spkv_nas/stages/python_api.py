@@ -26,7 +26,7 @@ from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.progress import LOGGER, log_lines
 from spkv_nas.data.blocks import TokenBlocks
 
-_OPTION = re.compile(r"--([a-z][a-z-]+)")
+_OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")  # not in paths of the hub's cache
 _LEAST = {
     **dict.fromkeys(("window", "steps", "step_tokens", "batch_size", "max_tokens"), 1),
     **dict.fromkeys(("sinks", "seed", "num_random", "trials"), 0),
@@ -49,7 +49,7 @@ def public(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Convert the arguments, and call the function with gradients enabled."""
+        """Convert the arguments, and call the function outside inference mode."""
         bound = signature.bind(*args, **kwargs)
         torch = sys.modules.get("torch")
         try:

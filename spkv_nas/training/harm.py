@@ -6,7 +6,8 @@ good next to it although they cost several times as much relative to the origina
 - The control may be at most ``MAX_HARM`` percent worse than the unchanged dense model, and a layout not worse than
   before it was retrained.
 - A difference within its standard error, or on fewer than ``MIN_DOCUMENTS`` documents, is no evidence of harm. The
-  change of the control is always announced with its error, so that no warning is not mistaken for no change.
+  change of the control is always announced with its error, so that the absence of a warning is not mistaken for no
+  change.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class Planner:
         seconds = remaining * self.cost(variant).seconds(phase.batch_size)
         if evaluated:
             seconds += self._forward_seconds(variant, self.text.heldout(self.recipe.data))
-        return PlannedRun(name, phase.steps, tokens, seconds, f"goes on from step {done}" if done else "")
+        return PlannedRun(name, phase.steps, tokens, seconds, f"resumes from step {done}" if done else "")
 
     def _forward_seconds(self, variant: Variant, tokens: int) -> float:
         """Return the estimated time of forward passes over ``tokens``."""

@@ -331,7 +331,7 @@ class TestSearch:
                 "beats start, the best start: .* after full retraining, on 20 documents that selected nothing",
             ),
             ({}, 0, True, "on the 20 documents that selected it among [0-9]+ layouts, without training"),
-            ({"error": 9.0}, 3, False, "nothing beat start, the best start; surrogate-0-[0-9]+: "),
+            ({"error": 9.0}, 3, False, "surrogate-0-[0-9]+ does not beat start, the best start: "),
             ({"documents": 7}, 3, False, r"7 documents are too few to rank layouts \(at least 8\)"),
         ],
         ids=["retrained", "scored", "within the error", "few documents"],

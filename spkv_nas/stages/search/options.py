@@ -31,7 +31,7 @@ Retrain = Annotated[
     int,
     Flag(
         "Number of best layouts to retrain, beside the best start and the given ones: for a quarter of the recipe's "
-        "steps, then in full unless behind the median.",
+        "steps, then in full unless behind the median; 0 retrains none, not even those.",
         low=0, high=10**6,
     ),
 ]  # fmt: skip

@@ -46,7 +46,7 @@ class SearchResult:
         folder: folder of the table.
         num_selection_documents: number of documents that layouts were scored and selected on.
         evaluation_tokens: int64 [documents], tokens per document of the text on which full retrainings are compared.
-        recommended: the layout to take; None if the numbers make no sense.
+        recommended: the layout to take; None if the numbers make no sense, or none can be named (``recommend``).
         layouts: folder of the layouts' files.
         recipe: path of the recipe.
         alarm: sentence if the numbers make no sense (``evaluation.alarms``).
