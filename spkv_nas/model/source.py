@@ -57,7 +57,7 @@ def check_checkpoint(path_or_id: str | Path) -> None:
     if folder is None:
         return
     if not folder.is_dir():
-        raise UserError(f"cannot load model {path_or_id}: it is a file, but a checkpoint is a folder")
+        raise UserError(f"cannot load model {path_or_id}: a checkpoint is a folder, but this is a file and no folder")
     check_format(folder)
     read_model_config(folder / _CONFIG)
 
@@ -194,7 +194,7 @@ def model_folder(source: str, explicit: str | None = None) -> Path:
     if Path(source).is_dir():
         return Path(source)
     if Path(source).exists():
-        raise UserError(f"cannot load model {source}: it is a file, but a checkpoint is a folder")
+        raise UserError(f"cannot load model {source}: a checkpoint is a folder, but this is a file and no folder")
     folder = config_folder(source)
     name, commit = pinned(source)
 

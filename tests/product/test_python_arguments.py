@@ -184,5 +184,5 @@ def test_a_folder_of_the_home_is_found(
     monkeypatch.setenv("HOME", str(tmp_path))
     spkv_nas.save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "model")
     spkv_nas.load("~/model")
-    with pytest.raises(UserError, match="it is a file, but a checkpoint is a folder"):
+    with pytest.raises(UserError, match="this is a file and no folder"):
         spkv_nas.load("~/model/config.json")
