@@ -251,5 +251,5 @@ def _budget_note(layout: Layout, heads: int) -> str:
         return f"{layout.strategy} makes {layout.num_global} heads global instead of {heads}"
     return (
         f"{heads} global heads are not a whole number of layers; the nearest is {layout.num_global} "
-        f"({layout.num_global // layout.num_kv_heads} layers)"
+        f"({layout.num_global // layout.num_kv_heads} of {layout.num_layers} layers)"
     )

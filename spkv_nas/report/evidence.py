@@ -24,6 +24,7 @@ COMPARISON, SEARCH, SCORES, VERDICT = "comparison", "search", "scores", "verdict
 PASSES = "passes"  # first word of what a verdict says of a layout that it lets replace the dense model
 MIN_DOCUMENTS = 8  # with fewer, not even the standard errors are known well enough to rank layouts
 _UNTRAINED = "not retrained"
+_BIASED = ", partly on documents that layouts were selected on, which may favour them"
 _VERBS = {"passes": PASSES, "fails": "fails", "open": "open at"}
 _HELD_OUT, _SELECTION = ", on held-out documents not used for selection", ", on the text that the search selected on"
 
@@ -185,8 +186,8 @@ def _comparison_result(inputs: ReportInputs, row: dict[Any, Any]) -> Result:
 
 
 def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
-    """Yield the evidence of each table of ``score``."""
-    for file in inputs.scores:
+    """Yield the evidence of each table of ``score``; first those on documents that selected no layout."""
+    for file in sorted(inputs.scores, key=lambda file: bool(file.record.get("num_selection"))):
         results = []
         for row in file.rows[file.rows["heads"] != ""].to_dict("records"):
             layout = file.layout(str(row["strategy"]), str(row["heads"]))
@@ -195,7 +196,8 @@ def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
                 results.append(_result(inputs, layout, *change, nll=row["nll"]))
         if results:
             number, effective = (_number(file.record.get(key)) for key in ("num_documents", "effective_documents"))
-            yield Evidence(_UNTRAINED, 0.0, SCORES, DENSE, _distinct(results), "", number, effective, file.name)
+            mode = _UNTRAINED + (_BIASED if file.record.get("num_selection") else "")
+            yield Evidence(mode, 0.0, SCORES, DENSE, _distinct(results), "", number, effective, file.name)
 
 
 def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:

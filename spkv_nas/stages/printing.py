@@ -37,7 +37,7 @@ def about_errors(num_documents: int, effective: float) -> None:
     """Print what ± means and, for few documents, a warning with the width of a 95 % confidence interval."""
     from spkv_nas.base.statistics import FEW_DOCUMENTS, critical_errors
 
-    number = f"{num_documents} held-out documents (effective number {effective:.1f})"
+    number = f"{num_documents} documents (effective number {effective:.1f})"
     out.print(f"±: one standard error, paired by {number}")
     if effective < FEW_DOCUMENTS:
         width = critical_errors(effective)

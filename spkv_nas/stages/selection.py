@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,18 +43,32 @@ class Selected:
     """Documents that layouts were selected on.
 
     Attributes:
-        documents: identities of the texts that they are, or are pieces of (``DocumentInfo.text_id``).
-        by: what selected the layouts, such as "probe mine" or "search mine among 248 layouts scored on 9 documents".
+        by_record: identities of the texts that they are, or are pieces of (``DocumentInfo.text_id``), by what selected
+            the layouts, such as "probe mine" or "search mine among 248 layouts scored on 9 documents".
         unknown: names of layouts of which no record, or not every record, has its documents.
     """
 
-    documents: Selection = frozenset()
-    by: tuple[str, ...] = ()
+    by_record: Mapping[str, Selection] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
+
+    @property
+    def documents(self) -> Selection:
+        """Return all documents that any layout was selected on."""
+        return frozenset[str]().union(*self.by_record.values())
+
+    @property
+    def by(self) -> tuple[str, ...]:
+        """Return what selected the layouts."""
+        return tuple(self.by_record)
 
     def count(self, blocks: TokenBlocks) -> int:
         """Return how many of the documents that blocks have tokens of are these, or pieces of the same texts."""
-        return sum(info.text_id in self.documents for info in blocks.present)
+        documents = self.documents
+        return sum(info.text_id in documents for info in blocks.present)
+
+    def among(self, blocks: TokenBlocks) -> tuple[str, ...]:
+        """Return what selected a layout on documents that blocks have tokens of."""
+        return tuple(record for record, documents in self.by_record.items() if documents & blocks.text_ids)
 
 
 def find_selected(
@@ -70,8 +84,7 @@ def find_selected(
     """
     folders = [*(folder for file in near for folder in (file.parent, file.parent.parent)), *_folders(workspace)]
     equal = _provenances(workspace)
-    documents: set[str] = set()
-    by: dict[str, None] = {}
+    by_record: dict[str, Selection] = {}
     unknown = []
     for name, layout in layouts.items():
         origins = [layout.provenance, *equal.get(layout.content, ())]
@@ -79,11 +92,10 @@ def find_selected(
         selections = [read_selection(selection, folders) for _, selection in evidence]
         for (record, _), selection in zip(evidence, selections, strict=True):
             if selection is not None:
-                documents |= selection
-                by[record] = None
+                by_record[record] = by_record.get(record, frozenset()) | selection
         if not evidence or None in selections:
             unknown.append(name)
-    return Selected(frozenset(documents), tuple(by), tuple(unknown))
+    return Selected(by_record, tuple(unknown))
 
 
 def probe_of(workspace: Workspace, layouts: Iterable[Layout]) -> str | None:

@@ -311,6 +311,19 @@ def test_a_page_answers_what_is_saved_and_what_is_lost() -> None:
     )
 
 
+def test_scores_on_documents_that_selected_come_last_and_say_so() -> None:
+    """A headline quoted the lower loss, on the documents by which the probe had selected the heads."""
+    layouts = make_layouts("densest", "last")
+    heads = {name: "/".join(layout.heads) for name, layout in layouts.items()}
+    biased = scored(heads, {"densest": 0.5, "last": 2.0}, num_selection=60)
+    fair = scored(heads, {"densest": 0.74, "last": 2.0}, num_selection=0)
+    inputs = ReportInputs(make_domain_table(), layouts, scores=(biased, fair))
+    assert "NLL +0.740 ± 0.100 %" in "".join(conclude(inputs).lead)
+    alone = "".join(conclude(replace(inputs, scores=(biased,))).lead)
+    assert "+0.500" in alone
+    assert "partly on documents that layouts were selected on, which may favour them" in alone
+
+
 def test_measured_layouts_stay_when_their_names_stand_for_others() -> None:
     """After proposing another budget, the page said that the layout nearest to a measured one was 8 heads apart."""
     current = {"densest": Layout(("GG", "GG", "LL", "LL"), 8, "densest")}

@@ -83,7 +83,9 @@ def test_the_sentences(section: Section) -> None:
 
 def test_a_text_without_more_samples_is_said() -> None:
     sentences = verdict_section("verdict", rows(), RECORD | {"num_samples": {"ruler": 16}}).findings
-    assert sentences[0] == "mine is open: ruler after 16 questions, all that there are; about 120 more would tell."
+    assert (
+        sentences[0] == "mine is open: ruler after 16 questions, all that this text gives; about 120 more would tell."
+    )
 
 
 def test_a_verdict_without_samples() -> None:

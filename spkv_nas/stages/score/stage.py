@@ -68,7 +68,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     rows = score_table(proposal.layouts, by_name, full_attention, covered)
     selected = find_selected(workspace, proposal.layouts, near=proposal.files.values(), with_scores=False)
     num_selection = selected.count(measured.blocks)
-    selected_by = selected.by if num_selection else ()
+    selected_by = selected.among(measured.blocks)
     sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
     origin = measured_on(
         subject,

@@ -227,7 +227,7 @@ def _text(
     number, num_left_out = len(whole.present), selected.count(whole)
     if num_left_out == number:
         raise UserError(
-            f"all {number} documents of the text were used to select a layout ({', '.join(selected.by)})\n"
+            f"all {number} documents of the text were used to select a layout ({', '.join(selected.among(whole))})\n"
             "give held-out text with --data"
         )
     blocks = whole.in_random_order(options.seed, selected.documents)

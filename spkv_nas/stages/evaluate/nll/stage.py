@@ -95,7 +95,7 @@ def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
     pair = None if options.against is None else _pair(options, subject, measured, evaluation, reporter)
     layout = saved_layout(measured.model.config)
     selected = Selected() if layout is None else find_selected(options.folders, {subject.name: layout})
-    used = (selected.count(measured.blocks), selected.by)
+    used = (selected.count(measured.blocks), selected.among(measured.blocks))
     return NLLResult(subject.name, evaluation, options.folders.report_dir(subject.name), *used, pair)
 
 
