@@ -320,8 +320,7 @@ def test_scores_on_documents_that_selected_come_last_and_say_so() -> None:
     inputs = ReportInputs(make_domain_table(), layouts, scores=(biased, fair))
     assert "NLL +0.740 ± 0.100 %" in "".join(conclude(inputs).lead)
     alone = "".join(conclude(replace(inputs, scores=(biased,))).lead)
-    assert "+0.500" in alone
-    assert "partly on documents that layouts were selected on, which may favour them" in alone
+    assert re.search(r"\+0\.500 .*partly on documents that layouts were selected on, which may favour them", alone)
 
 
 def test_measured_layouts_stay_when_their_names_stand_for_others() -> None:

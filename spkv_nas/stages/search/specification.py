@@ -97,8 +97,8 @@ def _check_given(space: Space, strategies: Mapping[str, Layout], given: Mapping[
             raise UserError(
                 f"layout '{key}' has a window of {layout.window} tokens and {layout.sinks} sink tokens, the search "
                 f"{space.window} and {space.sinks}, as its probe '{space.table.name}'\n"
-                "use layouts of that probe, or run: spkv-nas layout convert FILE.yaml NEW.yaml "
-                f"--window {space.window} --sinks {space.sinks}"
+                f"use layouts of that probe, or convert them (layout convert, with --window {space.window} "
+                f"--sinks {space.sinks})"
             )
 
 
