@@ -294,7 +294,7 @@ class TestMeasure:
                 measure_signal(signal, model, blocks, window=0)
             with pytest.raises(UserError, match=r"window of 128 keys.*\n.*smaller --window, or a larger --block-size"):
                 measure_signal(signal, model, blocks, window=128)
-        with pytest.raises(UserError, match="steps must lie between 1 and"):
+        with pytest.raises(UserError, match="steps must be at least 1"):
             measure_signal("duo", model, blocks, window=6, steps=0)
         with pytest.raises(
             UserError, match="--steps does not apply to --signal retrieval; it applies to density, head-gates"
