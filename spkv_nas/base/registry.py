@@ -1,6 +1,7 @@
 """Look up the entries of an extension point by name: the built-in ones and those that installed packages add.
 
-A package adds an entry by an entry point of the registry's group, such as::
+This project's own less used entries (``spkv_nas/contrib``) are added like those of any other package: by an entry point
+of the registry's group, such as::
 
     [project.entry-points."spkv_nas.signals"]
     value-norm = "my_package.signals:VALUE_NORM"
@@ -11,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, distribution, entry_points
 from typing import Generic, Protocol, TypeVar
 
 from spkv_nas.base.errors import UserError, first_line
+
+REINSTALL = "reinstall spkv-nas (in a checkout: pip install --editable .)"
 
 
 class Named(Protocol):
@@ -33,10 +36,10 @@ class Registry(Generic[Entry]):
     """Entries of one extension point, in the order in which users see them.
 
     Attributes:
-        group: entry-point group of third-party entries, such as ``spkv_nas.signals``.
+        group: entry-point group of further entries, such as ``spkv_nas.signals``.
         noun: what an entry is, for error messages, such as "signal".
         kind: base class that every entry is an instance of.
-        built_in: the package's own entries, which come first.
+        built_in: entries that need no entry point, which come first.
     """
 
     group: str
@@ -46,13 +49,15 @@ class Registry(Generic[Entry]):
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Return all entries by name. Third-party packages are imported on first use.
+        """Return all entries by name: built-in ones, then this project's others, then those of other packages.
+
+        What entry points name is imported on first use.
 
         Raises:
             UserError: a package cannot be imported, or its entry is of another kind or has the name of another entry.
         """
         entries = {entry.name: entry for entry in self.built_in}
-        for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
+        for point in sorted(entry_points(group=self.group), key=lambda point: (not _is_own(point), point.name)):
             entry = self._load(point)
             if entry.name in entries:
                 raise UserError(
@@ -76,18 +81,37 @@ class Registry(Generic[Entry]):
         if isinstance(name, self.kind):
             return name
         if name not in self.entries:
-            raise UserError(f"unknown {self.noun} '{name}'; expected one of {', '.join(self.names)}")
+            message = f"unknown {self.noun} '{name}'; expected one of {', '.join(self.names)}"
+            raise UserError(f"{message}{reinstall_hint()}")
         return self.entries[name]
 
     def _load(self, point: EntryPoint) -> Entry:
-        """Import a third-party entry."""
+        """Import the entry of an entry point."""
         try:
             entry = point.load()
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(
-                f"cannot load the {self.noun} {point.value}: {reason}\nrepair or uninstall its package"
-            ) from error
+            remedy = REINSTALL if _is_own(point) else "repair or uninstall its package"
+            raise UserError(f"cannot load the {self.noun} {point.value}: {reason}\n{remedy}") from error
         if not isinstance(entry, self.kind):
             raise UserError(f"{point.value} is no {self.kind.__name__}, which a {self.noun} must be")
         return entry
+
+
+def reinstall_hint() -> str:
+    """Return a line that says how to restore this project's own entry points; "" if they are installed.
+
+    They are not where the package is only on ``PYTHONPATH``, or was installed before it had any.
+    """
+    try:
+        points = distribution("spkv-nas").entry_points
+    except PackageNotFoundError:
+        points = EntryPoints()
+    if any(point.group.startswith("spkv_nas.") for point in points):
+        return ""
+    return f"\nthe installed spkv-nas registers no entry points, so some commands and options are missing: {REINSTALL}"
+
+
+def _is_own(point: EntryPoint) -> bool:
+    """Return whether an entry point names something in this package."""
+    return point.value.startswith("spkv_nas.")

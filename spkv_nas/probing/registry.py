@@ -10,18 +10,15 @@ from spkv_nas.base.flag import Flag
 from spkv_nas.base.registry import Registry
 from spkv_nas.probing.signal import Option, Signal
 from spkv_nas.probing.signals.ablation import CLOSING, OPENING
-from spkv_nas.probing.signals.attention_mass import ATTENTION_MASS
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.probing.signals.duo import DUO
 from spkv_nas.probing.signals.head_gates import HEAD_GATES
-from spkv_nas.probing.signals.regression import REGRESSION
-from spkv_nas.probing.signals.retrieval import RETRIEVAL
 
 SIGNALS: Registry[Signal] = Registry(
     "spkv_nas.signals",
     "signal",
     Signal,  # type: ignore[type-abstract]
-    (DENSITY, HEAD_GATES, OPENING, CLOSING, REGRESSION, DUO, RETRIEVAL, ATTENTION_MASS),
+    (DENSITY, HEAD_GATES, OPENING, CLOSING, DUO),
 )
 
 

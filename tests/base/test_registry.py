@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
-from types import ModuleType
+from importlib.metadata import EntryPoint, PackageNotFoundError
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -25,7 +26,7 @@ APPLE, PEAR = Fruit("apple"), Fruit("pear")
 def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Install a module as a third-party package whose entry points are those of the test."""
     module = ModuleType("orchard")
-    monkeypatch.setitem(__import__("sys").modules, "orchard", module)
+    monkeypatch.setitem(sys.modules, "orchard", module)
     return module
 
 
@@ -42,6 +43,32 @@ def test_lists_built_in_entries_before_those_of_packages(plugin: ModuleType, mon
     assert fruit.names == ("apple", "pear")
     assert list(fruit) == [APPLE, PEAR]
     assert fruit["pear"] is PEAR
+
+
+def test_own_entries_come_before_those_of_other_packages(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.PEAR, plugin.PLUM = PEAR, Fruit("plum")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "spkv_nas.orchard", plugin)
+    fruit = registry_with(monkeypatch, "orchard:PEAR", "spkv_nas.orchard:PLUM")
+    assert fruit.names == ("apple", "plum", "pear")
+
+
+@pytest.mark.parametrize(("group", "is_missing"), [(None, True), ("console_scripts", True), ("spkv_nas.fruit", False)])
+def test_missing_entry_points_of_this_project_are_named(
+    monkeypatch: pytest.MonkeyPatch, group: str | None, is_missing: bool
+) -> None:
+    """As in a clone that is used without being installed, or was installed long ago."""
+
+    def installed(name: str) -> SimpleNamespace:
+        assert name == "spkv-nas"
+        if group is None:
+            raise PackageNotFoundError
+        return SimpleNamespace(entry_points=[EntryPoint("plum", "spkv_nas.orchard:PLUM", group)])
+
+    fruit = registry_with(monkeypatch)
+    monkeypatch.setattr(registry, "distribution", installed)
+    with pytest.raises(UserError, match="unknown fruit 'plum'") as raised:
+        fruit["plum"]
+    assert ("pip install --editable ." in str(raised.value)) == is_missing
 
 
 def test_names_the_entries_for_an_unknown_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import fails, gated, tiny_model
+from marks import slow
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,19 +17,19 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
+from spkv_nas.contrib.signals.measure.attention_mass import attention_mass
+from spkv_nas.contrib.signals.measure.retrieval import retrieval
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
-from spkv_nas.model.attention import attention_layers, layer_states
+from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout, full_attention
-from spkv_nas.probing import heads
-from spkv_nas.probing.attention_mass import attention_mass
 from spkv_nas.probing.duo import AlphaMixture, duo, sums_of_squares
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.registry import SIGNALS, check_options
-from spkv_nas.probing.retrieval import needles, retrieval
 
 WINDOW, LENGTH = 6, 40
 OTHER_SIGNALS = SIGNALS.names[1:]
+EACH_OTHER = [name if SIGNALS[name] in SIGNALS.built_in else slow(name) for name in OTHER_SIGNALS]
 
 
 @pytest.fixture
@@ -41,149 +40,9 @@ def blocks() -> TokenBlocks:
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10)))
 
 
-def attentions(family: str, tokens: np.ndarray) -> np.ndarray:
-    """Return attention float64 [L, N, Hq, T, T] of the dense model, by transformers' eager implementation."""
-    model = tiny_model(family, vocab_size=300).double()
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        out = model(input_ids=torch.from_numpy(tokens.astype(np.int64)), output_attentions=True)
-    return torch.stack(out.attentions).numpy()
-
-
 def last_hidden(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         return model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
-
-
-class TestAttentionMass:
-    @pytest.mark.parametrize("family", ["llama", "gemma3_text", "granite"])
-    @pytest.mark.parametrize("sinks", [0, 2])
-    def test_attention_mass_is_outside_the_window(
-        self, family: str, sinks: int, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Queries are chunked; a Gemma's local layers, of 4 keys, stay local whatever the window, and score 0."""
-        window = 3 if family == "gemma3_text" else WINDOW
-        monkeypatch.setattr(heads, "_CHUNK_BYTES", 1)
-        monkeypatch.setattr(heads, "_CHUNK_ROWS", 7)
-        model = tiny_model(family, vocab_size=300).double()
-        table = attention_mass(model, blocks, window, sinks=sinks, batch_size=4)
-        far = np.tril(np.ones((LENGTH, LENGTH)), -window)
-        far[:, :sinks] = 0
-        mass = (attentions(family, blocks.tokens) * far).sum(-1).reshape(4, 6, 2, 2, LENGTH).mean(3)  # [L, N, Hkv, T]
-        assert 0.1 < mass[0].mean() < mass[1].mean() * 1.1 < 0.99
-        if family == "gemma3_text":
-            mass[::2] = 0
-        chosen = np.broadcast_to(np.arange(LENGTH) >= window, (6, LENGTH))
-        for domain, parity in (("a", 0), ("b", 1)):
-            mine = chosen & (blocks.document % 2 == parity)
-            values = mass.transpose(0, 2, 1, 3)[:, :, mine]
-            assert table.domain_density(domain) == pytest.approx(
-                values.mean(-1), abs=1e-7
-            )  # transformers' softmax is in float32
-            by_document = [values[..., blocks.document[mine] == i] for i in range(parity, 10, 2)]
-            residual = [part.sum(-1) - values.mean(-1) * part.shape[-1] for part in by_document]
-            left = [1 - part.shape[-1] / mine.sum() for part in by_document]
-            jackknife = [one / share for one, share in zip(residual, left, strict=True)]
-            error = np.sqrt(np.square(jackknife).sum(0) * 4 / 5) / mine.sum()
-            rows = table.rows[table.rows["domain"] == domain]
-            assert rows["standard_error"].to_numpy() == pytest.approx(error.ravel(), abs=1e-7)
-            assert set(rows["num_tokens"]) == {mine.sum()}
-        assert (table.signal, table.window, table.tau) == ("attention-mass", window, 0.5)
-
-    def test_gates_and_windows_do_not_count(self, blocks: TokenBlocks) -> None:
-        """The model's original attention is measured; gates and layout are restored afterwards."""
-        expected = attention_mass(tiny_model(vocab_size=300), blocks, WINDOW).density
-        hybrid = tiny_model(vocab_size=300)
-        apply_layout(hybrid, Layout(("LL",) * 4, window=3))
-        for model in (gated(), hybrid):
-            before = copy.deepcopy([(s.settings, s.windows) for s in layer_states(model)])
-            assert attention_mass(model, blocks, WINDOW).density == pytest.approx(expected, abs=1e-6)
-            states = layer_states(model)
-            assert [(s.settings, s.windows) for s in states] == before
-            assert all(s.observer is None for s in states)
-
-
-def texts_with_needles(blocks: TokenBlocks, window: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids int64 [N, T] and the needles' positions [N]."""
-    rows, depth = needles(blocks, window, length, seed)
-    return np.stack(list(rows)), depth
-
-
-def induction_model(blocks: TokenBlocks) -> PreTrainedModel:
-    """Make a model whose query head 3 of layer 3 (KV head 1) is an induction head, by orthogonal codes.
-
-    The layer has no position embedding (SmolLM3), so that query and key are what the hooks say.
-    """
-    model = tiny_model("smollm3", vocab_size=300, hidden_size=256)
-    codes = torch.randn(300, 64, generator=torch.Generator().manual_seed(0)).sign()
-    tokens: list[Tensor] = []
-    model.get_input_embeddings().register_forward_pre_hook(lambda _m, args: tokens.append(args[0]))
-    layer = model.model.layers[3].self_attn
-
-    def query(_m: Any, _a: Any, out: Tensor) -> Tensor:
-        return torch.cat((out[..., :192], 5.0 * codes[tokens[-1]]), -1)
-
-    def key(_m: Any, _a: Any, out: Tensor) -> Tensor:
-        return torch.cat((out[..., :64], codes[tokens[-1].roll(1, 1)]), -1)
-
-    layer.q_proj.register_forward_hook(query)
-    layer.k_proj.register_forward_hook(key)
-    return model
-
-
-@pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
-class TestRetrieval:
-    def test_needles_are_repeated_outside_the_window(self, blocks: TokenBlocks) -> None:
-        for length, seed in itertools.product((2, 8, 14), (0, 1)):
-            tokens, depth = texts_with_needles(blocks, 12, length, seed)
-            assert tokens.shape == blocks.tokens.shape
-            for row, text, at in zip(tokens, blocks.tokens, depth, strict=True):
-                assert np.array_equal(row[at : at + length], row[-length:])
-                assert LENGTH - length - at - 1 >= 12  # from a token of the repetition back to the one it copies
-                assert np.array_equal(np.delete(row, slice(at, at + length))[:-length], text[: LENGTH - 2 * length])
-                assert len(set(row[-length:])) == length
-        assert not np.array_equal(texts_with_needles(blocks, 12, 8, 0)[0], texts_with_needles(blocks, 12, 8, 1)[0])
-        assert needles(blocks, 25, 14, 0)[1].tolist() == [0] * 6  # there is one place left
-        with pytest.raises(UserError, match="cannot hold a needle of 14 tokens"):
-            needles(blocks, 26, 14, 0)
-
-    @pytest.mark.parametrize("family", ["llama", "granite"])
-    def test_is_the_attention_on_the_token_to_copy(self, family: str, blocks: TokenBlocks) -> None:
-        table = retrieval(tiny_model(family, vocab_size=300), blocks, WINDOW, needle_length=8, batch_size=4, seed=3)
-        tokens, depth = texts_with_needles(blocks, WINDOW, 8, 3)
-        weights = attentions(family, tokens)
-        queries = np.arange(LENGTH - 8, LENGTH - 1)
-        scores = np.stack(
-            [weights[:, i, :, queries, at + 1 + np.arange(7)] for i, at in enumerate(depth)]
-        )  # [N,7,L,Hq]
-        owner = blocks.document[:, queries]
-        expected = scores.mean((0, 1)).reshape(4, 2, 2)
-        assert table.density == pytest.approx(expected.max(-1), abs=1e-6)
-        best = expected.argmax(-1)
-        of_b = scores[owner % 2 == 1].mean(0).reshape(4, 2, 2)
-        assert table.domain_density("b") == pytest.approx(
-            np.take_along_axis(of_b, best[..., None], 2)[..., 0], abs=1e-6
-        )
-
-    def test_a_hand_built_induction_head_scores_high(self, blocks: TokenBlocks) -> None:
-        table = retrieval(induction_model(blocks), blocks, WINDOW, needle_length=8)
-        assert table.density[3, 1] > 0.7
-        assert np.delete(table.density.ravel(), 7).max() < 0.3
-
-    def test_a_model_that_does_not_copy_is_called_out(self, blocks: TokenBlocks) -> None:
-        with pytest.warns(UserWarning, match=r"predicts only \d\.\d% of the needle tokens"):
-            retrieval(tiny_model(vocab_size=300), blocks, WINDOW, needle_length=8)
-
-    @pytest.mark.filterwarnings("error:the model predicts:UserWarning")
-    def test_retrieval_score_measures_copying(self, blocks: TokenBlocks) -> None:
-        """The head gets the first four of a needle's seven answers."""
-        model = tiny_model(vocab_size=300)
-        answers = torch.nn.functional.one_hot(
-            torch.from_numpy(texts_with_needles(blocks, WINDOW, 8, 0)[0])[:, -7:], 300
-        ).float()
-        answers[:, 4:] = answers[:, 4:].roll(1, -1)
-        model.lm_head.register_forward_hook(lambda *_: answers)
-        assert retrieval(model, blocks, WINDOW, needle_length=8).metadata["copy_accuracy"] == round(4 / 7, 4)
 
 
 class TestDuo:
@@ -260,7 +119,7 @@ class TestDuo:
 
 class TestMeasure:
     @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
-    @pytest.mark.parametrize("signal", OTHER_SIGNALS)
+    @pytest.mark.parametrize("signal", EACH_OTHER)
     def test_takes_the_window_of_the_gates(self, signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
         """The table is read back as it was written, with values in [0, 1]."""
         metadata = {"model": "somewhere"}
@@ -312,7 +171,7 @@ class TestCommand:
         return [*map(str, options), "--workspace", str(tmp_path / "w")]
 
     @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
-    @pytest.mark.parametrize("signal", OTHER_SIGNALS)
+    @pytest.mark.parametrize("signal", EACH_OTHER)
     def test_layouts_follow_any_signal(
         self, signal: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -22,7 +22,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
-from spkv_nas.data.tokenizer import PLAIN, Boundaries
+from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import attention_layers
@@ -33,7 +33,6 @@ from spkv_nas.probing.heads import attention_weights
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.mixture import Mixture
 from spkv_nas.probing.registry import SIGNALS
-from spkv_nas.probing.retrieval import needles
 from spkv_nas.probing.sinks import MassiveActivation, SinkReport, choose_sinks, measure_sinks
 from spkv_nas.stages.probe.output import show
 
@@ -260,16 +259,6 @@ class TestSignals:
     def test_head_gates_learn_on_models_with_learned_sinks(self, blocks: TokenBlocks) -> None:
         table = head_gates(tiny_model("gpt_oss"), blocks, 2, budget=2, steps=2)
         assert table.values.sum() == pytest.approx(2.0, abs=1e-6)
-
-    def test_needles_leave_the_first_tokens(self, blocks: TokenBlocks) -> None:
-        for sinks, first in ((0, 1), (4, 4)):
-            rows, depth = needles(blocks, WINDOW, 4, 0, sinks)
-            assert depth.min() >= first
-            tokens = np.stack(list(rows))
-            assert (tokens[:, 0] == BOS).all()
-            assert not (tokens[:, 1:] == BOS).any()
-        plain, _ = needles(replace(blocks, boundaries=PLAIN), WINDOW, 4, 0)
-        assert len(list(plain)) == 6
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from transformers.models.auto import modeling_auto
 
 import spkv_nas
 from spkv_nas import GateConfig, HeadScores, Layout, SPKVCache, UserError
+from spkv_nas.contrib.signals.attention_mass import ATTENTION_MASS
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import attention_layers
-from spkv_nas.probing.signals.attention_mass import ATTENTION_MASS
 from spkv_nas.search.samplers.random_search import RandomSearch
 
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mixed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ FLOORS = (
     ("stages",),
     ("cli",),
     ("__main__",),
+    ("contrib",),  # above all: nothing imports it
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms}
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 15
@@ -95,6 +97,14 @@ def test_imports_go_down() -> None:
     assert not upward, "\n".join(upward)
 
 
+def test_nothing_outside_contrib_names_its_modules() -> None:
+    """Only entry points do (``pyproject.toml``): it is added like a package of somebody else."""
+    files = [file for file in [*sources(), ROOT / "spkv_nas/__init__.pyi"] if home(file) != "contrib"]
+    name = re.compile(r"""\.contrib\b|["']contrib""")
+    naming = [str(file.relative_to(ROOT)) for file in files if name.search(file.read_text())]
+    assert not naming, "\n".join(naming)
+
+
 def test_no_import_by_name_goes_up() -> None:
     upward = [
         f"{file.relative_to(ROOT)}: {name}"
@@ -113,6 +123,8 @@ def test_no_import_by_name_goes_up() -> None:
         ("search", "training", True),
         ("model", "kernels", False),
         ("", "base", False),
+        ("__main__", "contrib", True),
+        ("contrib", "cli", False),
     ],
 )
 def test_upward_imports_are_detected(origin: str, target: str, expected: bool) -> None:

@@ -22,13 +22,13 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import reproduce
 from spkv_nas.cli.app import COMMANDS, LAYOUT_COMMANDS, NAMES, app
 from spkv_nas.cli.options import command
+from spkv_nas.contrib.signals.measure.regression import regression
 from spkv_nas.cost.hardware import HARDWARE
 from spkv_nas.cost.ladder import ladder
 from spkv_nas.data.config import DataConfig
 from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
-from spkv_nas.probing.regression import regression
 from spkv_nas.stages import flags, options
 from spkv_nas.stages.demo.command import demo
 from spkv_nas.stages.evaluate import options as evaluation_options

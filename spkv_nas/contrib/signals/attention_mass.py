@@ -1,4 +1,4 @@
-"""Attention mass: share of attention outside the window (``probing.attention_mass``)."""
+"""Attention mass: share of attention outside the window (``measure.attention_mass``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AttentionMass(Signal):
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
         """Measure the mass in one pass."""
-        from spkv_nas.probing.attention_mass import attention_mass
+        from spkv_nas.contrib.signals.measure.attention_mass import attention_mass
 
         return attention_mass(model, blocks, window, **options)
 

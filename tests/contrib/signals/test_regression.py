@@ -14,12 +14,12 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
+from spkv_nas.contrib.signals.measure import regression as module
+from spkv_nas.contrib.signals.measure.regression import Ridge, regression
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
 from spkv_nas.model.checkpoint import save
-from spkv_nas.probing import regression as module
-from spkv_nas.probing.regression import Ridge, regression
 
 WINDOW = 6
 

@@ -1,4 +1,4 @@
-"""Regression: the NLL that a head saves on average over random layouts (``probing.regression``)."""
+"""Regression: the NLL that a head saves on average over random layouts (``measure.regression``)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Regression(Signal):
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
         """Score ``num_layouts`` layouts of a ``budget`` and fit the gains."""
-        from spkv_nas.probing.regression import regression
+        from spkv_nas.contrib.signals.measure.regression import regression
 
         return regression(model, blocks, window, **options)
 

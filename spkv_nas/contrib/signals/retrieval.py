@@ -1,4 +1,4 @@
-"""Retrieval score: attention on the token to copy, in repeated random strings (``probing.retrieval``)."""
+"""Retrieval score: attention on the token to copy, in repeated random strings (``measure.retrieval``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Retrieval(Signal):
 
     def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
         """Measure the score, with needles drawn by ``seed``."""
-        from spkv_nas.probing.retrieval import retrieval
+        from spkv_nas.contrib.signals.measure.retrieval import retrieval
 
         return retrieval(model, blocks, window, **options)
 
