@@ -20,11 +20,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before transformers, which imports Triton
 
-from helpers import BLOCK, write_project
+from helpers import BLOCK, gated, write_project
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.tokenizer import train_bpe
+from spkv_nas.model.checkpoint import save
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
@@ -102,3 +103,10 @@ def corpus(recipe: Recipe, recipe_file: Path, tmp_path: Path) -> Corpus:
 @pytest.fixture
 def dense(recipe: Recipe, corpus: Corpus, tmp_path: Path) -> Path:
     return train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write a checkpoint with gates, window 6, tau 0.4."""
+    save(gated(), tiny_tokenizer, tmp_path / "mine")
+    return tmp_path / "mine"

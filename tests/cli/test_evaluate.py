@@ -107,7 +107,7 @@ def test_torchrun_runs_only_distributed_evaluations(
     monkeypatch.setattr("spkv_nas.cli.evaluate.num_processes", lambda: 2)
     message = fails(capsys, "evaluate", "baselines")
     assert (
-        "evaluate baselines does not run under torchrun (only nll, sweep, ruler, longppl, tasks, agreement do)"
+        "evaluate baselines does not run under torchrun (only nll, sweep, agreement, longppl, ruler, tasks do)"
         in message
     )
     assert "--tau must lie in [0, 1]" in fails(capsys, "evaluate", "ruler", "--lengths", "512", "--tau", "2")

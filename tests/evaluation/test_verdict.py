@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from helpers import tiny_model
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
-from spkv_nas.data.ruler.tasks import generate
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.verdict.decision import Levels, decide
@@ -24,7 +22,7 @@ from spkv_nas.evaluation.verdict.paired_test import (
     loss_interval,
     more_samples,
 )
-from spkv_nas.evaluation.verdict.rounds import DocumentRounds, QuestionRounds
+from spkv_nas.evaluation.verdict.rounds import DocumentRounds
 
 
 def documents(rise: float, number: int = 60, noise: float = 0.01) -> np.ndarray:
@@ -216,27 +214,3 @@ class TestRounds:
         complete = set(range(len(whole.total))) - set(blocks.document[32:].ravel().tolist())
         assert sorted(first) == pytest.approx(sorted(whole.total[sorted(complete)]), rel=1e-5)
         assert np.array_equal(first, rounds.scores(measured)[: len(first)])
-
-    def test_questions_do_not_depend_on_the_batch(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """The scores of a round come back in the order in which its questions were drawn."""
-        made: list[tuple[str, int, int]] = []
-
-        def make(task: str, length: int, index: int) -> object:
-            made.append((task, length, index))
-            if length == 400 and index == 1:
-                return None  # does not fit
-            return generate(task, 0, index, length, tiny_tokenizer)
-
-        cells: Sequence[tuple[str, int]] = [("niah_single_1", 400), ("niah_single_1", 500)]
-        rounds = QuestionRounds(cells, make, tiny_tokenizer, number=20, seed=1, identity="")  # type: ignore[arg-type]
-        measured = rounds.measure(0, tiny_model(vocab_size=300, max_position_embeddings=1024), {})
-        assert len(measured) == 16
-        assert (measured == -1.0).sum() == 1
-        assert len(rounds.scores([measured])) == 15
-        drawn = set(made)
-        assert len({question[:2] for question in drawn}) == 2
-        more = QuestionRounds(cells, make, tiny_tokenizer, number=40, seed=1, identity="")  # type: ignore[arg-type]
-        assert (more.identity, more.num_rounds, rounds.num_rounds) == (rounds.identity, 3, 2)
-        assert more._questions[:32] == rounds._questions
-        assert len(rounds.scores([np.ones(16)] * 2)) == 20
-        assert all((task, length, index - 1) in drawn for task, length, index in drawn if index)

@@ -1,4 +1,4 @@
-"""Write spkv_nas/assets/tasks/stdlib_completions.jsonl: completions that need a name from beyond the window.
+"""Write stdlib_completions.jsonl, a task of ``evaluate tasks``: completions that need a name from beyond the window.
 
 Of every held-out document of the embedded models' text at most eight places where the next word is a name that the text
 before has, but not its last 160 characters, a window of about 50 tokens; three other such names are the wrong choices.
@@ -22,7 +22,7 @@ from spkv_nas.training.recipe import Recipe
 NUMBER, OF_DOCUMENT = 200, 8
 BEFORE, NEAR = 640, 160  # characters of a context, and of its end that has none of the choices
 WORD = re.compile(r"\b[A-Za-z_]\w{3,}", re.ASCII)
-FILE = Path(__file__).parents[2] / "spkv_nas" / "assets" / "tasks" / "stdlib_completions.jsonl"
+FILE = Path(__file__).parents[2] / "spkv_nas/contrib/evaluate/tasks/assets/stdlib_completions.jsonl"
 
 
 def main() -> None:

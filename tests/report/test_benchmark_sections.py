@@ -18,18 +18,18 @@ from paths import ROOT
 from spkv_nas.artifacts.result_tables import BASELINES, LONGPPL, RULER, TASKS, ResultTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.tables import write_csv
+from spkv_nas.contrib.evaluate.baselines import stage as baselines
+from spkv_nas.contrib.evaluate.longppl import stage as longppl
+from spkv_nas.contrib.evaluate.longppl.stage import LongPPLResult
+from spkv_nas.contrib.evaluate.ruler import stage as ruler
+from spkv_nas.contrib.evaluate.ruler.stage import RulerResult
+from spkv_nas.contrib.evaluate.tasks import stage as tasks
+from spkv_nas.contrib.evaluate.tasks.stage import TasksResult
 from spkv_nas.report import page as report_page
 from spkv_nas.report.benchmark_sections import SECTIONS, read_benchmarks
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.report.section import Row, Section
-from spkv_nas.stages.evaluate.baselines import stage as baselines
-from spkv_nas.stages.evaluate.longppl import stage as longppl
-from spkv_nas.stages.evaluate.longppl.stage import LongPPLResult
-from spkv_nas.stages.evaluate.ruler import stage as ruler
-from spkv_nas.stages.evaluate.ruler.stage import RulerResult
-from spkv_nas.stages.evaluate.tasks import stage as tasks
-from spkv_nas.stages.evaluate.tasks.stage import TasksResult
 from spkv_nas.stages.subject import NLLTable
 
 COMMITTED = ROOT / "reports" / "stdlib-21x3"

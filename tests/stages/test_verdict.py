@@ -143,7 +143,7 @@ class TestCommand:
         [
             ({"margin": "nll=0"}, "above 0 and below 100"),
             ({"margin": "nll"}, "above 0 and below 100"),
-            ({"margin": "speed=1"}, "unknown criterion 'speed'; expected one of nll, longppl, "),
+            ({"margin": "speed=1"}, "unknown criterion 'speed'; expected one of nll, agreement, "),
             ({"margin": "nll=1,nll=2"}, "two margins"),
             ({"margin": "ruler=2"}, "needs --lengths"),
             ({"risk": "60%"}, "up to 50%"),

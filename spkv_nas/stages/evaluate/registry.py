@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from spkv_nas.base.registry import Registry
 from spkv_nas.stages.evaluate.agreement.command import AGREEMENT
-from spkv_nas.stages.evaluate.baselines.command import BASELINES
 from spkv_nas.stages.evaluate.evaluation import Evaluation
-from spkv_nas.stages.evaluate.longppl.command import LONGPPL
 from spkv_nas.stages.evaluate.nll.command import NLL
-from spkv_nas.stages.evaluate.ruler.command import RULER
 from spkv_nas.stages.evaluate.sweep.command import SWEEP
-from spkv_nas.stages.evaluate.tasks.command import TASKS
 
-EVALUATIONS = Registry(
-    "spkv_nas.evaluations", "evaluation", Evaluation, (NLL, SWEEP, RULER, LONGPPL, TASKS, AGREEMENT, BASELINES)
-)
+EVALUATIONS = Registry("spkv_nas.evaluations", "evaluation", Evaluation, (NLL, SWEEP, AGREEMENT))
 DEFAULT = NLL.name  # evaluation of a plain ``spkv-nas evaluate``

@@ -10,9 +10,6 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.agreement.options import NewTokens
-from spkv_nas.stages.evaluate.longppl.options import ShortContext
-from spkv_nas.stages.evaluate.ruler.options import LENGTHS, Haystack, Questions, RulerTasks
-from spkv_nas.stages.evaluate.tasks.options import AllowCode, DataSets, Include
 from spkv_nas.stages.options import DENSE, SubjectOptions
 from spkv_nas.stages.verdict.budget_options import BudgetOptions
 
@@ -42,7 +39,6 @@ LMTasks = Annotated[
     str | None,
     Flag("Comma-separated lm-eval tasks, such as stdlib_completions, which is built in.", ("--lm-tasks",), "NAMES"),
 ]
-OptionalLengths = Annotated[str | None, LENGTHS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +50,15 @@ class VerdictOptions(BudgetOptions, SubjectOptions):
     margin: Margin = "nll=1%"
     risk: Risk = "5%"
     max_tokens: flags.OptionalMaxTokens = default(None, "one block per document, at least 128 blocks")
-    short_context: ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a block", note="For longppl.")
+    short_context: flags.ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a block", note="For longppl.")
     new_tokens: NewTokens = default(None, "half a block", note="For agreement and acceptance.")
-    lengths: OptionalLengths = default(None, "none; required by ruler")
-    tasks: RulerTasks = default(None, "all")
+    lengths: flags.OptionalLengths = default(None, "none; required by ruler")
+    tasks: flags.RulerTasks = default(None, "all")
     questions: MaxQuestions = default(None, str(QUESTIONS))
-    haystack: Haystack = default(None, "RULER's noise")
-    qa: Questions = default(None, "none; qa_1 and qa_2 are left out")
+    haystack: flags.Haystack = default(None, "RULER's noise")
+    qa: flags.Questions = default(None, "none; qa_1 and qa_2 are left out")
     lm_tasks: LMTasks = default(None, "none; required by tasks")
-    data_sets: DataSets = default(None, "the Hub or its cache")
-    include: Include = None
-    allow_code: AllowCode = False
+    data_sets: flags.DataSets = default(None, "the Hub or its cache")
+    include: flags.Include = None
+    allow_code: flags.AllowCode = False
     seed: flags.Seed = 0

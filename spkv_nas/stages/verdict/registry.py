@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from spkv_nas.base.registry import Registry
 from spkv_nas.stages.verdict.criteria.continuations import ACCEPTANCE, AGREEMENT
-from spkv_nas.stages.verdict.criteria.longppl import LONGPPL
 from spkv_nas.stages.verdict.criteria.nll import NLL
-from spkv_nas.stages.verdict.criteria.ruler import RULER
-from spkv_nas.stages.verdict.criteria.tasks import TASKS
 from spkv_nas.stages.verdict.criterion import Criterion
 
-CRITERIA = Registry("spkv_nas.criteria", "criterion", Criterion, (NLL, LONGPPL, AGREEMENT, ACCEPTANCE, RULER, TASKS))
+CRITERIA = Registry("spkv_nas.criteria", "criterion", Criterion, (NLL, AGREEMENT, ACCEPTANCE))

@@ -1,0 +1,172 @@
+"""ExpectedAttention: keep the keys that future queries are expected to attend to (Devoto et al., arXiv 2510.00636).
+
+Un-rotated queries (before RoPE) are modelled as normally distributed, with mean mu and covariance S of the queries so
+far; the rotation R is the mean over the next 512 positions. With q = R mu and C = R S R^T, by query head,
+
+    a_s = softmax_s(scale q . k_s + scale^2 / 2  k_s^T C k_s),    score_s = |v_s| mean of a_s over the G query heads
+
+as in kvpress (0.5.5, ``ExpectedAttentionPress``): the sinks are excluded from the query statistics and from the
+softmax. With chunked reading, the statistics cover all queries read so far, including those of evicted keys, and the
+softmax is over the keys that are still cached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.contrib.evaluate.baselines.protocol import Chunk, Protocol
+from spkv_nas.contrib.evaluate.baselines.rules import Read, Rule, ranking, reading
+
+FUTURE = 512  # positions over which the rotation is averaged
+_CHECKED, _LARGEST_ERROR = 16, 0.1  # tokens; relative error of queries, which a wrong rotation exceeds by far
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary positions (RoPE) by halves: x at a position becomes ``x cos + rotate_half(x) sin``.
+
+    Attributes:
+        cos, sin: float64 [positions, D].
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, block_size: int) -> Rotation:
+        """Compute the rotation of a model for all positions that blocks of ``block_size`` tokens need.
+
+        Raises:
+            UserError: if the model's queries are not rotated by halves, in every layer alike.
+        """
+        refusal = UserError(
+            "expected-attention needs rotary positions (RoPE) that rotate the halves of a head, equally in every "
+            "layer; this model encodes positions differently: leave expected-attention out of --methods"
+        )
+        rotary = getattr(model.get_decoder(), "rotary_emb", None)
+        positions = torch.arange(block_size + FUTURE, device=model.device)[None]
+        # Compute cos and sin, also for the block alone, to detect frequencies that depend on the length
+        try:
+            shorter, _ = rotary(torch.zeros(1, device=model.device), positions[:, :block_size])  # type: ignore[misc]
+            cos, sin = rotary(torch.zeros(1, device=model.device), positions)  # type: ignore[misc]
+        except TypeError as error:  # no rotary module, or one with other arguments
+            raise refusal from error
+        rotation = cls(cos[0].double(), sin[0].double())
+        if not torch.equal(shorter[0], cos[0, :block_size]) or not rotation._fits(model):
+            raise refusal
+        return rotation
+
+    @torch.inference_mode()
+    def _fits(self, model: PreTrainedModel) -> bool:
+        """Check that the rotation is inverted correctly.
+
+        For a constant input sequence all hidden states are equal, so un-rotated queries must be equal too.
+        """
+        layer_fits = []
+
+        def check_layer(read: Read) -> tuple[Tensor, Tensor]:
+            fits = read.q.shape[-1] == self.cos.shape[-1]
+            if fits:
+                q = self.on(read.q.device).undo(read.q)
+                fits = bool((q - q[:, :, :1]).norm() <= _LARGEST_ERROR * q.norm())
+            layer_fits.append(fits)
+            return read.v.repeat_interleave(read.q.shape[1] // read.v.shape[1], 1), torch.zeros(())
+
+        with reading(model) as reader:
+            reader.rule = check_layer
+            model.get_decoder()(input_ids=torch.ones(1, _CHECKED, dtype=torch.int64, device=model.device))
+        return all(layer_fits)
+
+    def on(self, device: torch.device) -> Rotation:
+        """Return the same rotation on a device."""
+        return Rotation(self.cos.to(device), self.sin.to(device))
+
+    def undo(self, q: Tensor) -> Tensor:
+        """Return queries [B, Hq, T, D] of positions 0 to T - 1 before their rotation, float64."""
+        cos, sin = self.cos[: q.shape[2]], self.sin[: q.shape[2]]
+        q = q.double()
+        return (q * cos - _rotate_half(q) * sin) / (cos**2 + sin**2)  # scaled cos and sin (YaRN) scale twice
+
+    def ahead(self, start: int) -> tuple[Tensor, Tensor]:
+        """Return the mean rotation of the ``FUTURE`` positions from ``start`` on: cos and sin [D]."""
+        future = slice(start, start + FUTURE)
+        return self.cos[future].mean(0), self.sin[future].mean(0)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    """Rotate the halves of the last dimension: (a, b) becomes (-b, a)."""
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+class ExpectedAttention:
+    """Scores of a layer's keys, from its queries so far."""
+
+    def __init__(self, read: Read, rotation: Rotation, sinks: int) -> None:
+        """Start with the keys, values and un-rotated queries of a layer, and empty query statistics."""
+        rotation = rotation.on(read.q.device)
+        self._rotation, self._sinks, self._scale = rotation, sinks, read.scale
+        self._keys = read.k.float()
+        self._norms = read.v.float().norm(dim=-1)
+        self._queries = rotation.undo(read.q)
+        self._seen = sinks
+        batch, num_heads, _, head_size = read.q.shape
+        self._sum = self._queries.new_zeros(batch, num_heads, head_size)
+        self._squares = self._queries.new_zeros(batch, num_heads, head_size, head_size)
+
+    def _statistics(self, start: int) -> tuple[Tensor, Tensor]:
+        """Return mean [B, Hq, D] and covariance [B, Hq, D, D] of the queries before ``start``, excluding sinks."""
+        new_queries = self._queries[:, :, self._seen : start]
+        self._sum += new_queries.sum(2)
+        self._squares += new_queries.transpose(2, 3) @ new_queries
+        self._seen = max(start, self._seen)
+        num_queries = max(1, self._seen - self._sinks)
+        mean = self._sum / num_queries
+        return mean, self._squares / num_queries - mean[..., None] * mean[..., None, :]
+
+    def scores(self, chunk: Chunk, held: Tensor) -> Tensor:
+        """Return the scores [B, Hkv, start] of the keys before the chunk.
+
+        Args:
+            chunk: chunk of queries that comes next.
+            held: bool [B, Hkv, start], keys that have not been evicted.
+        """
+        start, sinks = chunk.start, min(self._sinks, chunk.start)
+        mean, covariance = self._statistics(start)
+        cos, sin = self._rotation.ahead(start)  # [D]
+
+        def average_rope(x: Tensor) -> Tensor:
+            return x * cos + _rotate_half(x) * sin
+
+        batch, heads, _, size = self._keys.shape
+        # Apply the average RoPE to mean and covariance
+        query = average_rope(mean).float().view(batch, heads, -1, size, 1)  # [B, Hkv, G, D, 1]
+        # [B, Hkv, G, D, D]
+        rotated_covariance = (
+            average_rope(average_rope(covariance).transpose(2, 3)).float().view(batch, heads, -1, size, size)
+        )
+        # Compute expected logits [B, Hkv, G, start] of the keys before the chunk
+        keys = self._keys[:, :, None, :start]
+        logits = (keys @ query)[..., 0] * self._scale
+        logits = logits + ((keys @ rotated_covariance) * keys).sum(-1) * (self._scale**2 / 2)
+        # Leave out evicted keys and sinks
+        logits = logits.masked_fill(~held[:, :, None], -torch.inf)
+        logits[..., :sinks] = -torch.inf
+        # Weight the attention by value norms
+        scores: Tensor = logits.softmax(-1).mean(2) * self._norms[..., :start]
+        return scores
+
+
+def expected_attention(protocol: Protocol, density: float, rotation: Rotation) -> Rule:
+    """Return the rule that keeps a share ``density`` of the keys outside the window in every head."""
+
+    def rule(read: Read) -> tuple[Tensor, Tensor]:
+        expected = ExpectedAttention(read, rotation, protocol.sinks)
+        return ranking(read, protocol, density, expected.scores)
+
+    return rule

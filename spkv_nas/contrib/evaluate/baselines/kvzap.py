@@ -1,0 +1,268 @@
+"""KVzap: a small network per layer predicts the KVzip+ score of a key from its token alone (arXiv 2601.07891).
+
+Two linear layers with GELU, 512 wide, map the hidden states that enter a layer's attention to log KVzip+ of every KV
+head. They are fitted by squared error on training text; no weight of the model changes. A key is kept if its prediction
+reaches a threshold, shared by all layers and heads, that is set to reach the target density.
+
+Differences from the paper: the text is the model's own training text and little of it (some ten thousand tokens
+instead of 1.2 million), and the context to repeat is half a block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.memory import require
+from spkv_nas.base.progress import Progress
+from spkv_nas.contrib.evaluate.baselines.kvzip import PROMPT, repeating
+from spkv_nas.contrib.evaluate.baselines.protocol import Protocol
+from spkv_nas.contrib.evaluate.baselines.rules import Read, Reading, Rule, keeping, reading
+from spkv_nas.data.batches import block_tokens
+from spkv_nas.data.blocks import TokenBlocks
+
+HIDDEN = 512
+FIT_TOKENS = 32_768  # context tokens to fit on
+_CHECKED = 8  # one context in N is held out to validate the fit
+_EPOCHS, _BATCH, _LEARNING_RATE = 8, 512, 3e-3  # tokens per step; AdamW's, with cosine decay to 0
+_SMALLEST = 1e-12  # lower clamp of KVzip+ scores before the logarithm
+_ROUNDS, _CLOSE = 4, 0.002  # passes to find a threshold; tolerance of the density
+
+
+class Surrogate(nn.Module):
+    """Predictor of one layer: hidden states [..., C] to log KVzip+ [..., Hkv], in float32."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        """Create a network for hidden states of ``size`` channels and ``heads`` KV heads."""
+        super().__init__()
+        self.up, self.down = nn.Linear(size, HIDDEN), nn.Linear(HIDDEN, heads)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Predict log KVzip+ [..., Hkv] from hidden states [..., C]."""
+        scores: Tensor = self.down(F.gelu(self.up(hidden.float())))
+        return scores
+
+
+@dataclass(frozen=True)
+class KVzap:
+    """Fitted predictors of all layers.
+
+    Attributes:
+        surrogates: one network per layer.
+        explained: share of the variance of held-out log KVzip+ that they predict.
+        tokens: number of context tokens, one in eight of which was held out.
+    """
+
+    surrogates: list[Surrogate]
+    explained: float
+    tokens: int
+
+    def scores(self, read: Read) -> Tensor:
+        """Predict scores [B, Hkv, T] of a layer's keys."""
+        scores: Tensor = self.surrogates[read.layer].to(read.hidden.device)(read.hidden)
+        return scores.transpose(1, 2)
+
+    def rule(self, protocol: Protocol, threshold: float) -> Rule:
+        """Return the rule that keeps keys whose score reaches the threshold."""
+        return lambda read: keeping(read, protocol, self.scores(read) >= threshold)
+
+    @torch.inference_mode()
+    def threshold(
+        self, model: PreTrainedModel, blocks: TokenBlocks, protocol: Protocol, density: float, *, batch_size: int
+    ) -> float:
+        """Find the threshold at which the model reads ``blocks`` with the target density.
+
+        Evicting keys in one layer changes the scores of the next ones, so this takes a few passes, the first of which
+        evicts nothing.
+
+        Args:
+            model: dense model.
+            blocks: text to read.
+            protocol: window, sinks and chunks.
+            density: target density.
+            batch_size: blocks per forward pass.
+        """
+        weights = protocol.num_outside(blocks.block_size).double()
+        threshold, reached_density, best = -torch.inf, 1.0, (1.0, -torch.inf)
+        with reading(model) as reader:
+            for _ in range(_ROUNDS):
+                scores, reached_density = self._read(reader, model, blocks, protocol, threshold, batch_size)
+                best = min(best, (abs(reached_density - density), threshold))
+                if best[0] <= _CLOSE:
+                    break
+                threshold = _weighted_quantile(scores, weights, density, protocol.sinks)
+        return best[1]
+
+    def _read(
+        self,
+        reader: Reading,
+        model: PreTrainedModel,
+        blocks: TokenBlocks,
+        protocol: Protocol,
+        threshold: float,
+        batch_size: int,
+    ) -> tuple[Tensor, float]:
+        """Read ``blocks`` under a threshold.
+
+        Returns:
+            (scores [keys, T] of all blocks, layers and heads; the density reached).
+        """
+        all_scores: list[Tensor] = []
+
+        def rule(layer_read: Read) -> tuple[Tensor, Tensor]:
+            scores = self.scores(layer_read)
+            all_scores.append(scores.flatten(0, 1).cpu())
+            return keeping(layer_read, protocol, scores >= threshold)
+
+        # Read all blocks, counting the kept pairs
+        reader.rule = rule
+        num_kept = 0
+        for start in range(0, blocks.num_blocks, batch_size):
+            reader.begin(start)
+            tokens = block_tokens(blocks, start, batch_size, model.device)
+            model.get_decoder()(input_ids=tokens, use_cache=False)
+            num_kept += sum(int(num_pairs) for num_pairs in reader.kept)
+        outside = int(protocol.num_outside(blocks.block_size).sum()) * reader.num_heads * blocks.num_blocks
+        return torch.cat(all_scores), num_kept / outside
+
+
+def _weighted_quantile(scores: Tensor, weight: Tensor, density: float, sinks: int) -> float:
+    """Return the score that a share ``density`` of the keys reaches: scores [n, T], with the weight [T] of each key."""
+    scores = scores.clone()
+    scores[:, :sinks] = torch.inf
+    ordered, index = scores.flatten().sort(descending=True)
+    share = weight.expand_as(scores).flatten()[index].cumsum(0)
+    position = int(torch.searchsorted(share, density * float(share[-1])).clamp(max=len(ordered) - 1))
+    return float(ordered[position])
+
+
+def fit_kvzap(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    blocks: TokenBlocks,
+    *,
+    seed: int,
+    batch_size: int,
+    progress: Progress | None = None,
+) -> KVzap:
+    """Fit the predictors on ``blocks`` of training text.
+
+    Args:
+        model: dense model.
+        tokenizer: tokenizer of the model, which encodes the prompt to repeat.
+        blocks: training text.
+        seed: seed for initialization and batch order.
+        batch_size: blocks per forward pass.
+        progress: called with (steps done, in all); a step reads a batch or fits a layer.
+
+    Raises:
+        UserError: if blocks are too short for the prompt, too few, or memory is too small for their hidden states.
+    """
+    # Build texts of context, prompt and repeated context [B, 2 context + prompt]
+    prompt = torch.tensor(tokenizer.encode(PROMPT, add_special_tokens=False))
+    context = (blocks.block_size - len(prompt)) // 2
+    if context < 1:
+        raise UserError(f"kvzap needs blocks of at least {len(prompt) + 2} tokens; found {blocks.block_size}")
+    chosen = blocks.spread(-(-FIT_TOKENS // context))
+    if chosen.num_blocks < 2:
+        raise UserError("kvzap needs at least two blocks of training text: use more text, or smaller blocks")
+    starts = range(0, chosen.num_blocks, batch_size)
+    batches = (block_tokens(chosen, start, batch_size, model.device)[:, :context] for start in starts)
+    texts = (torch.cat([batch, prompt.to(batch.device).expand(len(batch), -1), batch], 1) for batch in batches)
+    num_layers = int(model.config.get_text_config().num_hidden_layers)
+
+    def step(done: int) -> None:
+        if progress is not None:
+            progress(done, len(starts) + num_layers)
+
+    # Read hidden states and KVzip+ scores of all layers
+    num_tokens = chosen.num_blocks * context
+    hidden, target = _targets(model, texts, context, num_tokens, step)
+    # Fit each layer
+    fits = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        while hidden:  # frees the training data of a layer once it is fitted
+            fits.append(_fit(torch.cat(hidden.pop(0)), torch.cat(target.pop(0)), model.device))
+            step(len(starts) + len(fits))
+    # Compute the explained variance on held-out contexts
+    error, variance = (sum(part) for part in zip(*((fit[1], fit[2]) for fit in fits), strict=True))
+    return KVzap([fit[0] for fit in fits], 1.0 - error / variance, num_tokens)
+
+
+def _targets(
+    model: PreTrainedModel, texts: Iterable[Tensor], context: int, number: int, step: Callable[[int], None]
+) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Return (hidden states [B, context, C], log KVzip+ [B, context, Hkv]) of every layer, each as a list of batches.
+
+    Args:
+        model: dense model.
+        texts: int64 [B, T], contexts with their repetitions.
+        context: number of tokens in a context.
+        number: number of tokens in all contexts.
+        step: called with the number of batches read.
+
+    Raises:
+        UserError: if memory is too small, or the model lacks what KVzip+ needs.
+    """
+    with reading(model) as reader, torch.inference_mode():
+        num_bytes = number * len(reader.layers) * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
+        description = f"hidden states of {number:,} tokens in {len(reader.layers)} layers, on which kvzap is trained"
+        require(num_bytes, description, "leave kvzap out of --methods, or use a smaller model")
+        hidden: list[list[Tensor]] = [[] for _ in reader.layers]
+        target: list[list[Tensor]] = [[] for _ in reader.layers]
+
+        # Collect the inputs and scores of every layer
+        def collect(layer_read: Read, scores: Tensor) -> None:
+            hidden[layer_read.layer].append(layer_read.hidden[:, :context].cpu())
+            target[layer_read.layer].append(scores.clamp(min=_SMALLEST).log().transpose(1, 2).cpu())
+
+        reader.rule = repeating(reader.layers, context, collect)
+        for done, tokens in enumerate(texts, 1):
+            model.get_decoder()(input_ids=tokens, use_cache=False)
+            step(done)
+    return hidden, target
+
+
+def _fit(hidden: Tensor, target: Tensor, device: torch.device) -> tuple[Surrogate, float, float]:
+    """Fit the network of one layer to hidden states [N, n, C] and targets [N, n, Hkv].
+
+    Returns:
+        (the network, its squared error on held-out contexts, the sum of squares of their targets).
+    """
+    is_held_out = torch.arange(len(hidden)) % _CHECKED == min(_CHECKED, len(hidden)) - 1
+    # Normalize the targets
+    x, y = hidden[~is_held_out].flatten(0, 1), target[~is_held_out].flatten(0, 1)
+    mean, deviation = y.mean(0), y.std(0).clamp(min=1e-6)
+    # Fit by AdamW with cosine decay
+    surrogate = Surrogate(x.shape[1], y.shape[1]).to(device)
+    steps = _EPOCHS * -(-len(x) // _BATCH)
+    optimizer = torch.optim.AdamW(surrogate.parameters(), lr=_LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    normalized = (y - mean) / deviation
+    for batch in itertools.islice(_batches(len(x)), steps):
+        optimizer.zero_grad()
+        torch.autograd.backward(F.mse_loss(surrogate(x[batch].to(device)), normalized[batch].to(device)))
+        optimizer.step()
+        schedule.step()
+    # Fold the normalization into the last layer, then validate
+    with torch.no_grad():
+        surrogate.down.weight *= deviation.to(device)[:, None]
+        surrogate.down.bias.mul_(deviation.to(device)).add_(mean.to(device))
+        held_out = target[is_held_out].flatten(0, 1)
+        predicted = surrogate(hidden[is_held_out].flatten(0, 1).to(device)).cpu()
+    surrogate.requires_grad_(False)
+    return surrogate, float((predicted - held_out).square().sum()), float((held_out - held_out.mean(0)).square().sum())
+
+
+def _batches(number: int) -> Iterator[Tensor]:
+    """Yield indices of ``_BATCH`` tokens, epoch after epoch."""
+    while True:
+        yield from torch.split(torch.randperm(number), _BATCH)

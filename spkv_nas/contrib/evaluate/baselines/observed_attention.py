@@ -1,0 +1,42 @@
+"""H2O: keep the keys that received the most attention (Zhang et al., arXiv 2306.14048).
+
+    score_s = mean over queries t >= s so far, and over the G query heads, of  softmax_s(q_t . k . scale)
+
+It uses the mean instead of H2O's sum, which favours old keys; so does kvpress (0.5.5, ``ObservedAttentionPress``),
+which the SP-KV paper uses. With chunked reading the weights are those of the pruned attention; evicted keys get none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spkv_nas.contrib.evaluate.baselines.protocol import Chunk, Protocol
+from spkv_nas.contrib.evaluate.baselines.rules import Read, Rule, ranking
+
+
+class ObservedAttention:
+    """Scores of a layer's keys: the mean attention weight that each received so far."""
+
+    def __init__(self, keys: Tensor) -> None:
+        """Start with zero for each of ``keys`` [B, Hkv, T, D]."""
+        self._sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+
+    def see(self, chunk: Chunk, weights: Tensor) -> None:
+        """Add the attention weights [B, Hkv, G, c, stop] of a chunk's queries."""
+        self._sums[..., : chunk.stop] += weights.sum(3).mean(2)
+
+    def scores(self, chunk: Chunk, _held: Tensor) -> Tensor:
+        """Return scores [B, Hkv, start] of the keys before the chunk."""
+        num_queries = torch.arange(chunk.start, 0, -1, device=self._sums.device)  # queries so far that see each key
+        return self._sums[..., : chunk.start] / num_queries
+
+
+def heavy_hitters(protocol: Protocol, density: float) -> Rule:
+    """Return the rule that keeps a share ``density`` of the keys outside the window in every head."""
+
+    def rule(read: Read) -> tuple[Tensor, Tensor]:
+        observed = ObservedAttention(read.k)
+        return ranking(read, protocol, density, observed.scores, observed.see)
+
+    return rule

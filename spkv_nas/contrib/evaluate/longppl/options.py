@@ -1,0 +1,48 @@
+"""Declare the options of the ``evaluate longppl`` command, and check them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from spkv_nas.artifacts import defaults
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MAX_BLOCK_SIZE
+from spkv_nas.stages import flags
+from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
+from spkv_nas.stages.options import SubjectOptions
+
+Evaluator = Annotated[
+    str | None, Flag("Checkpoint that selects the key tokens; its gates are all open.", metavar="CHECKPOINT")
+]
+Stride = Annotated[int | None, Flag("Stride of the sliding short-context window.", low=1, high=MAX_BLOCK_SIZE)]
+Alpha = Annotated[
+    float | None, Flag("Minimum log-likelihood gain of long over short context, in nats.", low=0.0, high=1e6)
+]
+Beta = Annotated[float | None, Flag("Minimum log-likelihood under the full context.", low=-1e6, high=0.0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongPPLOptions(CheckpointOptions, SubjectOptions):
+    """Options of the ``evaluate longppl`` command."""
+
+    block_size: flags.BlockSize = default(
+        None, f"the models' maximum, at most {defaults.LONGPPL_LENGTH >> 10}k", note="Here the maximum per text."
+    )
+    evaluator: Evaluator = default(None, "--against, or the model")
+    short_context: flags.ShortContext = default(None, f"{defaults.LONGPPL_SHORT:,}, at most 1/4 of a text")
+    stride: Stride = default(None, "1/4 of --short-context")
+    alpha: Alpha = default(None, f"{defaults.LONGPPL_ALPHA:g}")
+    beta: Beta = default(None, f"{defaults.LONGPPL_BETA:g}")
+
+
+def check(options: LongPPLOptions) -> None:
+    """Check the threshold, the checkpoints and the text."""
+    from spkv_nas.model.source import check_checkpoint
+    from spkv_nas.stages.evaluate.checkpoints import evaluated
+
+    subject = evaluated(options)
+    check_checkpoints(options)
+    if options.evaluator is not None:
+        check_checkpoint(options.evaluator)
+    subject.check(in_blocks=False)

@@ -1,0 +1,150 @@
+"""Evaluate a checkpoint on downstream tasks, alone or beside a second one, to ``reports/<name>/``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.artifacts.result_tables import TASKS
+from spkv_nas.base.console import out, print_path
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.progress import SILENT, Reporter, part_of
+from spkv_nas.base.version import environment
+from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.checks import check
+from spkv_nas.stages.evaluate.checkpoints import hard, identity, load, origin
+from spkv_nas.stages.names import result_name
+from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
+
+if TYPE_CHECKING:
+    from spkv_nas.contrib.evaluate.tasks.run import TaskResult
+    from spkv_nas.contrib.evaluate.tasks.suite import SelectedTasks
+
+
+@dataclass(frozen=True)
+class TasksResult:
+    """Result of evaluating on tasks.
+
+    Attributes:
+        name: name of the results.
+        rows: table of ``tasks_table``.
+        folder: folder of the table.
+        samples: folder of all samples.
+    """
+
+    name: str
+    rows: pd.DataFrame
+    folder: Path
+    samples: Path
+
+
+def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> TasksResult:
+    """Evaluate a checkpoint on downstream tasks.
+
+    Metrics are written to ``reports/<name>/tasks.csv``, every sample to ``runs/<name>/tasks/``.
+
+    Raises:
+        UserError: a task is unknown, lacks data or does not fit the context, or something
+            cannot be loaded.
+    """
+    check(options)
+    from spkv_nas.contrib.evaluate.tasks.suite import code_allowed, load_suite, quiet_libraries
+    from spkv_nas.contrib.evaluate.tasks.table import Results, tasks_table
+
+    quiet_transformers(reporter)
+    if not reporter.verbose:
+        quiet_libraries()
+    name = options.name or result_name(options.model, options.folders)
+    folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "tasks"
+    # Run the tasks on every checkpoint
+    reporter.announce("loading tasks and their data")
+    with code_allowed(options.allow_code):
+        suite = load_suite(
+            ",".join(options.names),
+            options.include or [],
+            options.data_sets or [],
+            allow_code=options.allow_code,
+            caution=reporter.caution,
+        )
+        sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
+        by_checkpoint = [_run_tasks(options, source, tau, suite, samples, reporter) for source, tau in sources]
+    # Make the table
+    results_by_group = list(zip(*(results for results, _ in by_checkpoint), strict=True))
+    rows = tasks_table([Results(group, *by_model) for group, by_model in zip(suite, results_by_group, strict=True)])
+    # Write it with its origin
+    (_, origin_record), *baselines = by_checkpoint
+    record = {
+        **origin_record,
+        "against": baselines[0][1] if baselines else None,
+        "tasks": [group.name for group in suite],
+        "limit": options.limit,
+        "environment": {**environment(), "lm-eval": version("lm-eval")},
+    }
+    on_main(lambda: TASKS.write(folder, rows, record, reporter))
+    return TasksResult(name, rows, folder, samples)
+
+
+def _run_tasks(
+    options: TasksOptions,
+    source: str,
+    tau: float | None,
+    suite: Sequence[SelectedTasks],
+    samples: Path,
+    reporter: Reporter,
+) -> tuple[list[list[TaskResult]], dict[str, Any]]:
+    """Run every task on one checkpoint, reusing finished ones; return results by requested name, and the origin."""
+    from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
+    from spkv_nas.contrib.evaluate.tasks.run import run_task
+
+    # Load the checkpoint
+    loaded = model, _ = load(options, source, reporter)
+    origin_record = origin(source, model, tau)
+    answer_identity = identity(source, loaded, f"{origin_record['tau']} lm-eval {version('lm-eval')}")
+    num_tasks = sum(len(group.tasks) for group in suite)
+    results: list[list[TaskResult]] = []
+    # Run every task, with hard gates
+    with hard(model, tau), reporter.bar("answering") as bar:
+        lm = CheckpointLM(*loaded)
+        for group in suite:
+            results.append([])
+            for task in group.tasks:
+                num_done = sum(map(len, results))
+                lm.progress = part_of(bar, num_done, num_tasks, task.task_name)
+                results[-1].append(
+                    run_task(lm, task, samples, answer_identity, limit=options.limit, allow_code=options.allow_code)
+                )
+    num_reused = sum(result.was_kept for group_results in results for result in group_results)
+    reporter.reused(num_reused, num_tasks, "tasks")
+    return results, origin_record
+
+
+def show(result: TasksResult) -> None:
+    """Print every task by metric, with the other checkpoint if there is one."""
+    against = result.rows["against"].notna().any()
+    pair_columns = ["against", "density %", "difference"] if against else []
+    grid = Table("task", "metric", "shots", "value", "density %", *pair_columns, title=escape(result.name))
+    for row in result.rows.itertuples():
+        shots = "-" if row.num_fewshot != row.num_fewshot else f"{row.num_fewshot:g}"
+        cells = [
+            escape(row.task),
+            escape(row.metric),
+            shots,
+            with_error(row.value, row.standard_error),
+            percent(row.density),
+        ]
+        if against:
+            difference = change(row.difference, row.difference_standard_error)
+            cells += [with_error(row.against), percent(row.against_density), difference]
+        grid.add_row(*cells)
+    out.print(grid)
+    say_sample_count(result.rows["num_samples"], "samples per task")
+    print_path("values", result.folder / "tasks.csv")
+    print_path("samples", result.samples)

@@ -1,0 +1,250 @@
+"""Load the tasks that a user names, with their data.
+
+lm-eval defines thousands of tasks in YAML files; ``assets`` adds those of this package, ``--include`` those of a
+user. The paper's sixteen tasks use its number of few-shot examples (appendix "Evaluation protocol").
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._factory import TaskFactory
+
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.progress import Announce, silent
+from spkv_nas.contrib.evaluate.tasks.documents import ASSETS
+
+PAPER = "paper"
+_SHOTS = {  # few-shot examples of the paper's tasks; lm-eval has none for HumanEval+
+    "arc_challenge": 0,
+    "arc_easy": 0,
+    "boolq": 0,
+    "commonsense_qa": 7,
+    "gsm8k": 8,
+    "hellaswag": 0,
+    "humaneval_plus": 0,
+    "mbpp": 3,
+    "mmlu": 5,
+    "nq_open": 5,
+    "openbookqa": 0,
+    "piqa": 0,
+    "race": 0,
+    "race_middle": 0,
+    "triviaqa": 5,
+    "winogrande": 0,
+}
+_ALLOW_CODE = "HF_ALLOW_CODE_EVAL"  # required by the library ``evaluate`` to run generated code
+
+Index = dict[str, Any]  # entries of lm-eval's task index by name
+
+
+@dataclass(frozen=True)
+class SelectedTasks:
+    """Tasks selected by one name.
+
+    Attributes:
+        name: name of a task or group.
+        tasks: one task, or those of a group that has a mean.
+        metrics: metrics that the group averages; empty for a single task, which reports all of its metrics.
+        by_size: True if such a mean weights tasks by their number of samples.
+    """
+
+    name: str
+    tasks: list[Task]
+    metrics: tuple[str, ...] = ()
+    by_size: bool = True
+
+    @property
+    def num_fewshot(self) -> int | None:
+        """Return the number of few-shot examples; None if it differs between the tasks."""
+        numbers = {task.get_config("num_fewshot") for task in self.tasks}
+        return numbers.pop() if len(numbers) == 1 else None
+
+
+def load_suite(
+    names: str, include: Sequence[str], data: Sequence[str], *, allow_code: bool, caution: Announce = silent
+) -> list[SelectedTasks]:
+    """Load the tasks of ``names`` with their data.
+
+    Args:
+        names: comma-separated names of tasks, groups and tags, or "paper".
+        include: folders with YAML files of further tasks; later ones take precedence.
+        data: folders with copies of data sets by their ids, ``FOLDER/Rowan/hellaswag``.
+        allow_code: True if tasks may run code that a model writes, inside ``code_allowed``; otherwise the paper's tasks
+            that do so are left out.
+        caution: called with a message about tasks that were left out.
+
+    Raises:
+        UserError: if a folder, task or its data is missing, or a task runs code that is not allowed.
+    """
+    for folder in [*include, *data]:
+        if not Path(folder).is_dir():
+            raise UserError(f"folder not found: {folder}")
+    task_options: dict[str, dict[str, Any]] = {}
+    # Look up the names
+    for name in (name.strip() for name in names.split(",")):
+        task_options |= (
+            {task: {"num_fewshot": shots} for task, shots in _SHOTS.items()} if name == PAPER else {name: {}}
+        )
+    index = _index(task_options, include)
+    # Leave out or refuse tasks that run code
+    unsafe = [name for name in task_options if any(entry.get("unsafe_code") for entry in _configs(index, name))]
+    if unsafe and not allow_code:
+        if set(unsafe) - (_SHOTS.keys() if PAPER in names else set()):
+            raise UserError(
+                f"{', '.join(unsafe)}: these tasks execute code that the model generates\n"
+                "leave them out, or give --allow-code in a sandbox"
+            )
+        caution(f"left out {', '.join(unsafe)}: they execute code that the model generates (--allow-code)")
+        task_options = {name: options for name, options in task_options.items() if name not in unsafe}
+    # Load tasks with their data, and report everything that is missing at once
+    suite: list[SelectedTasks] = []
+    missing = {}
+    for name, options in task_options.items():
+        try:
+            suite += _load(index, name, options | _local(index, name, data))
+        except OSError as error:
+            missing[name] = error
+    if missing:
+        raise _no_data(index, missing, len(task_options))
+    return suite
+
+
+def seed_generators(seed: int | None = None) -> None:
+    """Seed the generators that tasks and sampling draw from; None takes the default seeds of lm-eval."""
+    import torch  # after lm-eval, whose absence is named first
+
+    random.seed(DEFAULT_RANDOM_SEED if seed is None else seed)
+    np.random.seed(DEFAULT_OTHER_SEED if seed is None else seed)
+    torch.manual_seed(DEFAULT_OTHER_SEED if seed is None else seed)
+
+
+def quiet_libraries() -> None:
+    """Silence lm-eval and the datasets library."""
+    import datasets
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+
+
+@contextmanager
+def code_allowed(allowed: bool) -> Iterator[None]:
+    """Let the library ``evaluate`` run code that a model writes while open, if ``allowed``."""
+    original = os.environ.get(_ALLOW_CODE)
+    if allowed:
+        os.environ[_ALLOW_CODE] = "1"
+    try:
+        yield
+    finally:
+        if allowed:
+            os.environ.pop(_ALLOW_CODE)
+            if original is not None:
+                os.environ[_ALLOW_CODE] = original
+
+
+@cache
+def _known() -> Index:
+    """Return the index of lm-eval's own tasks, for which thousands of files are read."""
+    index: Index = TaskManager().task_index
+    return index
+
+
+def _index(names: Iterable[str], include: Sequence[str]) -> Index:
+    """Return an index that has all names; this package's and the user's tasks override lm-eval's.
+
+    Raises:
+        UserError: if a name is unknown.
+    """
+    index: Index = TaskManager(include_path=[str(ASSETS), *include], include_defaults=False).task_index
+    if not all(_is_whole(index, name) for name in names):
+        index = {**_known(), **index}
+    for name in names:
+        if name not in index:
+            similar = difflib.get_close_matches(name, [PAPER, *index], 3)
+            raise UserError(f"unknown task '{name}'" + (f"; similar names: {', '.join(similar)}" if similar else ""))
+    return index
+
+
+def _members(entry: Any) -> list[str]:
+    """Return the names of the members of a group or tag; empty for a task."""
+    if entry.tags and not entry.cfg:
+        return sorted(entry.tags)
+    members = (entry.cfg or {}).get("task")
+    if not isinstance(members, list):
+        return []
+    return [member if isinstance(member, str) else member.get("group") or member["task"] for member in members]
+
+
+def _is_whole(index: Index, name: str) -> bool:
+    """Return True if the index has a name and, recursively, all its members."""
+    return name in index and all(_is_whole(index, member) for member in _members(index[name]))
+
+
+def _configs(index: Index, name: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the config of a task, or those of all tasks of a group or tag."""
+    entry = index.get(name)
+    if entry is None:  # defined inline in a group
+        return
+    members = _members(entry)
+    for member in members:
+        yield from _configs(index, member)
+    if not members:
+        yield entry.cfg
+
+
+def _local(index: Index, name: str, folders: Sequence[str]) -> dict[str, str]:
+    """Return the option that loads the local copy of a data set; for a group only if its tasks share one data set."""
+    sets = {config.get("dataset_path") for config in _configs(index, name)}
+    if len(sets) == 1 and (data_set := sets.pop()):
+        for folder in folders:
+            if (copy := Path(folder) / data_set).is_dir():
+                return {"dataset_path": str(copy.resolve())}
+    return {}
+
+
+def _load(index: Index, name: str, options: dict[str, Any]) -> list[SelectedTasks]:
+    """Load the tasks of one name, with ``options`` overriding their YAML files; a group with a mean stays together."""
+    seed_generators()
+    built = TaskFactory().build(index[name], overrides=options, registry=index)
+    is_group = isinstance(built, Group)
+    tasks = built.get_all_tasks() if is_group else built if isinstance(built, list) else [built]
+    for task in tasks:
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        # Process documents once: lm-eval does so at every access, and would score others than it asked if it is random
+        for name_of_docs in ("test_docs", "validation_docs", "fewshot_docs"):
+            setattr(task, name_of_docs, cache(getattr(task, name_of_docs)))
+        len(task.eval_docs)
+    means = (is_group and built.aggregate_metric_list) or []
+    if not means:
+        return [SelectedTasks(task.task_name, [task]) for task in tasks]
+    return [
+        SelectedTasks(name, tasks, tuple(mean.metric for mean in means), all(mean.weight_by_size for mean in means))
+    ]
+
+
+def _no_data(index: Index, missing: Mapping[str, OSError], number: int) -> UserError:
+    """Return the error that names the missing data sets and how to download them."""
+    sets = [
+        f"{name} ({', '.join(sorted({str(config.get('dataset_path')) for config in _configs(index, name)}))})"
+        for name in missing
+    ]
+    return UserError(
+        f"no data for {len(missing)} of {number} tasks: {', '.join(sets)}\n"
+        "on a machine with network access run hf download --repo-type dataset ID --local-dir FOLDER/ID, then give "
+        f"--data-sets FOLDER\nerror for {next(iter(missing))}: {first_line(next(iter(missing.values())))}"
+    )
