@@ -1,4 +1,4 @@
-"""Run cells: units of work that each produce one file, so that an interrupted run resumes with the next one."""
+"""Run cells: units of work with one result each, so that an interrupted run resumes with the next one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from rows import Row
 
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.units import format_seconds
@@ -18,20 +20,20 @@ class Cell:
     Attributes:
         kind: cells of one kind are assumed to take equally long.
         title: description in progress messages.
-        file: the cell's result; ``make`` writes it last, and atomically.
+        result: file, or row of a file, that ``make`` writes last, and atomically.
         make: does the work.
     """
 
     kind: str
     title: str
-    file: Path
+    result: Path | Row
     make: Callable[[], object]
 
 
 def work(cells: Sequence[Cell], reporter: Reporter, limit: int | None = None) -> int:
     """Run the unfinished cells and announce the time each took and the time remaining.
 
-    A cell that shares its file with an earlier one runs only once.
+    A cell that shares its result with another one runs only once.
 
     Args:
         cells: all cells, in order.
@@ -41,8 +43,8 @@ def work(cells: Sequence[Cell], reporter: Reporter, limit: int | None = None) ->
     Returns:
         The number of cells left.
     """
-    distinct = {cell.file: cell for cell in cells}
-    pending = [cell for cell in distinct.values() if not cell.file.exists()]
+    distinct = {cell.result: cell for cell in cells}
+    pending = [cell for cell in distinct.values() if not cell.result.exists()]
     reporter.reused(len(distinct) - len(pending), len(distinct), "cells")
     seconds_by_kind: dict[str, list[float]] = {}
     for number, cell in enumerate(pending[:limit], 1):

@@ -1,15 +1,16 @@
-"""Choose layouts: by the signals of a reference, each a table of head scores in its folder, by rule, or at random."""
+"""Choose layouts: by the signals of a reference, each a table of head scores, by rule, or at random."""
 
 from __future__ import annotations
 
 import math
 import shutil
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from plan import DUO, HEAD_GATES, LAYERS, LEARNED, OPENING, PRICED, RANDOM, SIGNALS, Plan
 from references import Subject
+from rows import Row
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -75,16 +76,25 @@ class Measurement:
     sinks: int
 
     @property
-    def folder(self) -> Path:
-        """Return the folder of its table."""
+    def row(self) -> Row:
+        """Return the row of its table."""
         budget = "" if self.name in _ONCE else f"-{self.heads}"
-        return self.subject.folder / "signals" / f"{self.name}{budget}-sinks-{self.sinks}"
+        return Row(self.subject.folder / "signals.jsonl", f"{self.name}{budget}-sinks-{self.sinks}")
+
+    def read(self) -> HeadScores:
+        """Read the table; it must have been measured."""
+        values = self.row.read()
+        record = values["record"]
+        rows = pd.DataFrame(values["scores"]).astype({"standard_error": float})
+        return HeadScores(record["name"], rows, record["tau"], record["window"], metadata=record)
 
     def write(self) -> None:
         """Measure the signal and write its table."""
-        with self.subject.reporter.bar(self.folder.name) as progress:
+        with self.subject.reporter.bar(self.row.run) as progress:
             table = self._priced(progress) if self.name == PRICED else self._scored(progress)
-        table.write(self.folder)
+        record = {"name": table.name, "kind": table.kind, "tau": table.tau, "window": table.window}
+        scores = table.rows.astype(object).where(table.rows.notna(), None).to_dict("list")
+        self.row.write({"record": {**table.metadata, **record}, "scores": scores})
 
     def _scored(self, progress: Any) -> HeadScores:
         """Measure one of the library's signals."""
@@ -103,7 +113,7 @@ class Measurement:
         subject, plan = self.subject, self.subject.plan
         share = self.heads / math.prod(subject.grid)
         config = GateConfig(window=plan.window, tau=plan.tau, sinks=self.sinks, target_density=share)
-        model, state = subject.model(), subject.work / "state" / self.folder.name
+        model, state = subject.model(), subject.work / "state" / self.row.run
         train = subject.context.corpus.train
         learn_gates(model, train, config, steps=plan.steps.priced, state=state, progress=progress)
         table = probe(model, subject.parts[0], plan.tau, name=self.name)
@@ -122,9 +132,9 @@ def choose(subject: Subject, job: Job) -> Layout | None:
     """Return the layout of a job; None if its signal has not been measured."""
     heads, window, needed = subject.heads(job.budget), subject.plan.window, measurement(subject, job)
     if needed is not None:
-        if not (needed.folder / "density.csv").is_file():
+        if not needed.row.exists():
             return None
-        layout = densest_layout(HeadScores.read(needed.folder), heads, window=window)
+        layout = densest_layout(needed.read(), heads, window=window)
     elif job.chooser == LAYERS:
         layout = Layout.from_mask(interleaved_last(*subject.grid, heads), window=window)
     else:

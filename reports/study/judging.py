@@ -5,27 +5,40 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
+import numpy as np
 import torch
 from cells import Cell
 from choosers import Job, choose, jobs
 from plan import LEARNED
 from references import Subject
+from rows import Row
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.windows import add_learned_sinks, apply_layout
 from spkv_nas.training.initial_sinks import measure_initial_sinks
 from spkv_nas.training.variants import Variant
 
 
-def result_file(subject: Subject, steps: int, layout: Layout | None = None, run: int | str = 0) -> Path:
-    """Return the file of the NLL of a layout after ``steps`` steps of retraining; None is full attention."""
+def result_row(subject: Subject, steps: int, layout: Layout | None = None, run: int | str = 0) -> Row:
+    """Return the row of the NLL of a layout after ``steps`` steps of retraining; None is full attention."""
     name = FULL_ATTENTION if layout is None else layout.content_hash
-    return subject.folder / "judged" / str(steps) / f"{name}{'-learned' if run == LEARNED else ''}.npz"
+    return Row(subject.folder / "judged.jsonl", f"{steps}/{name}{'-learned' if run == LEARNED else ''}")
+
+
+def _write(row: Row, nll: DocumentNLL) -> None:
+    """Write the NLL by document."""
+    row.write({"total": nll.total.tolist(), "num_tokens": nll.num_tokens.tolist()})
+
+
+def read_nll(row: Row) -> DocumentNLL:
+    """Read the NLL by document of a finished row."""
+    values = row.read()
+    return DocumentNLL(np.array(values["total"]), np.array(values["num_tokens"]))
 
 
 def judge_cells(subject: Subject) -> Iterator[tuple[Cell, Job]]:
@@ -43,29 +56,28 @@ def judge_cells(subject: Subject) -> Iterator[tuple[Cell, Job]]:
 
 def _cell(subject: Subject, steps: int, title: str, layout: Layout | None = None, run: int | str = 0) -> Cell:
     """Return the cell that judges a layout, or full attention."""
-    file = result_file(subject, steps, layout, run)
-    return Cell(f"judge-{steps}", title, file, partial(_judge, subject, steps, layout, run, file))
+    row = result_row(subject, steps, layout, run)
+    return Cell(f"judge-{steps}", title, row, partial(_judge, subject, steps, layout, run, row))
 
 
-def _judge(subject: Subject, steps: int, layout: Layout | None, run: int | str, file: Path) -> None:
+def _judge(subject: Subject, steps: int, layout: Layout | None, run: int | str, row: Row) -> None:
     """Judge a layout, or full attention, and write its NLL; a retrained checkpoint is not kept."""
     if not steps:
-        _judge_as_is(subject, layout, run, file)
+        _write(row, _judge_as_is(subject, layout, run))
         return
     context = subject.healing(steps, learns_sinks=run == LEARNED)
     variant = Variant.full_attention() if layout is None else Variant.hybrid(layout)
-    context.train(variant).nll.save(file)
+    _write(row, context.train(variant).nll)
     shutil.rmtree(context.folder(variant))
 
 
-def _judge_as_is(subject: Subject, layout: Layout | None, run: int | str, file: Path) -> None:
+def _judge_as_is(subject: Subject, layout: Layout | None, run: int | str) -> DocumentNLL:
     """Judge a layout on the dense model's weights, with learned sinks at the values that training would start from."""
     model, judged = subject.model(), subject.parts[1]
     if layout is None or run != LEARNED:
-        zero_shot(model, [layout], judged)[0].save(file)
-        return
+        return zero_shot(model, [layout], judged)[0]
     logits = measure_initial_sinks(model, layout, subject.context.corpus.train)
     apply_layout(model, layout)
     add_learned_sinks(model, logits)
     with torch.inference_mode():
-        document_nll(model, judged).save(file)
+        return document_nll(model, judged)

@@ -5,9 +5,9 @@
   judge     layouts whose signals are measured: zero-shot, then healed
   tables    CSV and README.md from what is measured, in no time
 
-Every cell of a table is a file below --results that is written once and at once, so any command may be killed and
-started again. The committed results belong to the models whose hashes they name; ``tables`` needs only them. --only,
---budget, --chooser, --steps and --limit cut the work into slices; one process at a time works on a reference.
+Every cell of a table is a line of a file below --results that is written once and at once, so any command may be killed
+and started again. The committed results belong to the models whose hashes they name; ``tables`` needs only them.
+--only, --budget, --chooser, --steps and --limit cut the work into slices; one process at a time works on a reference.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def cells_of(command: str, subject: Subject) -> Cells:
         for job in jobs(subject.plan, subject.name):
             needed = measurement(subject, job)
             if needed is not None:
-                title, file = f"{subject.name}: {needed.folder.name}", needed.folder / "density.csv"
-                yield Cell(needed.name, title, file, needed.write), job
+                yield Cell(needed.name, f"{subject.name}: {needed.row.run}", needed.row, needed.write), job
     else:
         yield from judge_cells(subject)
 

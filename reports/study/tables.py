@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 from choosers import Job, choose, jobs
-from judging import result_file
+from judging import read_nll, result_row
 from plan import HEAD_GATES
 from references import Subject
 
@@ -58,13 +58,9 @@ def results(subject: Subject) -> Iterator[Result]:
         layout = choose(subject, job)
         if layout is None:
             continue
-        files = [
-            result_file(subject, job.steps, layout, job.run),
-            result_file(subject, job.steps),
-            result_file(subject, 0),
-        ]
-        if all(file.is_file() for file in files):
-            yield Result(subject, job, layout, *map(DocumentNLL.read, files))
+        rows = [result_row(subject, job.steps, layout, job.run), result_row(subject, job.steps), result_row(subject, 0)]
+        if all(row.exists() for row in rows):
+            yield Result(subject, job, layout, *map(read_nll, rows))
 
 
 def delta_table(found: Sequence[Result]) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,7 +20,7 @@ from helpers import write_project
 from paths import ROOT
 
 import spkv_nas
-from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.tokenizer import Boundaries
@@ -90,6 +92,14 @@ def test_the_study_runs_and_resumes(
         assert driver.main([command, *arguments]) == 0
         return capsys.readouterr().out
 
+    def read(kind: str, name: str) -> dict[str, Any]:
+        values: dict[str, Any] = sys.modules["rows"].Row(results / "tiny" / f"{kind}.jsonl", name).read()
+        return values
+
+    def nll(name: str) -> DocumentNLL:
+        values = read("judged", name)
+        return DocumentNLL(np.array(values["total"]), np.array(values["num_tokens"]))
+
     assert run("prepare", "--only", "tiny") == "0 cells left\n"
     dense = Path(read_json(runs / "tiny" / "dense.json", "location")["dense"])
     assert dense == results / "tiny" / "model"
@@ -101,19 +111,20 @@ def test_the_study_runs_and_resumes(
     assert run("prepare", "--only", "tiny") == "0 cells left\n"
     assert not (runs / "models" / "branches").exists()
     run("signals", "--only", "tiny", "--chooser", "opening", "--limit", "1")
-    first = results / "tiny" / "signals" / "opening-sinks-0" / "density.csv"
-    written = first.stat().st_mtime_ns
+    signals, judged = results / "tiny" / "signals.jsonl", results / "tiny" / "judged.jsonl"
+    (first,) = signals.read_text().splitlines()
+    assert read("signals", "opening-sinks-0") == json.loads(first)
     run("tables")
     assert "- tiny: 48 of 48 layouts are not evaluated\n- finished: not prepared\n" in (out / "README.md").read_text()
     assert run("signals") == "0 cells left\n"  # the other reference is not prepared: left out
-    assert first.stat().st_mtime_ns == written
-    assert HeadScores.read(results / "tiny" / "signals" / "head-gates-4-sinks-1").sinks == 1
-    assert HeadScores.read(results / "tiny" / "signals" / "priced-2-sinks-1").priced_at == 0.25
+    assert first in signals.read_text().splitlines()
+    assert read("signals", "head-gates-4-sinks-1")["record"]["sinks"] == 1
+    assert read("signals", "priced-2-sinks-1")["record"]["target_density"] == 0.25
     assert not list((runs / "tiny" / "state").iterdir())
     run("judge", "--steps", "0", "--budget", "25%", "--chooser", "random-0")
-    judged = results / "tiny" / "judged"
-    assert len(list((judged / "0").glob("*.npz"))) == 4  # 0, 1 and learned, and full attention
-    assert not (judged / "2").exists()
+    names = [json.loads(line)["run"] for line in judged.read_text().splitlines()]
+    assert len(names) == 4  # 0, 1 and learned, and full attention
+    assert all(name.startswith("0/") for name in names)
     assert run("judge", "--limit", "4") != "0 cells left\n"
     assert run("judge") == "0 cells left\n"
     (out / "README.md").write_text("Conclusions.\n\n" + (out / "README.md").read_text())
@@ -131,16 +142,34 @@ def test_the_study_runs_and_resumes(
     deltas = pd.read_csv(out / "delta-nll.csv", keep_default_na=False)
     assert deltas.groupby(["steps", "budget"]).size().to_dict() == {(0, "25%"): 22, (0, "50%"): 22, (2, "50%"): 4}
     healed = deltas[(deltas["steps"] == 2) & (deltas["chooser"] == "interleaved-last")].set_index("run")
-    full, control = (DocumentNLL.read(judged / steps / "full-attention.npz") for steps in "02")
-    layout = next((judged / "2").glob(f"{healed.loc['1', 'layout']}*.npz"))
-    assert healed.loc["1", "delta_nll_percent"] == pytest.approx(
-        paired_difference(DocumentNLL.read(layout), full).percent, abs=1e-3
-    )
+    full, control = (nll(f"{steps}/full-attention") for steps in "02")
+    names = [json.loads(line)["run"] for line in judged.read_text().splitlines()]
+    layout = next(name for name in names if name.startswith(f"2/{healed.loc['1', 'layout']}"))
+    assert healed.loc["1", "delta_nll_percent"] == pytest.approx(paired_difference(nll(layout), full).percent, abs=1e-3)
     assert healed.loc["1", "control_percent"] == pytest.approx(paired_difference(control, full).percent, abs=1e-3)
     differences = pd.read_csv(out / "differences.csv", keep_default_na=False)
     sizes = differences.groupby(["question", "steps"]).size().to_dict()
     # 0 steps, 2 budgets: 5 choosers with 0, 1 and learned; 4 signals with 1 sink; 4 signals and 2 rules with 0, learned
     assert sizes == {("choosing", 0): 8, ("order", 0): 30, ("order", 2): 2, ("running", 0): 24, ("running", 2): 2}
+
+
+def test_a_row_is_added_to_its_file_or_replaced(driver: ModuleType, tmp_path: Path) -> None:
+    make = sys.modules["rows"].Row
+    file = tmp_path / "scores.jsonl"
+    second, first = make(file, "b"), make(file, "a")
+    assert not second.exists()
+    second.write({"total": [0.1, 1e-300]})
+    first.write({"total": [1.0]})
+    second.write({"total": [0.1 + 0.2]})
+    assert file.read_text() == '{"run": "a", "total": [1.0]}\n{"run": "b", "total": [0.30000000000000004]}\n'
+    assert (first.exists(), make(file, "c").exists()) == (True, False)
+    assert second.read() == {"run": "b", "total": [0.1 + 0.2]}
+    file.write_text('{"run": "a", "total": [1.0\n')
+    with pytest.raises(UserError, match="run a: invalid JSON"):
+        first.read()
+    file.write_text("total\n")
+    with pytest.raises(UserError, match=r"scores\.jsonl, line 1: expected"):
+        first.exists()
 
 
 def test_a_part_of_the_plan_can_leave_references_out(
