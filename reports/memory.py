@@ -121,7 +121,7 @@ def command(stage: str, folder: Path, size: str, length: int) -> list[str]:
     ]
     arguments += ["--block-size", str(length), "--device", "cpu", "--workspace", str(folder), "--quiet"]
     # Add those of the stage
-    if stage.startswith("priced"):
+    if stage == "train gates, frozen model":
         return [
             *arguments,
             "--ablation-tokens",

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from helpers import tiny_model
+from helpers import sharpen_attention, tiny_model
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
@@ -18,17 +17,12 @@ HEADS = Layout(("GL", "LL", "LG", "GG"), WINDOW)
 LAYERS = Layout(("GG", "LL", "LL", "GG"), WINDOW)
 
 
-def lively(family: str = "llama", **options: Any) -> PreTrainedModel:
+def sharp_model(family: str = "llama", **options: Any) -> PreTrainedModel:
     """Make a random model whose attention is far from uniform, so that a wrong window shows."""
     sizes = {"vocab_size": 300, "hidden_size": 128, "max_position_embeddings": 512}
     if family not in ("olmo2", "phi3", "granite"):  # which have hidden_size / heads
         sizes["head_dim"] = 32
-    model = tiny_model(family, **{**sizes, **options})
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "self_attn" in name and parameter.ndim == 2:
-                parameter *= 12
-    return model
+    return sharpen_attention(tiny_model(family, **{**sizes, **options}))
 
 
 def swap(dense: Path, layer: int, out: Path, **options: Any) -> Path:

@@ -69,6 +69,17 @@ def tiny_model(family: str = "llama", **options: Any) -> PreTrainedModel:
     return model.eval()
 
 
+def sharpen_attention(model: PreTrainedModel, factor: float = 12.0) -> PreTrainedModel:
+    """Make a random model's attention far from uniform in place, so that a wrong window, position or sink shows."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                parameter.normal_()
+            elif "self_attn" in name and parameter.ndim == 2:
+                parameter *= factor
+    return model
+
+
 def save_with_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a checkpoint with a tokenizer that a class of the model's type, such as Qwen2Tokenizer, may change."""
     tokenizer.save_pretrained(folder)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import HEADS, LAYERS, WINDOW, lively, swap
+from engine_cases import HEADS, LAYERS, WINDOW, sharp_model, swap
 from helpers import save_with_tokenizer, tiny_model
 from transformers import PreTrainedTokenizerBase
 from vllm_server import PYTHON, needs_vllm
@@ -34,7 +34,7 @@ needs_mlx = pytest.mark.skipif(MLX is None, reason="SPKV_MLX_PYTHON names no Pyt
 def dense(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
     """A dense checkpoint."""
     folder = tmp_path_factory.mktemp("check") / "dense"
-    save(lively(), tiny_tokenizer, folder)
+    save(sharp_model(), tiny_tokenizer, folder)
     return folder
 
 
@@ -166,7 +166,7 @@ class TestNativeWindowOfAllLayers:
         tiny_tokenizer: PreTrainedTokenizerBase,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        save(lively("mistral", sliding_window=24), tiny_tokenizer, tmp_path / "dense")
+        save(sharp_model("mistral", sliding_window=24), tiny_tokenizer, tmp_path / "dense")
         for name, heads in (("right", LAYERS.heads), ("wrong", answered)):
             export(replace(LAYERS, heads=heads, sinks=1), tmp_path / "dense", tmp_path / name, to="spkv")
         assert compare_with_engine(tmp_path / "right", "transformers").passed
@@ -179,9 +179,9 @@ class TestNativeWindowOfAllLayers:
     def test_the_prompt_is_longer_than_the_native_window(
         self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        save(lively("mistral", sliding_window=200), tiny_tokenizer, tmp_path / "dense")
+        save(sharp_model("mistral", sliding_window=200), tiny_tokenizer, tmp_path / "dense")
         export(LAYERS, tmp_path / "dense", tmp_path / "right", to="spkv")
-        save(lively("mistral", sliding_window=None), tiny_tokenizer, tmp_path / "unlimited")
+        save(sharp_model("mistral", sliding_window=None), tiny_tokenizer, tmp_path / "unlimited")
         export(LAYERS, tmp_path / "unlimited", tmp_path / "wrong", to="spkv")
         ask = engine_check._ask
         monkeypatch.setattr(engine_check, "_ask", lambda _, *arguments: ask(tmp_path / "wrong", *arguments))
@@ -297,7 +297,7 @@ class TestVllm:
     def test_families_are_exact(
         self, family: str, layout: Layout, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        save_with_tokenizer(lively(family), tiny_tokenizer, tmp_path / "dense")
+        save_with_tokenizer(sharp_model(family), tiny_tokenizer, tmp_path / "dense")
         export(layout, tmp_path / "dense", tmp_path / "out", to="spkv")
         check = self.run(tmp_path / "out")
         assert check.passed, str(check)
@@ -310,7 +310,7 @@ class TestVllm:
         assert check.cache[-1] == "this request held 640 KiB at its end, 1,024 KiB at most; full attention 1,024 KiB"
 
     def test_learned_sinks_are_exact(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        model = lively()
+        model = sharp_model()
         apply_layout(model, HEADS)
         add_learned_sinks(model, [torch.randn(4) + 2 for _ in range(4)])
         save(model, tiny_tokenizer, tmp_path / "out")
@@ -326,7 +326,7 @@ class TestVllm:
     def test_a_sink_token_is_exact(
         self, family: str, layout: Layout, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        save_with_tokenizer(lively(family), tiny_tokenizer, tmp_path / "dense")
+        save_with_tokenizer(sharp_model(family), tiny_tokenizer, tmp_path / "dense")
         export(replace(layout, sinks=1), tmp_path / "dense", tmp_path / "out", to="spkv")
         check = self.run(tmp_path / "out")
         assert check.passed, str(check)
@@ -357,7 +357,7 @@ class TestMlx:
     @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "olmo2", "smollm3"])
     def test_families_are_exact(self, family: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """Of the forms, mlx-lm has a cache of the window for OLMo 3 alone; a SmolLM3 masks the keys that it holds."""
-        save_with_tokenizer(lively(family, tie_word_embeddings=False), tiny_tokenizer, tmp_path / "dense")
+        save_with_tokenizer(sharp_model(family, tie_word_embeddings=False), tiny_tokenizer, tmp_path / "dense")
         export(LAYERS, tmp_path / "dense", tmp_path / "out", engine="mlx")
         check = self.run(tmp_path / "out")
         assert check.passed, str(check)
@@ -366,7 +366,7 @@ class TestMlx:
         assert check.cache[:-1] == (kept if family == "olmo2" else [f"KVCache: 4 layers hold {tokens} keys"])
 
     def test_bfloat16_weights_run_in_float32(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        save(lively().bfloat16(), tiny_tokenizer, tmp_path / "dense")
+        save(sharp_model().bfloat16(), tiny_tokenizer, tmp_path / "dense")
         export(LAYERS, tmp_path / "dense", tmp_path / "out", engine="mlx")
         assert self.run(tmp_path / "out").passed
 

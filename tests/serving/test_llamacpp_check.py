@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import LAYERS, lively, swap
+from engine_cases import LAYERS, sharp_model, swap
 from helpers import save_with_tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -61,7 +61,7 @@ class TestLlamaCpp:
     def test_families_are_exact(
         self, family: str, target: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        save_with_tokenizer(lively(family), tiny_tokenizer, tmp_path / "dense")
+        save_with_tokenizer(sharp_model(family), tiny_tokenizer, tmp_path / "dense")
         export(LAYERS, tmp_path / "dense", tmp_path / "out", to=target)
         self.convert(tmp_path / "out")
         check = self.run(tmp_path / "out")
@@ -69,7 +69,7 @@ class TestLlamaCpp:
         assert any("2 layers" in line for line in check.cache)
 
     def test_a_wrong_layer_is_named(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        save(lively("olmo2"), tiny_tokenizer, tmp_path / "dense")
+        save(sharp_model("olmo2"), tiny_tokenizer, tmp_path / "dense")
         wrong = swap(tmp_path / "dense", 2, tmp_path)
         self.convert(wrong)
         check = self.run(wrong, layout=LAYERS)
@@ -78,7 +78,7 @@ class TestLlamaCpp:
 
     def test_what_cannot_be_compared_is_refused(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """Without a GGUF file, and with one of 16 bits."""
-        save(lively("olmo2"), tiny_tokenizer, tmp_path / "dense")
+        save(sharp_model("olmo2"), tiny_tokenizer, tmp_path / "dense")
         export(LAYERS, tmp_path / "dense", tmp_path / "out")
         with pytest.raises(UserError, match=r"must have one \(it has none\): write it with convert_hf_to_gguf\.py"):
             self.run(tmp_path / "out")

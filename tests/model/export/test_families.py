@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FAMILIES, save_with_tokenizer, tiny_model
+from helpers import FAMILIES, save_with_tokenizer, sharpen_attention, tiny_model
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -68,20 +68,6 @@ CLASSES = {
 SPLITS, TYPES = ("layers", "heads"), ("native", "other")
 
 
-def lively(case: str) -> PreTrainedModel:
-    """Make a random model whose attention is far from uniform, so that a wrong window or position shows."""
-    model = tiny_model(case.partition("-")[0], vocab_size=300, **CASES[case])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
-            elif "self_attn" in name and parameter.ndim == 2:
-                parameter *= 12
-            elif name.endswith("sinks"):
-                parameter.normal_()
-    return model
-
-
 def layout(model: PreTrainedModel, split: str, types: str) -> Layout:
     """Return a layout with the model's layers or two of them changed; by whole layers, or with mixed heads in one."""
     kinds = getattr(model.config, "layer_types", None) or [FULL] * 4
@@ -114,7 +100,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrained
         patch.setattr(verify_export, "check", lambda *_: 0.0)
         for case in CASES:
             dense = folder / case / "dense"
-            model = lively(case)
+            model = sharpen_attention(tiny_model(case.partition("-")[0], vocab_size=300, **CASES[case]))
             save_with_tokenizer(model, tiny_tokenizer, dense)
             for split in SPLITS:
                 for types in TYPES:

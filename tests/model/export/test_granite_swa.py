@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import logits, save_with_tokenizer, tiny_model
+from helpers import logits, save_with_tokenizer, sharpen_attention, tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -33,15 +33,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def lively(case: str, *, learned: bool) -> PreTrainedModel:
-    """Return a hybrid whose attention is far from uniform, so that a wrong window, position or sink shows."""
-    model = tiny_model(case.partition("-")[0], vocab_size=300, **CASES[case])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
-            elif "self_attn" in name and parameter.ndim == 2:
-                parameter *= 6
+def hybrid_model(case: str, *, learned: bool) -> PreTrainedModel:
+    """Make a hybrid of the case's family by whole layers."""
+    model = sharpen_attention(tiny_model(case.partition("-")[0], vocab_size=300, **CASES[case]), 6)
     apply_layout(model, LAYERWISE)
     if learned:
         add_learned_sinks(model, [torch.linspace(0.3, 3.0, 4) + layer for layer in range(4)])
@@ -61,7 +55,7 @@ def test_plain_transformers_computes_the_hybrid(tmp_path: Path, tiny_tokenizer: 
         patch.setattr(verify_export, "check", lambda *_: 0.0)
         for case in CASES:
             for learned in (False, True):
-                model = lively(case, learned=learned)
+                model = hybrid_model(case, learned=learned)
                 folder = write(model, tmp_path / f"{case}-{learned}", tiny_tokenizer)
                 out = tmp_path / f"{case}-{learned}-out"
                 assert export(None, folder, out, to="granite_swa").target == "granite_swa"
@@ -79,7 +73,7 @@ def test_learned_sinks_are_exported_by_default(
     tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """A real check in a fresh process. Heads without one get -10000, never the 0 of a new model."""
-    model = lively("llama", learned=True)
+    model = hybrid_model("llama", learned=True)
     exported = export(None, write(model, tmp_path / "hybrid", tiny_tokenizer), tmp_path / "out")
     assert exported.target == "granite_swa"
     assert list(exported.rejected) == ["native"]
@@ -104,7 +98,7 @@ def test_learned_sinks_are_exported_by_default(
 
 def test_sinks_of_bfloat16_weights_are_rounded(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     """The file has one dtype, in which transformers loads it; the hybrid is compared with the rounded sinks."""
-    model = lively("llama", learned=True)
+    model = hybrid_model("llama", learned=True)
     added = model.model.layers[1].self_attn.learned_sinks
     model.to(torch.bfloat16)
     added.to(torch.float32)

@@ -142,7 +142,7 @@ CASES = {
 PROGRAMS = {"mlx": MLX_PROGRAM, "vllm": VLLM_PROGRAM}
 
 
-def lively(case: Case) -> PreTrainedModel:
+def random_model(case: Case) -> PreTrainedModel:
     """Return a random model whose attention is far from uniform, so that a wrong window, bias or position shows."""
     model = tiny_model(case.family, **{**SHAPE, **case.options})
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_engines_compute_the_hybrid_or_refuse(
     # Export every model, and compute what the hybrid and the dense model do
     expected, dense = {}, {}
     for name, case in CASES[engine].items():
-        model = lively(case)
+        model = random_model(case)
         layout = Layout(case.rows, WINDOW)
         apply_layout(model, Layout(tuple(row.replace("L", "G") for row in case.rows), WINDOW))
         dense[name] = reference(model, prompt)
