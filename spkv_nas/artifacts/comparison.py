@@ -27,7 +27,6 @@ BASELINES = (DENSE, FULL_ATTENTION, SP_KV)  # rows that are not layouts
 
 
 def _number(name: str, low: float = 0.0) -> Column:
-    """Declare an optional column of numbers."""
     return Column(name, "number", low=low, high=MAX_SHOWN, default="", gaps=True)
 
 

@@ -124,7 +124,6 @@ class HeadScores(OnGrid):
 
     @cached_property
     def _config_layers(self) -> list[ConfigLayer]:
-        """Return the layers with their native windows."""
         return config_layers(self.native_windows)
 
     @property

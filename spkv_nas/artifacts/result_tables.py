@@ -200,7 +200,6 @@ class ResultTable:
 
 
 def _number(name: str, low: float = 0.0, high: float = MAX_SHOWN) -> Column:
-    """Declare a column of numbers that may be missing."""
     return Column(name, "number", low=low, high=high, gaps=True)
 
 

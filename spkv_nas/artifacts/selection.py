@@ -43,5 +43,4 @@ def read_selection(name: object, folders: Iterable[Path]) -> Selection | None:
 
 
 def _text(selection: Selection) -> str:
-    """Return the content of the file."""
     return "".join(f"{identity}\n" for identity in sorted(selection))
