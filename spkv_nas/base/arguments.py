@@ -110,5 +110,4 @@ def _word(kind: Any) -> str:
 
 
 def _article(name: str) -> str:
-    """Return a class's name with its article."""
     return f"{'an' if name[0] in 'AEIOU' or name == 'ndarray' else 'a'} {name}"

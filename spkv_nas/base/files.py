@@ -121,7 +121,6 @@ class _PlainDumper(yaml.SafeDumper):
     """YAML dumper without aliases, which quotes text that the strict reader would parse as a number (``1234e567``)."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Disable aliases."""
         return True
 
 
@@ -256,7 +255,6 @@ def _bounded(text: str, parse: Callable[[str], int] = int) -> int:
 
 
 def _refusal(reason: str, event: Any) -> yaml.YAMLError:
-    """Create a YAML error at the position of ``event``."""
     return yaml.composer.ComposerError(None, None, reason, event.start_mark)
 
 

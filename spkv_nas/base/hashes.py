@@ -67,7 +67,6 @@ def named_hash(path: Path) -> str | None:
 
 
 def _folder() -> Path:
-    """Return the folder of cached hashes."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spkv-nas" / "hashes"
 
 

@@ -65,7 +65,6 @@ def clock(seconds: float) -> str:
 
 @contextmanager
 def _no_bar(_: str) -> Iterator[Bar]:
-    """Yield a bar that shows nothing."""
     yield no_progress
 
 

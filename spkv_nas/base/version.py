@@ -26,7 +26,6 @@ def environment() -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    """Return the version of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:
