@@ -156,7 +156,6 @@ class BlockWriter:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _count(self, tokens: int) -> None:
-        """Count one document."""
         self.num_tokens += tokens
         self.num_documents += 1
 

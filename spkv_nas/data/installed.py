@@ -122,7 +122,6 @@ def _is_suitable(file: PackagePath) -> bool:
 
 
 def _located(file: PackagePath) -> Path:
-    """Return the absolute path of a file."""
     return Path(str(file.locate()))
 
 

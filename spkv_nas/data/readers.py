@@ -369,12 +369,10 @@ def _counted(rows: Iterator[Row], size: int, length: int, read: Read) -> Iterato
 
 
 def _fields(options: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of the text field and the domain field."""
     return options.get("text_field") or "text", options.get("domain_field") or "domain"
 
 
 def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, Any]) -> Iterator[Text]:
-    """Yield the texts of rows with their domains."""
     text_field, domain_field = _fields(options)
     for number, (location, row) in enumerate(rows):
         text, row_domain = row.get(text_field), row.get(domain_field)

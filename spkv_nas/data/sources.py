@@ -155,7 +155,6 @@ def _item(number: int, item: Any) -> Document:
 
 
 def _read(opened: list[tuple[str | SourceConfig, Source]], piece: int, read: Read) -> Iterator[Document]:
-    """Yield the documents of all opened sources."""
     for source, texts in opened:
         max_documents = None if isinstance(source, str) else source.max_documents
         yield from (_document(text) for text in islice(texts.texts(piece, read), max_documents))

@@ -358,7 +358,6 @@ class _Seen:
             yield document
 
     def add(self, document: Document) -> None:
-        """Add the next document."""
         self.content.add(document)
         self._documents += 1
         self._pieces += document.piece is not None
@@ -382,7 +381,6 @@ class _Seen:
 
 
 def _heldout_file(folder: Path, config: DataConfig, stretch: int | None) -> Path:
-    """Return the path of the held-out blocks in a cache folder."""
     return folder / f"heldout-{RULE}-{config.max_heldout_tokens}-{stretch or config.block_size}.npz"
 
 

@@ -44,7 +44,6 @@ def texts() -> Iterator[tuple[str, str, str]]:
 
 
 def _root() -> Path:
-    """Return the folder of the standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 

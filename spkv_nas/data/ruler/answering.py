@@ -72,5 +72,4 @@ class DocumentQuestions:
 
 @cache
 def _order(number: int, seed: int) -> tuple[int, ...]:
-    """Return the indices of all questions, shuffled."""
     return tuple(Random(f"{seed}/questions").sample(range(number), number))

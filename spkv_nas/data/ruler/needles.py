@@ -72,7 +72,6 @@ class Needles:
         return fill(request, render, prefix, answers, new_tokens=NEW_TOKENS)
 
     def _needle(self, key: str, value: str) -> str:
-        """Return the sentence that assigns a value to a key."""
         return f"A magic {self.value} of {key} is {value}."
 
     def _haystack(self, rng: Random, seen: set[str], material: Material) -> tuple[Haystack, str]:
