@@ -34,7 +34,6 @@ class _Seen(NamedTuple):
     num_tokens: int
 
     def and_(self, other: _Seen) -> _Seen:
-        """Return the sum of both counts."""
         return _Seen(self.kept_and_wrong + other.kept_and_wrong, self.num_tokens + other.num_tokens)
 
 

@@ -273,7 +273,6 @@ class SPKVCache(Cache):
 
     @property
     def _paged(self) -> list[PagedKVCache]:
-        """Return the paged caches of the layers that hold tokens."""
         return [layer.paged for layer in self.layers if layer.paged is not None]
 
     @property

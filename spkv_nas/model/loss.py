@@ -297,7 +297,6 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *_inputs: Tensor) -> Tensor:
-        """Return the value, and save its gradients."""
         ctx.save_for_backward(*gradients)
         return value.view_as(value)
 

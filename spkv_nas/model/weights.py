@@ -156,5 +156,4 @@ def quiet_report() -> Iterator[None]:
 
 
 def _names(names: list[str]) -> str:
-    """Format the first names of a list."""
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
