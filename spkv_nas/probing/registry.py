@@ -97,5 +97,4 @@ def check_options(signal: str | Signal, **options: Any) -> dict[str, Any]:
 
 
 def _dashed(name: str) -> str:
-    """Return the flag's spelling of an option's name."""
     return name.replace("_", "-")
