@@ -221,5 +221,4 @@ class Search:
 
 
 def _hash(content: Any) -> str:
-    """Return a short hash of JSON content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]

@@ -74,10 +74,8 @@ def recommend(search: Search, trials: Sequence[Trial]) -> Recommendation | None:
 
 
 def _named(trial: Trial) -> Layout:
-    """Return the layout of a trial under the trial's name."""
     return replace(trial.layout, strategy=trial.name)
 
 
 def _text(change: PairedDifference) -> str:
-    """Format a change of NLL with its standard error."""
     return f"{change.percent:+.3f} ± {change.standard_error:.3f} % of NLL"
