@@ -302,7 +302,6 @@ def _findings(reference: _Reference, logprobs: Tensor, folder_layout: Layout | N
 
 
 def _changes(windows: Windows, layer: int, alternatives: set[tuple[int, ...]]) -> list[Windows]:
-    """Return the windows with each alternative for one layer."""
     return [(*windows[:layer], row, *windows[layer + 1 :]) for row in sorted(alternatives)]
 
 
@@ -363,5 +362,4 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
 
 
 def _largest(difference: Tensor) -> float:
-    """Return the largest magnitude."""
     return float(difference.abs().max())

@@ -20,7 +20,6 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     messages: list[str] = []
 
     def keep(_level: int, text: bytes, _data: Any) -> None:
-        """Keep a message."""
         messages.append(text.decode("utf-8", "replace"))
 
     callback = llama_cpp.llama_log_callback(keep)  # a name, because llama.cpp holds no reference
