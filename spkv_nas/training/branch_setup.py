@@ -216,7 +216,6 @@ def _extension(recipe: Recipe, model: PreTrainedModel, before: int = 0) -> Exten
 
 
 def _copy_predictors(source: str, model: PreTrainedModel) -> None:
-    """Copy the predictors of the checkpoint ``source`` to ``model``."""
     reference, _ = load(source, dtype=torch.float32)
     trained = predictors(reference)
     try:

@@ -182,5 +182,4 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
 
 
 def _about(recipe: Recipe) -> str:
-    """Return the beginning of error messages about the recipe's model."""
     return f"recipe {recipe.name}: model.config"

@@ -39,7 +39,6 @@ class DistillationCallback(TrainerCallback, ExportableState):
         return self.loss.means(sums)
 
     def _all_sums(self) -> Tensor:
-        """Return the sums of all ranks together."""
         return sum_over_processes(self.loss.sums)
 
     def state(self) -> dict[str, Any]:

@@ -184,7 +184,6 @@ class Draft:
 
 
 def _too_little(size: ModelSize, text: TextSize) -> UserError:
-    """Return the error for too little text."""
     return UserError(
         f"{text.tokens:,} tokens of text, {size.positions or 'any number of'} positions of the model: too few "
         f"for {_MIN_BLOCKS} blocks of {_SMALLEST_BLOCK} tokens\ngive more text"

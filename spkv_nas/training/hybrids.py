@@ -337,5 +337,4 @@ def _by_document(finished: Mapping[str, Sequence[Branch]]) -> dict[str, Document
 
 
 def _mean(parts: list[DocumentNLL]) -> DocumentNLL:
-    """Average NLLs over seeds, document by document."""
     return DocumentNLL(np.mean([part.total for part in parts], axis=0), parts[0].num_tokens)

@@ -176,7 +176,6 @@ class RecipeEvaluator:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        """Return the dense model."""
         return self._context.load_dense()
 
     @cached_property

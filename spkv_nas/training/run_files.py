@@ -99,12 +99,10 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a run's folder."""
     return [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]{1,18}", path.name)]
 
 
 def _step(checkpoint: Path) -> int:
-    """Return the step of a checkpoint from its name."""
     return int(checkpoint.name.split("-")[1])
 
 

@@ -159,7 +159,6 @@ class Planner:
 
     @cached_property
     def _has_dense(self) -> bool:
-        """Return True if the dense checkpoint exists."""
         return self.recipe.model.path is not None or is_dense_trained(self.dense_path.parent)
 
     @cached_property
@@ -250,7 +249,6 @@ class Planner:
         return PlannedRun(name, phase.steps, tokens, seconds, f"resumes from step {done}" if done else "")
 
     def _forward_seconds(self, variant: Variant, tokens: int) -> float:
-        """Return the estimated time of forward passes over ``tokens``."""
         return self.cost(variant).forward_seconds * tokens / self.recipe.data.block_size
 
     @cached_property

@@ -291,7 +291,6 @@ def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> Train
 
 
 def _hardware(device: str) -> str:
-    """Describe the device."""
     if device != "cpu":
         return torch.cuda.get_device_name()
     return f"CPU ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads"
