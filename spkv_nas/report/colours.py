@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 
 from spkv_nas.report.chart import Tone
 
-TONES: dict[Tone, str] = {  # the page defines its own, for light and dark mode
+TONES: dict[Tone | Literal["line"], str] = {  # the page has variables of these names, for light and dark mode
     "accent": "#1f5fa8",
-    "muted": "#5d6878",
+    "muted": "#566173",
     "second": "#b05a00",
     "third": "#2e7d4f",
     "ink": "#1b2330",
+    "line": "#dde1e8",  # of a grid
 }
 CHOSEN = "#d6006c"
 SHADES = 65

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from spkv_nas.report.svg import draw, draw_scale, legend
+from spkv_nas.report.page_svg import draw_chart, draw_scale
 
 
 def render(template: str, **values: Any) -> str:
@@ -25,9 +25,7 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        csp_hash=_csp_hash, compact=compact, tie=_tie, draw=draw, draw_scale=draw_scale, legend=legend
-    )
+    environment.filters.update(csp_hash=_csp_hash, compact=compact, tie=_tie, draw=draw_chart, draw_scale=draw_scale)
     return environment.get_template(template).render(**values)
 
 

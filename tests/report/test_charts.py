@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import combinations
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
 import pytest
 from helpers import make_comparison, make_domain_table, make_positions
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from spkv_nas.artifacts.comparison import COLUMNS, read_comparison, write_comparison
 from spkv_nas.artifacts.layout import Layout
@@ -20,11 +24,10 @@ from spkv_nas.report.chart import Axis, Chart, Heatmap, Line, Panels, Points, Ru
 from spkv_nas.report.colours import cividis
 from spkv_nas.report.density_charts import density_chart, position_chart
 from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.labels import Box, Label, chart_labels, place_labels, spread
+from spkv_nas.report.page_svg import draw_chart
 from spkv_nas.report.plot import draw, save_chart
 from spkv_nas.report.profiles import coverage_by_budget, domain_profile, position_profile
 from spkv_nas.report.result_charts import coverage_nll_chart
-from spkv_nas.report.svg import Frame
 from spkv_nas.report.training_charts import palindrome_charts
 
 
@@ -46,45 +49,61 @@ def test_error_bars_reach_one_standard_error() -> None:
     assert (layouts.x[0], layouts.y[0], layouts.error[0]) == (47.1, 0.2, 0.01)
     assert gates.shape != full.shape != layouts.shape
     assert math.isnan(full.error[0])
-    frame, (ax,) = Frame.of(chart), draw(chart).axes
+    (ax,) = draw(chart).axes
     (drawn,) = [
         path for path in ax.collections if np.allclose(path.get_paths()[0].vertices, [[47.1, 0.19], [47.1, 0.21]])
     ]
     assert drawn is not None
-    assert frame.y(0.19) - frame.y(0.21) == pytest.approx(
-        0.02 / (chart.y.high - chart.y.low) * (frame.bottom - frame.top)
+
+
+def names_of(chart: Chart) -> list[tuple[str, Bbox]]:
+    """Return the names that a chart's figure has beside its marks, with their boxes in points."""
+    figure = draw(chart)
+    figure.draw_without_rendering()
+    texts = [text for text in figure.axes[0].texts if text.get_text()]
+    return [(text.get_text(), Text.get_window_extent(text)) for text in texts]
+
+
+def test_names_cover_no_mark_and_no_other_name() -> None:
+    axis = Axis("x", 0.0, 400.0, ())
+    points = Points(
+        tuple(100.0 + 3 * i for i in range(7)), tuple(100.0 + 2 * (i % 3) for i in range(7)), names=("strategy",) * 7
     )
+    chart = Chart("a", "", "", axis, axis, (points,))
+    boxes = [box for _, box in names_of(chart)]
+    assert len(boxes) == 7
+    assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
+    marks = draw(chart).axes[0].transData.transform(np.column_stack([points.x, points.y]))
+    assert not any(box.contains(*mark) for box in boxes for mark in marks)
 
 
-def test_labels_cover_no_mark_and_no_other_label() -> None:
-    marks = [(100.0 + 3 * i, 100.0 + 2 * (i % 3)) for i in range(7)]
-    boxes: list[Box] = [(x - 7, y - 9, x + 7, y + 9) for x, y in marks]
-    labels = place_labels(marks, ["strategy"] * 7, (0, 0, 400, 300), occupied=boxes, letter=6.6, line=15)
-    width, height = 8 * 6.6, 15
-    left = [label.x - (width if label.anchor == "end" else 0) for label in labels]
-    for i in range(7):
-        for k in range(i):
-            assert abs(left[i] - left[k]) >= width - 1e-6 or abs(labels[i].y - labels[k].y) >= height - 1e-6
-        for x, y in marks:
-            assert not (left[i] < x < left[i] + width and abs(labels[i].y - y) < height / 2)
-
-
-def test_the_label_of_a_vertical_line_keeps_off_curves() -> None:
+def test_the_name_of_a_vertical_line_keeps_off_curves() -> None:
     axis = Axis("x", 0.0, 10.0, ())
-    chart = Chart(
-        "a", "", "", axis, axis, (Rule(5.0, "knee"), Line((0.0, 10.0), (9.9, 9.9)), Line((5.0, 9.0), (0.0, 9.0)))
+    curves = Line((0.0, 10.0), (9.9, 9.9)), Line((5.0, 9.0), (0.0, 9.0))
+    chart = Chart("a", "", "", axis, axis, (Rule(5.0, "knee"), *curves))
+    ((name, box),) = names_of(chart)
+    ax = draw(chart).axes[0]
+    (x, bottom), top = ax.transData.transform((5.0, 9.0)), ax.transData.transform((5.0, 9.9))[1]
+    assert name == "knee"
+    assert bottom < box.y0 < box.y1 < top or box.x1 < x  # between the curves, or left of the line
+
+
+def test_the_page_has_the_elements_of_the_picture() -> None:
+    """Colours are the page's variables, marks with tooltips refer to its data, and nothing has a style."""
+    comparison = ReportInputs(make_domain_table(), {}, comparison=make_comparison()).comparison
+    assert comparison is not None
+    chart = coverage_nll_chart(comparison)
+    assert chart is not None
+    root = ElementTree.fromstring(draw_chart(chart))
+    marks = [element.get("data-mark") for element in root.iter() if element.get("data-mark")]
+    assert marks == ["0,0", "0,1", "0,2", "1,0", "2,0"]
+    texts = [element.text for element in root.iter("text")]
+    assert {"densest", "last", "spread", "layout", "control", chart.x.title, chart.y.title} <= set(texts)
+    colours = {element.get(kind) for element in root.iter() for kind in ("fill", "stroke")} - {None, "none"}
+    assert colours == {f"var(--{name})" for name in ("accent", "ink", "muted", "line", "card")}
+    assert not any(
+        {"style", "id"} & set(element.keys()) for element in root.iter() if element.tag not in ("title", "desc")
     )
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return 40 * x, 200 - 20 * y
-
-    assert chart_labels(chart, at, (0, 0, 400, 200), letter=6.6, line=15) == [Label(206, 15, "knee")]
-
-
-def test_spread_places_keep_their_distance_and_move_least() -> None:
-    assert spread([0.0, 50.0], 10) == [0.0, 50.0]
-    assert spread([20.0, 20.0], 10) == [15.0, 25.0]
-    assert spread([0.0, 1.0, 2.0, 100.0], 10) == pytest.approx([-9.0, 1.0, 11.0, 100.0])
 
 
 def test_ticks_are_round() -> None:
