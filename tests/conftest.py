@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import zlib
 
+if gc.isenabled():
+    gc.disable()  # until all tests are collected: nothing that imports create is garbage
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
@@ -50,6 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     drawn = {item: zlib.crc32(f"{seed} {item.nodeid}".encode()) % 10_000 < 100 * float(percent) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not drawn[item]])
     items[:] = [item for item in items if drawn[item]]
+
+
+def pytest_collection_finish() -> None:
+    """Exclude all modules and tests from garbage collections, each of which would take a second."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # Triton names all of its objects that are left
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from product.size import AT_LEAST, BUDGETS, counts, nodes
 
 FLOORS = (
     ("base", "kernels"),
@@ -43,16 +44,9 @@ def home(file: Path) -> str:
     return "kernels" if path.parts[0] == "kernels" else path.parts[1].removesuffix(".py").replace("__init__", "")
 
 
-def imports(file: Path, *, deferred: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield (line, module) of every import of this project, including those in functions and for types only.
-
-    Without ``deferred`` those inside functions are left out.
-    """
-    tree = ast.parse(file.read_text())
-    later = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if id(node) in later and not deferred:
-            continue
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, module) of every import of this project, including those in functions and for types only."""
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -67,8 +61,8 @@ def imports(file: Path, *, deferred: bool = True) -> Iterator[tuple[int, str]]:
 
 def imports_by_name(file: Path) -> Iterator[str]:
     """Yield every module of this project that is imported by a string."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+    for node in nodes(file):
+        if isinstance(node, ast.Call):
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
 
 
@@ -137,7 +131,7 @@ def test_no_cycle_between_files() -> None:
 
     def targets(file: Path) -> set[str]:
         """Return the modules that a file imports."""
-        names = {full for _, full in imports(file, deferred=True)}
+        names = {full for _, full in imports(file)}
         return {name for full in names for name in (full, full.rpartition(".")[0]) if name in files}
 
     left = {name: targets(file) for name, file in files.items()}
@@ -154,7 +148,7 @@ def module(file: Path) -> str:
 
 
 def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -180,3 +174,15 @@ def test_commands_take_few_parameters() -> None:
     for file in (ROOT / "spkv_nas" / "cli").glob("*.py"):
         for node in functions(file):
             assert len(node.args.args) + len(node.args.kwonlyargs) <= MAX_PARAMETERS, f"{file.name}: {node.name}"
+
+
+def test_the_project_does_not_grow(request: pytest.FixtureRequest) -> None:
+    """Test items are those of the session: the comparison tells something when it runs all tests."""
+    found = {**counts(), "quick test items": len(request.session.items)}
+    assert found.keys() == BUDGETS.keys()
+    over = [
+        f"{name}: {found[name]:g}, budget {budget:g}"
+        for name, budget in BUDGETS.items()
+        if (found[name] < budget if name in AT_LEAST else found[name] > budget)
+    ]
+    assert not over, "\n".join([*over, "raise a budget of size.py only with a line in CHANGELOG.md: what does it buy?"])
