@@ -11,9 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import reproduce
 from spkv_nas.cli.app import COMMANDS, NAMES, TwoWordGroup
 from spkv_nas.cli.options import command
+from spkv_nas.contrib.reproduce.group import REPRODUCE
 from spkv_nas.stages.commands import PROGRAM
 from spkv_nas.stages.demo.command import demo
 from spkv_nas.stages.evaluate.registry import EVALUATIONS
@@ -29,7 +29,7 @@ def parsed(line: str) -> Any:
     for function in (*COMMANDS, demo):
         kind = next(value for name, value in get_type_hints(function).items() if name != "return")
         command(app, NAMES.get(function))(_recorder(function.__name__, kind, seen))
-    for function in reproduce.COMMANDS:
+    for function in REPRODUCE.commands:
         kind = next(value for name, value in get_type_hints(function).items() if name != "return")
         command(experiments)(_recorder(function.__name__, kind, seen))
     for name, kind in (("show", ShowLayoutsOptions), ("diff", DiffOptions), ("convert", ConvertOptions)):

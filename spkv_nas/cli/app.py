@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,10 +22,12 @@ from spkv_nas.base.errors import UserError, first_line, printable, shortened
 from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.progress import Reporter
+from spkv_nas.base.registry import reinstall_hint
 from spkv_nas.base.version import __version__
-from spkv_nas.cli import evaluate, reproduce
+from spkv_nas.cli import evaluate
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
 from spkv_nas.stages.calibrate.command import calibrate
+from spkv_nas.stages.command_group import COMMAND_GROUPS
 from spkv_nas.stages.compare.command import compare
 from spkv_nas.stages.demo.command import demo
 from spkv_nas.stages.export.command import export
@@ -51,7 +53,7 @@ from spkv_nas.stages.verdict.command import verdict
 _TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")  # files, as a shell expands *.txt
 _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
-ORDER = (  # of --help: the workflow, then what goes beside it
+ORDER = (  # of --help: the workflow, then what goes beside it; groups of COMMAND_GROUPS follow
     "init",
     "probe",
     "compare",
@@ -71,23 +73,40 @@ ORDER = (  # of --help: the workflow, then what goes beside it
     "calibrate",
     "train",
     "schema",
-    "reproduce",
     "demo",
 )
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
 
 
 class TwoWordGroup(TyperGroup):
-    """Group whose commands may have names of two words, such as "plan attention" beside "plan"."""
+    """Group whose commands may have names of two words, such as "plan attention" beside "plan".
+
+    Groups of commands that are added by entry points are imported only when needed.
+    """
 
     def list_commands(self, context: Any) -> list[str]:
         """Return the names of all commands in the order of the workflow, which ``--help`` shows."""
-        return sorted(super().list_commands(context), key=ORDER.index)
+        return [*sorted(super().list_commands(context), key=ORDER.index), *COMMAND_GROUPS.names]
+
+    def get_command(self, context: Any, name: str) -> Any:
+        """Return a command, or a group of commands; None if there is none of that name."""
+        built_in = super().get_command(context, name)
+        return _group(name) if built_in is None and name in COMMAND_GROUPS.names else built_in
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         """Take the first two words for a command's name if there is such a command, else the first one."""
         name = " ".join(arguments[:2])
         return super().resolve_command(context, [name, *arguments[2:]] if name in self.commands else arguments)
+
+
+@cache
+def _group(name: str) -> Any:
+    """Return the command of a group that is added by an entry point."""
+    entry = COMMAND_GROUPS[name]
+    holder = typer.Typer(name=name, no_args_is_help=True, help=entry.help, add_completion=False)
+    for function in entry.commands:
+        command(holder)(function)
+    return typer.main.get_group(holder)
 
 
 app = typer.Typer(
@@ -129,7 +148,6 @@ for _function in LAYOUT_COMMANDS:
     command(layout)(_function)
 app.add_typer(evaluate.app)
 app.add_typer(layout)
-app.add_typer(reproduce.app)
 command(app)(demo)
 
 
@@ -207,7 +225,7 @@ def explained(error: Exception) -> tuple[str, int]:
     if hasattr(error, "format_message"):  # a usage error raised by typer or click
         command_path, message = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"), error.format_message()
         # Empty where no command was named: typer has printed the help already
-        return message and f"{message}\nsee '{command_path} --help'", 2
+        return message and f"{message}\nsee '{command_path} --help'{reinstall_hint()}", 2
     if is_lost_process(error):
         return "another process of this run has exited\nrun the same command again to resume", 2
     # Errors of the machine: memory, disk

@@ -28,16 +28,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.tables import write_csv
-from spkv_nas.cost.formulas import attention_flops, flops_per_token, training_flops
+from spkv_nas.cost.formulas import training_flops
 
 PAPER_BLOCK_SIZE = 8192
 TPP, WARMUP_TPP, DECAY_START_TPP = 160, 1, 140
@@ -139,39 +135,6 @@ class Level:
         # Leave a section that is not a mapping unchanged: the recipe's validation rejects it
         valid_sections = {key: section for key, section in filled.items() if isinstance(settings.get(key, {}), Mapping)}
         return {**settings, **valid_sections, "model": {"config": self.config()}}
-
-
-def flops_table(context: int, density: float) -> pd.DataFrame:
-    """Return the forward FLOPs per token of the paper's levels, dense and at a density, sorted by model size.
-
-    Args:
-        context: tokens in the context.
-        density: share of the keys that sparse attention keeps.
-
-    Returns:
-        Columns name, num_parameters, attention_dense, attention_sparse, total_dense, total_sparse.
-
-    Raises:
-        UserError: as ``visible_keys``.
-    """
-    shapes = {level.name: level.shape for level in ladder().values() if not level.name.startswith("micro")}
-    rows = pd.DataFrame(
-        {
-            "name": name,
-            "num_parameters": shape.num_parameters,
-            "attention_dense": attention_flops(shape, context),
-            "attention_sparse": attention_flops(shape, context, density=density),
-            "total_dense": flops_per_token(shape, context),
-            "total_sparse": flops_per_token(shape, context, density=density),
-        }
-        for name, shape in shapes.items()
-    )
-    return rows.sort_values("num_parameters")
-
-
-def write_flops_table(folder: Path, rows: pd.DataFrame) -> None:
-    """Write ``flops.csv`` from ``flops_table``."""
-    write_csv(folder / "flops.csv", rows)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Draw training: the density of every head as gates learn, and the palindrome comparison."""
+"""Draw training: the density of every head as gates learn."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.report.axes import round_axis
-from spkv_nas.report.chart import Band, Chart, Dash, Line, Mark, Panels, Rule, Tone, numbers
-
-_VARIANTS: tuple[tuple[Tone, Dash], ...] = (("ink", "solid"), ("second", "dashed"), ("accent", "dashdot"))
+from spkv_nas.report.chart import Band, Chart, Line, Mark, numbers
 
 
 def density_evolution_chart(rows: pd.DataFrame) -> Chart:
@@ -36,50 +34,4 @@ def density_evolution_chart(rows: pd.DataFrame) -> Chart:
         round_axis("Step", steps[0], steps[-1], exact=True),
         round_axis("Density, % of keys kept", 0, 100),
         tuple(marks),
-    )
-
-
-def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> Panels:
-    """Return training loss by variant, and mean utility and density of the gates, by step.
-
-    SP-KV paper, appendix "Palindrome reversal with long instruction gap".
-
-    Args:
-        curves: columns variant, step, loss, mean_utility, density; the last two are NaN without gates.
-        chance_nll: NLL, in nats per output token, of a model that sees nothing of the list.
-    """
-    steps = round_axis("Step", 0, float(curves["step"].max()), exact=True)
-    # Loss of each variant
-    losses: list[Mark] = [Rule(chance_nll, f"chance {chance_nll:.2f}", vertical=False, tone="muted", dash="dotted")]
-    ends = []
-    for (variant, curve), (tone, dash) in zip(curves.groupby("variant", sort=False), _VARIANTS, strict=False):
-        losses.append(Line(numbers(curve["step"]), numbers(curve["loss"]), str(variant), tone, dash, 2.2))
-        ends.append(f"{variant} {curve['loss'].iloc[-1]:.3f}")
-    # Gates
-    gated = curves.dropna(subset=["mean_utility"])
-    gated_steps = numbers(gated["step"])
-    gates = (
-        Line(gated_steps, numbers(gated["mean_utility"]), "mean utility", width=2.2),
-        Line(gated_steps, numbers(gated["density"]), "density", "muted", "dotted", 2.2),
-    )
-    return Panels(
-        "palindrome",
-        (
-            Chart(
-                "palindrome-loss",
-                "Training loss",
-                f"Training loss at the end, nats per output token: {', '.join(ends)}; chance is {chance_nll:.2f}.",
-                steps,
-                round_axis("Training loss, nats per output token", 0, 2 * chance_nll),
-                tuple(losses),
-            ),
-            Chart(
-                "palindrome-gates",
-                "Gates",
-                "Mean utility and density of the gates over training.",
-                steps,
-                round_axis("SP-KV gates, mean over heads and tokens", 0, 1),
-                gates,
-            ),
-        ),
     )

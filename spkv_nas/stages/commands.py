@@ -76,8 +76,8 @@ def command_line(options: object) -> str:
         words = [*switches, "--", *arguments]
     else:
         words = [*arguments, *switches]
-    # The module of the options names the command: train-hybrid for stages.train_hybrid.options
-    *folders, _ = type(options).__module__.removeprefix("spkv_nas.stages.").split(".")
+    # The module of the options names the command: train-hybrid for spkv_nas.stages.train_hybrid.options
+    _, _, *folders, _ = type(options).__module__.split(".")
     command = " ".join(folders).replace("_", "-")
     return " ".join([PROGRAM, command, *map(shlex.quote, words)])
 

@@ -9,7 +9,6 @@ from typing import Any
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.defaults import SCORING_TOKENS
 from spkv_nas.artifacts.proposal import distinct
-from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
@@ -18,39 +17,38 @@ from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages import forecast
+from spkv_nas.stages.checks import beside
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.lookup import find_proposal
 from spkv_nas.stages.options import InPrecision, OnDevice, Trains
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.probe.stage import chosen_options, chosen_signal
-from spkv_nas.stages.reproduce.ablate.options import EMBEDDED_FILE, AblateOptions
-from spkv_nas.stages.reproduce.palindrome.options import NAME, PalindromeOptions
-from spkv_nas.stages.reproduce.palindrome.stage import palindrome_settings
 from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.stages.search.specification import specify
 from spkv_nas.stages.train.options import TrainOptions
 from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
-from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.hybrids import hybrid_variants
-from spkv_nas.training.palindrome.plan import plan_palindrome as palindrome_plan
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_evaluator import shortened
-from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun, Planner, merge_plans, summarize_runs
+from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun, Planner, summarize_runs
 from spkv_nas.training.variants import Variant
 
 
 def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan | Forecast:
-    """Plan what a command would train; for ``probe`` without a recipe, estimate what its stages cost."""
+    """Plan what a command would train; for ``probe`` without a recipe, estimate what its stages cost.
+
+    Other packages' commands bring a function ``plan`` beside their options.
+    """
     planned: dict[type, Callable[[Any, Reporter], Plan | Forecast]] = {
         TrainOptions: plan_train,
         ProbeOptions: plan_probe,
         TrainHybridOptions: plan_train_hybrid,
         SearchOptions: plan_search,
-        AblateOptions: plan_ablate,
-        PalindromeOptions: plan_palindrome,
     }
-    return planned[type(options)](options, reporter)
+    plan = planned.get(type(options)) or beside(options, "plan")
+    assert plan is not None
+    return plan(options, reporter)
 
 
 def plan_train(options: TrainOptions, reporter: Reporter = SILENT) -> Plan:
@@ -88,22 +86,6 @@ def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) 
     return planner.plan(hybrid_runs(planner, hybrid_variants(layouts, reference=options.reference), options.seeds))
 
 
-def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:
-    """Plan ``reproduce ablate``: every row of the ablations file."""
-    ablations = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
-    runs, first = options.folders.run_dir(ablations.name), next(iter(ablations.recipes.values()))
-    planner, plans = Planner(first, ablations.base, runs, **_planner_options(options, reporter)), []
-    trained: set[Path] = set()
-    for name, recipe in ablations.recipes.items():
-        planner = planner.with_recipe(recipe)
-        dense = [] if planner.dense_path in trained else planner.dense()  # a dense model that rows share counts once
-        trained.add(planner.dense_path)
-        variant = ablations.variants[name]
-        run = planner.heldout_pass if name in ablations.untrained else planner.branch
-        plans.append(planner.plan([*dense, run(name, variant)]))
-    return merge_plans(ablations.name, plans)
-
-
 def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``search``: its scores and retrainings, with upper bounds for the layouts that it has yet to find."""
     specification = specify(options, reporter)
@@ -131,15 +113,6 @@ def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
     return planner.plan(runs)
 
 
-def plan_palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Plan:
-    """Plan ``reproduce palindrome``: its three models."""
-    name = options.name or NAME
-    reporter.announce("timing a training step of each model")
-    return palindrome_plan(
-        palindrome_settings(options), name, options.folders.run_dir(name), device=choose_device(options.device)
-    )
-
-
 def reference_runs(planner: Planner) -> list[PlannedRun]:
     """Return the runs of the dense model, unless it is given, and of the SP-KV branch."""
     return [*planner.dense(), planner.branch(SP_KV, Variant.sp_kv())]
@@ -164,10 +137,10 @@ def _planner(options: Trains, file: Path, reporter: Reporter) -> Planner:
     recipe = Recipe.read(file)
     if isinstance(options, InPrecision):
         recipe = recipe.with_precision(options.dtype)
-    return Planner(recipe, file.parent, options.folders.run_dir(recipe.name), **_planner_options(options, reporter))
+    return Planner(recipe, file.parent, options.folders.run_dir(recipe.name), **planner_options(options, reporter))
 
 
-def _planner_options(options: OnDevice, reporter: Reporter) -> dict[str, Any]:
+def planner_options(options: OnDevice, reporter: Reporter) -> dict[str, Any]:
     """Return the device and message callback of a planner. Raises ``UserError`` under torchrun."""
     quiet_transformers(reporter)
     if num_processes() > 1:

@@ -16,7 +16,7 @@ KINDS = ("loss", "gradient", "weight", "moment", "update", "learning-rate", "pre
 
 def shrink_palindrome() -> None:
     """Reduce held-out sequences, which dominate a short comparison's time, and write checkpoints in its few steps."""
-    from spkv_nas.training.palindrome import run
+    from spkv_nas.contrib.reproduce.palindrome import run
 
     names, initialise = list(run.PalindromeSettings.__dataclass_fields__), run.PalindromeSettings.__init__
     index = names.index("num_heldout")

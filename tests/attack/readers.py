@@ -25,8 +25,9 @@ from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.base.files import read_json, read_text, read_yaml, write_json
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv
+from spkv_nas.contrib.reproduce.ablate.ablation_plan import Ablations
+from spkv_nas.contrib.reproduce.scaling.scaling_law import fit_runs, predictions, read_runs
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
-from spkv_nas.cost.scaling_law import fit_runs, predictions, read_runs
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.sources import documents
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
@@ -43,7 +44,6 @@ from spkv_nas.report.tables import search_header
 from spkv_nas.report.training_charts import density_evolution_chart
 from spkv_nas.report.verdict import conclude
 from spkv_nas.stages.report.results import read_results
-from spkv_nas.training.ablation_plan import Ablations
 from spkv_nas.training.recipe import Recipe
 
 

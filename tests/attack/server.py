@@ -42,7 +42,7 @@ HEAVY = (
     "spkv_nas.stages.evaluate.sweep.stage",
     "spkv_nas.stages.score.stage",
     "spkv_nas.stages.attention_times",
-    "spkv_nas.stages.reproduce.scaling.stage",
+    "spkv_nas.contrib.reproduce.scaling.stage",
     "spkv_nas.stages.export.stage",
     "spkv_nas.training.trainer",
 )

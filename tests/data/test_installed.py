@@ -8,11 +8,11 @@ import pytest
 
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
+from spkv_nas.contrib.reproduce.ablate.ablation_plan import AblationPlan
 from spkv_nas.data import installed
 from spkv_nas.data.installed import MAX_CHARACTERS
 from spkv_nas.data.sources import documents
 from spkv_nas.model.checkpoint import read_shape
-from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.recipe import Recipe
 
 Files = dict[str, str | bytes]

@@ -27,8 +27,8 @@ from spkv_nas import GateConfig, attach_gates, propose
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.cli import main
+from spkv_nas.contrib.reproduce.ablate.ablation_plan import AblationPlan
 from spkv_nas.model.checkpoint import save
-from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.recipe import Recipe
 
 DOCS = ROOT / "docs"

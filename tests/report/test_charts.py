@@ -28,7 +28,6 @@ from spkv_nas.report.page_svg import draw_chart
 from spkv_nas.report.plot import draw, save_chart
 from spkv_nas.report.profiles import coverage_by_budget, domain_profile, position_profile
 from spkv_nas.report.result_charts import coverage_nll_chart
-from spkv_nas.report.training_charts import palindrome_charts
 
 
 def test_colours_are_cividis_from_zero_to_one() -> None:
@@ -136,15 +135,6 @@ AGREEMENT = pd.DataFrame(
         "spearman": [0.3, -0.2, math.nan],
     }
 )
-CURVES = pd.DataFrame(
-    {
-        "variant": ["full", "full", "sp-kv", "sp-kv"],
-        "step": [10, 20] * 2,
-        "loss": [9.0, 1.0, 8.0, 2.0],
-        "mean_utility": [math.nan, math.nan, 0.9, 0.5],
-        "density": [math.nan, math.nan, 1.0, 0.5],
-    }
-)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +142,6 @@ CURVES = pd.DataFrame(
     [
         agreement_charts(AGREEMENT),
         coverage_budget_chart(make_domain_table(), {"one": Layout(("GL", "LG", "LL", "LL"), 8)}, {"one": 0.5}, None),
-        palindrome_charts(CURVES, 2.3),
     ],
     ids=lambda chart: chart.name,
 )

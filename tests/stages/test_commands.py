@@ -10,6 +10,7 @@ import pytest
 from command_cases import parsed
 
 import spkv_nas
+from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
 from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.init.options import InitOptions
@@ -19,7 +20,6 @@ from spkv_nas.stages.plan.options import PlanOptions
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.stages.report.options import ReportOptions
-from spkv_nas.stages.reproduce.palindrome.options import PalindromeOptions
 from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 

@@ -19,9 +19,11 @@ from spkv_nas.artifacts import defaults
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import reproduce
 from spkv_nas.cli.app import COMMANDS, LAYOUT_COMMANDS, NAMES, app
 from spkv_nas.cli.options import command
+from spkv_nas.contrib.reproduce.group import REPRODUCE
+from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
+from spkv_nas.contrib.reproduce.palindrome.run import PalindromeSettings
 from spkv_nas.contrib.signals.measure.regression import regression
 from spkv_nas.cost.hardware import HARDWARE
 from spkv_nas.cost.ladder import ladder
@@ -30,6 +32,7 @@ from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.stages import flags, options
+from spkv_nas.stages.command_group import COMMAND_GROUPS
 from spkv_nas.stages.demo.command import demo
 from spkv_nas.stages.evaluate import options as evaluation_options
 from spkv_nas.stages.evaluate.registry import EVALUATIONS
@@ -40,11 +43,9 @@ from spkv_nas.stages.layout.show.command import ShowLayoutsOptions
 from spkv_nas.stages.plan.options import PlanOptions
 from spkv_nas.stages.probe.options import ProbeOptions
 from spkv_nas.stages.propose.options import ProposeOptions
-from spkv_nas.stages.reproduce.palindrome.options import PalindromeOptions
 from spkv_nas.training.first_recipe import Draft
-from spkv_nas.training.palindrome.run import PalindromeSettings
 
-FUNCTIONS = [*COMMANDS, demo, *LAYOUT_COMMANDS, *reproduce.COMMANDS, *(entry.run for entry in EVALUATIONS)]
+FUNCTIONS = [*COMMANDS, demo, *LAYOUT_COMMANDS, *REPRODUCE.commands, *(entry.run for entry in EVALUATIONS)]
 MODULES = [options, evaluation_options]
 MODULES += [  # of small commands, the module of the command declares the options
     sys.modules.get(f"{function.__module__.removesuffix('.command')}.options", sys.modules[function.__module__])
@@ -160,7 +161,8 @@ def test_help_lists_the_commands_in_the_order_of_the_workflow() -> None:
     names = line.list_commands(Context(line))
     assert names[:3] == ["init", "probe", "compare"]
     assert names.index("propose") < names.index("train-hybrid") < names.index("evaluate") < names.index("report")
-    assert set(names) == set(line.commands)
+    assert set(names) == {*line.commands, *COMMAND_GROUPS.names}
+    assert names[-1] == "reproduce"
 
 
 def test_every_command_accepts_and_describes_its_options() -> None:

@@ -11,11 +11,11 @@ from rich.table import Table
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.contrib.reproduce.palindrome import results
+from spkv_nas.contrib.reproduce.palindrome.options import NAME, PalindromeOptions
+from spkv_nas.contrib.reproduce.palindrome.run import PalindromeSettings, compare
+from spkv_nas.contrib.reproduce.palindrome.task import Palindromes
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.reproduce.palindrome.options import NAME, PalindromeOptions
-from spkv_nas.training.palindrome import results
-from spkv_nas.training.palindrome.run import PalindromeSettings, compare
-from spkv_nas.training.palindrome.task import Palindromes
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class PalindromeResult:
 
 def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> PalindromeResult:
     """Train the paper's palindrome comparison and write it to ``reports/<name>/``."""
+    from spkv_nas.contrib.reproduce.palindrome.chart import palindrome_charts
     from spkv_nas.report.plot import save_chart
-    from spkv_nas.report.training_charts import palindrome_charts
 
     quiet_transformers(reporter)
     options.folders.check_writable()

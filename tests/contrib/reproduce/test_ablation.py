@@ -10,8 +10,8 @@ from helpers import fails
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
+from spkv_nas.contrib.reproduce.ablate.ablation import COLUMNS
 from spkv_nas.training import trainer
-from spkv_nas.training.ablation import COLUMNS
 
 ROWS = """\
 name: tiny-ablations

@@ -14,8 +14,8 @@ from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
-from spkv_nas.training.palindrome.run import SLIDING_WINDOW, PalindromeRun, PalindromeSettings
-from spkv_nas.training.palindrome.task import Palindromes
+from spkv_nas.contrib.reproduce.palindrome.run import SLIDING_WINDOW, PalindromeRun, PalindromeSettings
+from spkv_nas.contrib.reproduce.palindrome.task import Palindromes
 
 COLUMNS = ("variant", "nll", "hard_nll", "mean_utility", "density", "steps", "seconds")
 
@@ -33,7 +33,7 @@ def result_table(settings: PalindromeSettings, finished: Sequence[PalindromeRun]
 
 
 def curve_table(finished: Sequence[PalindromeRun]) -> pd.DataFrame:
-    """Concatenate the training curves of all variants (``spkv_nas.training.palindrome.run.CURVE_COLUMNS``)."""
+    """Concatenate the training curves of all variants (``spkv_nas.contrib.reproduce.palindrome.run.CURVE_COLUMNS``)."""
     return pd.concat([run.curve for run in finished])
 
 

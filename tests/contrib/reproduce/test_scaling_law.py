@@ -17,9 +17,9 @@ from helpers import fails
 from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.cost.scaling_law import fit, fit_runs, leave_last_out, read_runs
+from spkv_nas.contrib.reproduce.scaling.chart import scaling_chart
+from spkv_nas.contrib.reproduce.scaling.scaling_law import fit, fit_runs, leave_last_out, read_runs
 from spkv_nas.report.chart import legend_marks
-from spkv_nas.report.cost_charts import scaling_chart
 
 with PAPER_TABLE.open(newline="") as _file:
     TABLE = {row["name"]: row for row in csv.DictReader(_file)}

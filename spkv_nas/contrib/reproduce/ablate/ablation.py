@@ -21,8 +21,8 @@ from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.contrib.reproduce.ablate.ablation_plan import AblationPlan
 from spkv_nas.evaluation.paired import paired_difference
-from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.corpus import join_processes
 from spkv_nas.training.hybrids import zero_shot_scores

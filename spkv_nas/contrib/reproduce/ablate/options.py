@@ -23,8 +23,8 @@ class AblateOptions(Trains, InPrecision):
 
 def check(options: AblateOptions) -> None:
     """Check the files that every row's recipe names."""
+    from spkv_nas.contrib.reproduce.ablate.ablation_plan import AblationPlan
     from spkv_nas.stages.checks import check_files
-    from spkv_nas.training.ablation_plan import AblationPlan
 
     plan = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
     for recipe in plan.recipes.values():

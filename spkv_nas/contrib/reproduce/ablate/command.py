@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.reproduce.ablate.options import AblateOptions
+from spkv_nas.contrib.reproduce.ablate.options import AblateOptions
 from spkv_nas.stages.result import Result
+
+if TYPE_CHECKING:
+    from spkv_nas.training.run_plan import Plan
 
 
 def ablate(options: AblateOptions, reporter: Reporter) -> Result:
@@ -14,6 +19,13 @@ def ablate(options: AblateOptions, reporter: Reporter) -> Result:
     {layout: FILE}, with {trained: false} without training; see "Recipes and training" in the documentation. Writes
     reports/NAME/ablations.csv. Runs resume where they stopped.
     """
-    from spkv_nas.stages.reproduce.ablate import stage
+    from spkv_nas.contrib.reproduce.ablate import stage
 
     return Result(stage.ablate(options, reporter), stage.ablations)
+
+
+def plan(options: AblateOptions, reporter: Reporter) -> Plan:
+    """Plan every row of the ablations file."""
+    from spkv_nas.contrib.reproduce.ablate.plan import plan_ablations
+
+    return plan_ablations(options, reporter)

@@ -10,9 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.base.console import out, print_path
+from spkv_nas.base.tables import write_csv
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.cost.ladder import flops_table, write_flops_table
-from spkv_nas.report.cost_charts import flops_charts
+from spkv_nas.contrib.reproduce.ladder.chart import flops_charts
+from spkv_nas.cost.formulas import attention_flops, flops_per_token
+from spkv_nas.cost.ladder import ladder as levels
 from spkv_nas.report.figures import save_figure
 
 
@@ -21,7 +23,7 @@ class LadderResult:
     """Result of ``reproduce ladder``.
 
     Attributes:
-        rows: FLOPs of each level, as of ``cost.ladder.flops_table``.
+        rows: FLOPs of each level, as of ``flops_table``.
         context: tokens in the context.
         density: share of the keys that SP-KV keeps.
         folder: folder of the results.
@@ -40,9 +42,37 @@ def ladder(workspace: Workspace, name: str, tokens: int, density: float) -> Ladd
     rows = flops_table(tokens, density)
     workspace.check_writable()
     folder = workspace.report_dir(name)
-    write_flops_table(folder, rows)
+    write_csv(folder / "flops.csv", rows)
     figure = save_figure(folder, flops_charts(rows, tokens, density))
     return LadderResult(rows, tokens, density, folder, figure)
+
+
+def flops_table(context: int, density: float) -> pd.DataFrame:
+    """Return the forward FLOPs per token of the paper's levels, dense and at a density, sorted by model size.
+
+    Args:
+        context: tokens in the context.
+        density: share of the keys that sparse attention keeps.
+
+    Returns:
+        Columns name, num_parameters, attention_dense, attention_sparse, total_dense, total_sparse.
+
+    Raises:
+        UserError: as ``visible_keys``.
+    """
+    shapes = {level.name: level.shape for level in levels().values() if not level.name.startswith("micro")}
+    rows = pd.DataFrame(
+        {
+            "name": name,
+            "num_parameters": shape.num_parameters,
+            "attention_dense": attention_flops(shape, context),
+            "attention_sparse": attention_flops(shape, context, density=density),
+            "total_dense": flops_per_token(shape, context),
+            "total_sparse": flops_per_token(shape, context, density=density),
+        }
+        for name, shape in shapes.items()
+    )
+    return rows.sort_values("num_parameters")
 
 
 def show(result: LadderResult) -> None:

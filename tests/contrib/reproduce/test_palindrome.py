@@ -16,13 +16,11 @@ from helpers import fails, scatter_gates
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.model.gates import predictors
-from spkv_nas.model.modes import set_gate_mode
-from spkv_nas.training import trainer
-from spkv_nas.training.palindrome import run as palindrome
-from spkv_nas.training.palindrome.measures import output_nll, take_measures
-from spkv_nas.training.palindrome.results import COLUMNS
-from spkv_nas.training.palindrome.run import (
+from spkv_nas.contrib.reproduce.palindrome import run as palindrome
+from spkv_nas.contrib.reproduce.palindrome.chart import palindrome_charts
+from spkv_nas.contrib.reproduce.palindrome.measures import output_nll, take_measures
+from spkv_nas.contrib.reproduce.palindrome.results import COLUMNS
+from spkv_nas.contrib.reproduce.palindrome.run import (
     CURVE_COLUMNS,
     SLIDING_WINDOW,
     VARIANTS,
@@ -30,10 +28,24 @@ from spkv_nas.training.palindrome.run import (
     new_model,
     train_variant,
 )
-from spkv_nas.training.palindrome.task import INSTRUCTION, VOCABULARY, Palindromes
+from spkv_nas.contrib.reproduce.palindrome.task import INSTRUCTION, VOCABULARY, Palindromes
+from spkv_nas.model.gates import predictors
+from spkv_nas.model.modes import set_gate_mode
+from spkv_nas.report.plot import save_chart
+from spkv_nas.training import trainer
 from spkv_nas.training.run_files import newest_checkpoint
 
 TINY = PalindromeSettings(steps=7, batch_size=2, num_heldout=5)
+
+CURVES = pd.DataFrame(
+    {
+        "variant": ["full", "full", "sp-kv", "sp-kv"],
+        "step": [10, 20] * 2,
+        "loss": [9.0, 1.0, 8.0, 2.0],
+        "mean_utility": [math.nan, math.nan, 0.9, 0.5],
+        "density": [math.nan, math.nan, 1.0, 0.5],
+    }
+)
 
 
 class TestSequences:
@@ -276,3 +288,12 @@ class TestResume:
         curve.write_text(curve.read_text().replace("1", "2"))
         with pytest.raises(UserError, match=r"curve.csv differs"):
             train_variant(TINY, FULL_ATTENTION, tmp_path / "full")
+
+
+def test_the_figure_has_the_same_bytes_every_time(tmp_path: Path) -> None:
+    chart = palindrome_charts(CURVES, 2.3)
+    for run in ("one", "two"):
+        save_chart(tmp_path / run, chart)
+    for kind in ("png", "svg"):
+        one, two = ((tmp_path / run / f"palindrome.{kind}").read_bytes() for run in ("one", "two"))
+        assert one == two

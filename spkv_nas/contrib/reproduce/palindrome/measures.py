@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.histogram import threshold_logit
+from spkv_nas.contrib.reproduce.palindrome.task import KINDS, Palindromes
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.hooks import watch_logits
 from spkv_nas.model.modes import gate_mode
-from spkv_nas.training.palindrome.task import KINDS, Palindromes
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from rich.table import Table
 
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.contrib.reproduce.ablate import ablation
+from spkv_nas.contrib.reproduce.ablate.options import EMBEDDED_FILE, AblateOptions
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.printing import change
-from spkv_nas.stages.reproduce.ablate.options import EMBEDDED_FILE, AblateOptions
-from spkv_nas.training import ablation
 
 
 @dataclass(frozen=True)
 class AblationResult:
-    """Name of the ablations file, the table of ``training.ablation``, and its folder."""
+    """Name of the ablations file, the table of ``ablation``, and its folder."""
 
     name: str
     rows: pd.DataFrame

@@ -35,7 +35,7 @@ def ladder(options: LadderOptions, reporter: Reporter) -> Result:
     Writes reports/NAME/flops.csv and a figure of FLOPs against model size.
     """
     from spkv_nas.base.units import parse_context
-    from spkv_nas.stages.reproduce.ladder import stage
+    from spkv_nas.contrib.reproduce.ladder import stage
 
     context, density = parse_context(options.context), LADDER_DENSITY if options.density is None else options.density
     return Result(stage.ladder(options.folders, options.name or PAPER, context, density), stage.show)

@@ -36,6 +36,6 @@ def scaling(options: ScalingOptions, reporter: Reporter) -> Result:
     Needs at least four runs of different compute per variant. Predicts the held-out runs, and the last run from the
     others. Writes reports/NAME/scaling.yaml and a figure.
     """
-    from spkv_nas.stages.reproduce.scaling import stage
+    from spkv_nas.contrib.reproduce.scaling import stage
 
     return Result(stage.scaling(options.folders, options.runs, options.name), stage.show)

@@ -31,12 +31,12 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.base.version import environment
+from spkv_nas.contrib.reproduce.palindrome.measures import GateWatch, take_measures
+from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, Palindromes
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.gates_config import GatesConfig
-from spkv_nas.training.palindrome.measures import GateWatch, take_measures
-from spkv_nas.training.palindrome.task import VOCABULARY, Palindromes
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.run_files import remove_checkpoints, run_lock
 from spkv_nas.training.trainer import SPKVTrainer
