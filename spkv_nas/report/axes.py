@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import pandas as pd
+
 from spkv_nas.report.chart import Axis
 
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -35,6 +37,12 @@ def round_axis(title: str, low: float, high: float, *, exact: bool = False, padd
     if not padded:
         low, high = max(ticks[0], low), min(ticks[-1], high)
     return Axis(title, low, high, _plain(tick for tick in ticks if low <= tick <= high))
+
+
+def error_axis(title: str, values: pd.Series[float], errors: pd.Series[float]) -> Axis:
+    """Return an axis over 0 and values with error bars; NaN: no bar."""
+    bars = errors.fillna(0.0)
+    return round_axis(title, min(0.0, (values - bars).min()), max(0.0, (values + bars).max()), padded=True)
 
 
 def percent_axis(title: str) -> Axis:
@@ -104,9 +112,7 @@ def _round_values(low: float, high: float, max_intervals: int) -> list[float]:
     """
     decade = 10.0 ** math.floor(math.log10((high - low) / max_intervals))
     for step in (decade * factor for factor in (*_STEPS, *(10 * step for step in _STEPS))):
-        if high - low > 3 and step != round(step):
-            continue
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-        if last - first <= max_intervals:
+        if last - first <= max_intervals and (high - low <= 3 or step == round(step)):
             return [number * step for number in range(first, last + 1)]
     raise AssertionError(f"no step for {low} to {high}")

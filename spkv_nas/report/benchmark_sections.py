@@ -22,13 +22,52 @@ from spkv_nas.report.result_charts import baselines_chart
 from spkv_nas.report.section import Row, Section
 from spkv_nas.report.verdict_cards import verdict_section
 
-_TIED, _AT_FLOOR = "not significantly different", "not above the floor"
-_AVERAGE = "average of "
-_EVALUATED = ("Checkpoint", "Documents", "Effective", "Tokens", "NLL", "Density, %", "Baseline", "Δ NLL, %")
-_PAIR = ("Baseline", "Baseline density, %", "Difference")
-_LONG = ("Domain", "Documents", "Tokens", "Key tokens", "LongPPL", "PPL", "Density, %")
-_LONG_PAIR = ("Baseline", "Baseline PPL", "Baseline density, %", "Difference, %")
 Record = Mapping[str, Any]
+Line = dict[str, Any]  # a row of a result table, by column
+Cell = Callable[[Line], str]
+_TIED, _AVERAGE = "not significantly different", "average of "
+_DELTA = ("delta_nll_percent", "delta_nll_standard_error")
+
+
+def _digits(column: str, digits: int, factor: float = 1.0) -> Cell:
+    """Return the cell of a number."""
+    return lambda line: number(factor * line[column], digits)
+
+
+def _with_error(column: str, error: str, form: Callable[[float, float], str] = change) -> Cell:
+    """Return the cell of a number with its standard error."""
+    return lambda line: form(line[column], line[error])
+
+
+_COLUMNS: dict[str, tuple[str, Cell]] = {  # title and cell of every column that sections show
+    "above": ("Above the lowest there", _with_error("above_lowest", "above_lowest_standard_error")),
+    "against": ("Baseline", _digits("against", 3)),
+    "against_density": ("Baseline density, %", _digits("against_density", 1, 100)),
+    "against_ppl": ("Baseline PPL", _digits("against_ppl", 3)),
+    "checkpoint": ("Baseline", lambda line: line["label"]),
+    "coverage": ("Coverage, %", _digits("coverage_percent", 2)),
+    "delta": ("Δ NLL, %", lambda line: line.get("reference") or change(*(line[column] for column in _DELTA))),
+    "density": ("Density, %", _digits("density", 1, 100)),
+    "difference": ("Difference", _with_error("difference", "difference_standard_error")),
+    "difference_percent": ("Difference, %", _with_error("difference_percent", "difference_standard_error")),
+    "documents": ("Documents", _digits("num_documents", 0)),
+    "effective": ("Effective", _digits("effective_documents", 1)),
+    "floor": ("Floor", _digits("floor", 3)),
+    "global": ("Global KV heads", _digits("num_global", 0)),
+    "keys": ("Key tokens", _digits("num_keys", 0)),
+    "length": ("Tokens", _digits("length", 0)),
+    "longppl": ("LongPPL", _with_error("longppl", "standard_error", measured)),
+    "metric": ("Metric", lambda line: str(line["metric"])),
+    "nll": ("NLL", _digits("nll", 4)),
+    "ppl": ("PPL", _digits("ppl", 3)),
+    "samples": ("Samples", _digits("num_samples", 0)),
+    "score": ("Score", _with_error("score", "standard_error", measured)),
+    "shots": ("Shots", _digits("num_fewshot", 0)),
+    "sinks": ("Sinks", _digits("sinks", 0)),
+    "target": ("Target density, %", _digits("target_density", 1, 100)),
+    "tokens": ("Tokens", _digits("num_tokens", 0)),
+    "value": ("Value", _with_error("value", "standard_error", measured)),
+}
 
 
 def read_benchmarks(folder: Path) -> tuple[Section, ...]:
@@ -51,83 +90,80 @@ def file_section(kind: ResultTable, file: ResultFile, number: int) -> Section:
     return replace(section, title=f"{section.title} ({file.name})")
 
 
-def _evaluated(name: str, rows: pd.DataFrame, record: Mapping[str, Any]) -> Section:
+def _section(title: str, about: str, rows: pd.DataFrame, first: str, columns: str, **fields: Any) -> Section:
+    """Return the section of a result table.
+
+    Args:
+        title: its heading.
+        about: how to read it.
+        rows: with columns ``head`` and, if they are needed, ``tag``, ``group`` (rows between two lines) and ``folded``.
+        first: title of the first column.
+        columns: names of the others, as in ``_COLUMNS``.
+        fields: further fields of the section.
+    """
+    names = columns.split()
+    parts: tuple[dict[Any, list[Row]], ...] = ({}, {})
+    for line in rows.to_dict("records"):
+        row = Row(str(line["head"]), tuple(_COLUMNS[name][1](line) for name in names), line.get("tag", ""))
+        parts[line.get("folded", False)].setdefault(line.get("group"), []).append(row)
+    shown, folded = (tuple(map(tuple, part.values())) for part in parts)
+    header = (first, *(_COLUMNS[name][0] for name in names))
+    return Section(title=title, about=about, header=header, groups=shown, folded=folded, **fields)
+
+
+def _ties(rows: pd.DataFrame, column: str, error: str, critical: Any = 2.0) -> list[str]:
+    """Return a tag for every difference of at most ``critical`` standard errors, else "", also if either is NaN."""
+    return [_TIED if is_tied else "" for is_tied in rows[column].abs() <= critical * rows[error]]
+
+
+def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of ``evaluation.csv``: a row per checkpoint."""
-    labels = {row["checkpoint"]: _checkpoint_label(row) for _, row in rows.iterrows()}
-    length = record.get("block_size")
+    labels = {line["checkpoint"]: _checkpoint_label(line) for line in rows.to_dict("records")}
+    length, critical = record.get("block_size"), rows["effective_documents"].map(critical_errors)
     blocks = "" if length is None else f", in blocks of {length} tokens"
-    return Section(
-        name,
+    return _section(
         "Checkpoints side by side",
         f"NLL in nats per token on the same held-out documents{blocks}. ΔNLL is against the checkpoint under "
         "“Baseline”, ± one standard error, paired by document. “Effective” is the number of equally long documents "
         "that would give the same standard error.",
-        (),
-        _EVALUATED,
-        (tuple(_evaluated_row(row, labels) for _, row in rows.iterrows()),),
+        rows.assign(
+            head=rows["checkpoint"].map(labels),
+            label=[labels.get(str(each), str(each)) or "—" for each in rows["against"]],
+            tag=_ties(rows, *_DELTA, critical),
+        ),
+        "Checkpoint",
+        "documents effective tokens nll density checkpoint delta",
+        name=name,
     )
 
 
-def _evaluated_row(row: pd.Series[Any], labels: Mapping[str, str]) -> Row:
-    """Return the row of one checkpoint."""
-    against = str(row["against"])
-    cells = (
-        number(row["num_documents"], 0),
-        number(row["effective_documents"], 1),
-        number(row["num_tokens"], 0),
-        number(row["nll"], 4),
-        number(100 * row["density"], 1),
-        labels.get(against, against) or "—",
-        change(row["delta_nll_percent"], row["delta_nll_standard_error"]),
-    )
-    tied = (
-        abs(row["delta_nll_percent"]) <= critical_errors(row["effective_documents"]) * row["delta_nll_standard_error"]
-    )
-    return Row(labels[row["checkpoint"]], cells, _TIED if tied else "")
-
-
-def _checkpoint_label(row: pd.Series[Any]) -> str:
+def _checkpoint_label(line: Line) -> str:
     """Return a checkpoint's name: what its run trained and the run's folder, else its path."""
-    path = PurePath(str(row["checkpoint"]))
-    return f"{row['variant']} ({path.parent.name})" if row["variant"] else without_folder(str(path))
+    path = PurePath(str(line["checkpoint"]))
+    return f"{line['variant']} ({path.parent.name})" if line["variant"] else without_folder(str(path))
 
 
 def _scores(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of layouts that were scored without training; equal layouts share a row."""
-    layouts, groups = rows[rows["hash"] != ""], rows.groupby("hash", sort=False)["strategy"]
-    lines = [
-        Row(
-            " = ".join(groups.get_group(row["hash"])),
-            (
-                change(row["delta_nll_percent"], row["delta_nll_standard_error"]),
-                number(row["nll"], 4),
-                number(row["num_global"], 0),
-                number(row["coverage_percent"], 2),
-            ),
-        )
-        for row in layouts.drop_duplicates("hash").to_dict("records")
-    ]
-    return Section(
-        name,
+    names = rows.groupby("hash", sort=False)["strategy"].agg(" = ".join)
+    layouts = rows[rows["hash"] != ""].drop_duplicates("hash")
+    return _section(
         "Layouts without training",
         f"NLL in nats per token of the unchanged weights with each layout, on {_text_size(record)}. ΔNLL is against "
         "full attention, ± one standard error, paired by document.",
-        (),
-        ("Layout", "Δ NLL, %", "NLL", "Global KV heads", "Coverage, %"),
-        (tuple(lines),),
+        layouts.assign(head=layouts["hash"].map(names)),
+        "Layout",
+        "delta nll global coverage",
+        name=name,
     )
 
 
 def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of pruning rules; rows are grouped by target density, then dense model and SP-KV."""
-    # Group rows by target density; 2.0, 1.5 and -1.0 stand for dense, no density, and SP-KV
-    kinds = rows["target_density"].where(rows["method"] != SP_KV, -1.0).where(rows["method"] != FULL_ATTENTION, 2.0)
-    groups = [
-        tuple(_baseline(row) for _, row in group.iterrows()) for _, group in rows.groupby(kinds.fillna(1.5), sort=False)
-    ]
     protocol = "" if record.get("protocol") != "kvpress" else ", following the kvpress protocol"
-    return Section(
-        name,
+    is_dense, is_spkv = rows["method"] == FULL_ATTENTION, rows["method"] == SP_KV
+    spkv = [f"SP-KV, τ = {tau:g}" if tau else "SP-KV, gates open" for tau in rows["tau"]]
+    return _section(
         "Post-hoc KV-cache compression",
         "The dense model with keys evicted by training-free rules, on "
         f"{_text_size(record)}, read in chunks of {record.get('chunk', '?')} tokens{protocol}; the window of "
@@ -135,50 +171,26 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
         "Density is the share of keys outside the window that are kept, sinks included. ΔNLL is against the model with "
         "all keys, ± one standard error, paired by document; “not significantly different” is within two of them. "
         "SP-KV is a separate model.",
-        (),
-        ("Method", "Δ NLL, %", "NLL", "Sinks", "Target density, %", "Density, %", "Above the lowest there"),
-        (),
-        tuple(groups),
-        (baselines_chart(rows),),
+        rows.assign(
+            head=rows["method"].mask(is_spkv, pd.Series(spkv, rows.index)),
+            reference=["reference" if dense else "" for dense in is_dense],
+            tag=pd.Series(_ties(rows, *_DELTA), rows.index).mask(is_dense, ""),
+            group=rows["target_density"].astype(str).mask(is_dense | is_spkv, rows["method"]),
+            folded=True,
+        ),
+        "Method",
+        "delta nll sinks target density above",
+        name=name,
+        charts=(baselines_chart(rows),),
     )
-
-
-def _baseline(row: pd.Series[Any]) -> Row:
-    """Return the row of one pruning rule, or of the dense model."""
-    is_dense = row["method"] == FULL_ATTENTION
-    delta, error = row["delta_nll_percent"], row["delta_nll_standard_error"]
-    cells = (
-        "reference" if is_dense else change(delta, error),
-        number(row["nll"], 4),
-        number(row["sinks"], 0),
-        number(100 * row["target_density"], 1),
-        number(100 * row["density"], 1),
-        change(row["above_lowest"], row["above_lowest_standard_error"]),
-    )
-    return Row(_method_label(row), cells, "" if is_dense else _significance_tag(delta, error))
-
-
-def _method_label(row: pd.Series[Any]) -> str:
-    """Return the name of a row's method, with the threshold of SP-KV."""
-    if row["method"] == SP_KV:
-        return f"SP-KV, τ = {row['tau']:g}" if row["tau"] else "SP-KV, gates open"
-    return str(row["method"])
 
 
 def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of RULER: averages by length, with every task in the folded rows."""
-    paired = bool(rows["against"].notna().any())
-    lines = [(row["length"], row["task"], _ruler_row(row, paired=paired)) for _, row in rows.iterrows()]
-    # Separate averages from tasks, and group the tasks by length
-    averages = tuple(row for _, task, row in lines if task.startswith(_AVERAGE))
-    tasks = [(length, row) for length, task, row in lines if not task.startswith(_AVERAGE)]
-    by_length = tuple(
-        tuple(row for task_length, row in tasks if task_length == length)
-        for length in dict.fromkeys(task_length for task_length, _ in tasks)
-    )
-    haystack = record.get("haystack", "RULER's noise")
-    return Section(
-        name,
+    haystack, is_average = record.get("haystack", "RULER's noise"), rows["task"].str.startswith(_AVERAGE)
+    at_floor = rows["score"] - rows["floor"] <= 2 * rows["standard_error"]
+    tags = zip(at_floor, _ties(rows, "difference", "difference_standard_error"), strict=True)
+    return _section(
         "RULER",
         f"{_checkpoints(record)}Share of correct answers, ± one standard error over samples; needles are hidden in "
         f"{haystack if isinstance(haystack, str) else 'the essays provided'}. The floor is the score of the same "
@@ -186,112 +198,64 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
         "long-range attention or by chance; its standard error is not known. “Not significantly different”: "
         "within two standard errors of the baseline, paired by sample. In brackets: an exact 95 % interval, where all "
         "samples agree.",
-        (),
-        ("Task", "Tokens", "Samples", "Score", "Floor", "Density, %", *(_PAIR if paired else ())),
-        (averages,),
-        by_length,
+        rows.assign(
+            head=rows["task"],
+            tag=[", ".join(filter(None, ("not above the floor" if low else "", tie))) for low, tie in tags],
+            group=rows["length"].mask(is_average, 0),
+            folded=~is_average,
+        ),
+        "Task",
+        f"length samples score floor density {_pair(rows)}",
+        name=name,
     )
-
-
-def _ruler_row(row: pd.Series[Any], *, paired: bool) -> Row:
-    """Return the row of one task at one length, tagged where it does not differ from the floor or the baseline."""
-    cells = (
-        number(row["length"], 0),
-        number(row["num_samples"], 0),
-        measured(row["score"], row["standard_error"]),
-        number(row["floor"], 3),
-        number(100 * row["density"], 1),
-        *(_pair(row) if paired else ()),
-    )
-    at_floor = _AT_FLOOR if row["score"] - row["floor"] <= 2 * row["standard_error"] else ""
-    tags = at_floor, _significance_tag(row["difference"], row["difference_standard_error"])
-    return Row(str(row["task"]), cells, ", ".join(filter(None, tags)))
 
 
 def _tasks(name: str, rows: pd.DataFrame, record: Record) -> Section:
-    """Return the section of lm-eval's downstream tasks."""
-    paired = bool(rows["against"].notna().any())
+    """Return the section of lm-eval's downstream tasks, the averages last."""
     limit = f", the first {record['limit']} samples of each" if record.get("limit") else ""
-    lines = [_task(row, paired=paired) for _, row in rows.iterrows()]
-    averages = tuple(row for row in lines if row.head.startswith(_AVERAGE))
-    return Section(
-        name,
+    ties, is_average = _ties(rows, "difference", "difference_standard_error"), rows["task"].str.startswith(_AVERAGE)
+    return _section(
         "Downstream tasks",
         f"{_checkpoints(record)}By lm-eval{limit}, ± one standard error over samples. Chance-level scores are "
         "not shown. “Not significantly different”: within two standard errors of the baseline, paired by sample. In "
         "brackets: an exact 95 % interval, where all samples have the same result.",
-        (),
-        ("Task", "Metric", "Shots", "Samples", "Value", "Density, %", *(_PAIR if paired else ())),
-        tuple(filter(None, (tuple(row for row in lines if row not in averages), averages))),
+        rows.assign(head=rows["task"], tag=ties, group=is_average).sort_values("group", kind="stable"),
+        "Task",
+        f"metric shots samples value density {_pair(rows)}",
+        name=name,
     )
-
-
-def _task(row: pd.Series[Any], *, paired: bool) -> Row:
-    """Return the row of one metric of a task."""
-    cells = (
-        str(row["metric"]),
-        number(row["num_fewshot"], 0),
-        number(row["num_samples"], 0),
-        measured(row["value"], row["standard_error"]),
-        number(100 * row["density"], 1),
-        *(_pair(row) if paired else ()),
-    )
-    return Row(str(row["task"]), cells, _significance_tag(row["difference"], row["difference_standard_error"]))
 
 
 def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of LongPPL."""
-    paired = bool(rows["against_ppl"].notna().any())
     evaluator, withheld = record.get("evaluator") or {}, record.get("withheld") or {}
     evaluator_note = f" by {without_folder(str(evaluator['model']))}" if "model" in evaluator else ""
-    reasons = [f"{domain}: {reason}." for domain, reason in withheld.items()]
-    return Section(
-        name,
+    pair = "against against_ppl against_density difference_percent" if rows["against_ppl"].notna().any() else ""
+    return _section(
         "LongPPL",
         f"{_checkpoints(record)}Perplexity of the key tokens only, which a long context makes much likelier, chosen"
         f"{evaluator_note}; ± one standard error by document, beside the perplexity of all tokens. "
         "The SP-KV paper uses the name for its validation text, which is a different measure. “Not significantly "
         "different”: within two standard errors of the baseline, on the same key tokens.",
-        tuple(reasons),
-        (*_LONG, *(_LONG_PAIR if paired else ())),
-        (tuple(_longppl_row(row, paired=paired) for _, row in rows.iterrows()),),
+        rows.assign(head=rows["domain"], tag=_ties(rows, "difference_percent", "difference_standard_error")),
+        "Domain",
+        f"documents tokens keys longppl ppl density {pair}",
+        name=name,
+        findings=tuple(f"{domain}: {reason}." for domain, reason in withheld.items()),
     )
-
-
-def _longppl_row(row: pd.Series[Any], *, paired: bool) -> Row:
-    """Return the row of one domain."""
-    difference, error = row["difference_percent"], row["difference_standard_error"]
-    pair = (number(row["against"], 3), number(row["against_ppl"], 3), number(100 * row["against_density"], 1))
-    cells = (
-        *(number(row[column], 0) for column in ("num_documents", "num_tokens", "num_keys")),
-        measured(row["longppl"], row["standard_error"]),
-        number(row["ppl"], 3),
-        number(100 * row["density"], 1),
-        *((*pair, change(difference, error)) if paired else ()),
-    )
-    return Row(str(row["domain"]), cells, _significance_tag(difference, error))
 
 
 def _checkpoints(record: Record) -> str:
     """Return the checkpoints' names as the start of a paragraph, as far as they are recorded."""
     against = record.get("against")
-    baseline = (
-        f"; baseline {without_folder(str(against['model']))}"
-        if isinstance(against, Mapping) and "model" in against
-        else ""
-    )
+    other = against["model"] if isinstance(against, Mapping) and "model" in against else None
+    baseline = "" if other is None else f"; baseline {without_folder(str(other))}"
     return f"{without_folder(str(record['model']))}{baseline}. " if "model" in record else ""
 
 
-def _pair(row: pd.Series[Any]) -> tuple[str, str, str]:
-    """Return the cells of the columns ``_PAIR``."""
-    difference = change(row["difference"], row["difference_standard_error"])
-    return number(row["against"], 3), number(100 * row["against_density"], 1), difference
-
-
-def _significance_tag(difference: float, error: float) -> str:
-    """Return a tag for a difference of at most two standard errors, else "", also if either is NaN."""
-    return _TIED if abs(difference) <= 2 * error else ""
+def _pair(rows: pd.DataFrame) -> str:
+    """Return the names of the columns on the baseline, if a row was compared with one."""
+    return "against against_density difference" if rows["against"].notna().any() else ""
 
 
 def _text_size(record: Record) -> str:

@@ -14,12 +14,12 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.agreement import short_labels
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.axes import name_axis, round_axis
-from spkv_nas.report.chart import SERIES, Band, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers, thinned
+from spkv_nas.report.chart import SERIES, Band, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers
 from spkv_nas.report.formatting import short
 from spkv_nas.report.profiles import coverage_by_budget
 
 _BUDGET = "Budget, global KV heads"
-_UNSEEN = 0.1  # percentage points of coverage: a quarter of a line's width
+_MAX_VERTICES = 100  # of a line: more are not seen, but are most of the page of a large model
 
 
 def coverage_budget_chart(
@@ -49,9 +49,9 @@ def coverage_budget_chart(
     # A line per strategy
     names = [str(name) for name in curve.columns if name != "budget"]
     for name, (tone, dash) in zip(names, SERIES, strict=False):
-        curve_points = curve[["budget", name]].dropna()
-        line = thinned(numbers(curve_points["budget"]), numbers(curve_points[name], 100), _UNSEEN)
-        marks.append(Line(*line, name, tone, dash))
+        line = curve[["budget", name]].dropna()
+        line = line.iloc[np.unique(np.linspace(0, len(line) - 1, _MAX_VERTICES).round().astype(int))]
+        marks.append(Line(numbers(line["budget"]), numbers(line[name], 100), name, tone, dash))
     # A dot per layout
     if layouts:
         heads = numbers(layout.num_global for layout in layouts.values())
@@ -95,18 +95,11 @@ def agreement_charts(rows: pd.DataFrame) -> Panels:
         "spearman": "scores: Spearman, %",
     }
     axes = name_axis("", short_names), name_axis("", short_names, down=True)
-    charts = tuple(
-        Chart(
-            f"agreement-{column}",
-            "Agreement of probes",
-            heading,
-            *axes,
-            (Heatmap(_matrix(rows, column, labels)),),
-            heading=heading,
-        )
+    charts = (
+        Chart(f"agreement-{column}", heading, "", *axes, (Heatmap(_matrix(rows, column, labels)),), heading=heading)
         for column, heading in headings.items()
     )
-    return Panels("agreement", charts)
+    return Panels("agreement", tuple(charts))
 
 
 def _matrix(rows: pd.DataFrame, column: str, labels: Mapping[str, str]) -> tuple[tuple[float, ...], ...]:

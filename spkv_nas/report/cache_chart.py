@@ -11,7 +11,7 @@ from spkv_nas.report.axes import round_axis, spread_axis
 from spkv_nas.report.cache_size import full_bytes
 from spkv_nas.report.chart import Chart, Points, Rule, numbers
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result
-from spkv_nas.report.formatting import DELTA_AXES, capitalized, change, short, signed
+from spkv_nas.report.formatting import DELTA_AXES, capitalized, change, short
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.result_charts import LAYOUT, NOTE, SHAPES
 from spkv_nas.report.verdict import Verdict
@@ -28,40 +28,32 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
     known = [each for each in evidence.results if np.isfinite((each.delta, each.num_global)).all()]
     if not known:
         return None
-    # (result, share of full attention's cache) of the layouts and of what they are compared with
+    # Rows of layouts and of what they are compared with; sizes in MiB if the size of a head is known
+    full = full_bytes(inputs.table, inputs.context)
+    scale, unit = (100.0, "%") if full is None else (full / 2**20, "MiB")
     layouts = [(each, inputs.cache_share(min(1.0, each.num_global / inputs.table.num_heads))) for each in known]
     references = list(_references(inputs, evidence))
-    groups = [(LAYOUT, layouts), *((SHAPES[each.name], [(each, share)]) for each, share in references)]
+    marks: list[Rule | Points] = [Rule(scale, f"full: {scale:,.3g} {unit}", tone="muted", dash="dotted")]
+    for style, group in ((LAYOUT, layouts), *((SHAPES[each.name], [(each, share)]) for each, share in references)):
+        marks.append(
+            Points(
+                numbers((share for _, share in group), scale),
+                numbers(each.delta for each, _ in group),
+                numbers(each.error for each, _ in group),
+                tuple(_tip(*each, scale, unit) for each in group),
+                tuple(short(each.name, 22) for each, _ in group),
+                **style,
+            )
+        )
     ends = [each.delta + sign * np.nan_to_num(each.error) for each, _ in (*layouts, *references) for sign in (-1, 1)]
-    # Convert shares of the full cache to MiB if the size of a head is known
-    full_cache = full_bytes(inputs.table, inputs.context)
-    scale, unit = (100.0, "%") if full_cache is None else (full_cache / 2**20, "MiB")
-    of_full = "% of full attention's" if full_cache is None else unit
-    points = (f"{each.name} {100 * share:.1f} %, {signed(each.delta)} %" for each, share in (*layouts, *references))
+    of_full = "% of full attention's" if full is None else unit
     return Chart(
         "cache-nll",
         "NLL against KV cache",
-        f"Share of full attention's KV cache, and NLL increase: {'; '.join(points)}.",
+        "",
         round_axis(f"KV cache of one sequence of {inputs.context:,} tokens, {of_full}", 0.0, scale, padded=True),
         spread_axis(DELTA_AXES[evidence.baseline], min(ends), max(ends)),
-        (
-            Rule(scale, f"full: {scale:,.3g} {unit}", tone="muted", dash="dotted"),
-            *(
-                Points(
-                    numbers((share for _, share in sizes), scale),
-                    numbers(each.delta for each, _ in sizes),
-                    numbers(each.error for each, _ in sizes),
-                    tuple(_tip(*size, scale, unit) for size in sizes),
-                    tuple(short(each.name, 22) for each, _ in sizes),
-                    label=label,
-                    shape=shape,
-                    tone=tone,
-                    farthest=4,
-                    optional=True,
-                )
-                for (shape, tone, label), sizes in groups
-            ),
-        ),
+        tuple(marks),
         note=f"{capitalized(evidence.description)}. {NOTE}",
     )
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import pandas as pd
 
 from spkv_nas.artifacts.score_kind import PERCENT, Scale
 
@@ -88,11 +90,9 @@ class Points:
         y: vertical coordinates.
         error: half the length of each vertical error bar; NaN for none; empty if no point has one.
         tips: tooltip of each point; empty if there are none.
-        names: text beside each point, "" for none; empty if no point has one.
+        names: text beside each point where there is room, "" for none; empty if no point has one.
         layouts: names of the layouts that points without tips stand for, which the page then shows; empty for none.
         form: what all tips share: the pieces of text around the words in ``tips``; empty if they share nothing.
-        farthest: lines of text by which a name may move from its point.
-        optional: leave out a name that finds no room.
         label: name in the legend, "" for none.
         size: radius.
         hollow: draw the outline only.
@@ -105,8 +105,6 @@ class Points:
     names: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
     form: tuple[str, ...] = ()
-    farthest: int = 8
-    optional: bool = False
     label: str = ""
     shape: Shape = "circle"
     tone: Tone = "accent"
@@ -175,7 +173,7 @@ class Chart:
     Attributes:
         name: the chart's file name, and its id on the page.
         title: heading on the page.
-        description: what the chart shows, in words, for screen readers.
+        description: what the chart shows, in words, for screen readers; "": its tooltips.
         x: horizontal axis.
         y: vertical axis.
         marks: what is drawn, back to front.
@@ -195,6 +193,12 @@ class Chart:
     heading: str = ""
     width: float = 400.0
     height: float = 280.0
+
+    @property
+    def words(self) -> str:
+        """Return what the chart shows, in words."""
+        tips = [tip.replace("\n", ", ") for mark in self.marks if isinstance(mark, Points) for tip in mark.tips]
+        return self.description or f"{self.x.title}; {self.y.title}: {'; '.join(tips)}."
 
     @property
     def heatmap(self) -> Heatmap | None:
@@ -222,26 +226,6 @@ def numbers(values: Iterable[float], scale: float = 1.0) -> Numbers:
     return tuple(scale * float(value) for value in values)
 
 
-def thinned(x: Numbers, y: Numbers, near: float) -> tuple[Numbers, Numbers]:
-    """Simplify a line (Douglas-Peucker) so that it deviates at most ``near`` in y from the original.
-
-    Args:
-        x: ascending.
-        y: of the same length.
-        near: greatest vertical distance between the two lines.
-
-    Returns:
-        The x and y of the points that are kept, the ends among them.
-    """
-    kept_indices, spans = {0, len(x) - 1}, [(0, len(x) - 1)]
-    while spans:
-        first, last = spans.pop()
-        deviations = [
-            abs(y[index] - y[first] - (y[last] - y[first]) * (x[index] - x[first]) / (x[last] - x[first]))
-            for index in range(first + 1, last)
-        ]
-        if max(deviations, default=0.0) > near:
-            middle = first + 1 + deviations.index(max(deviations))
-            kept_indices.add(middle)
-            spans += [(first, middle), (middle, last)]
-    return tuple(x[index] for index in sorted(kept_indices)), tuple(y[index] for index in sorted(kept_indices))
+def points(rows: pd.DataFrame, x: str, y: str, error: str, **fields: Any) -> Points:
+    """Return marks for the rows of a table, by the names of its columns; ``fields`` are further ones of ``Points``."""
+    return Points(numbers(rows[x]), numbers(rows[y]), numbers(rows[error]), **fields)

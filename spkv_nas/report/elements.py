@@ -25,7 +25,7 @@ def svg(chart: Chart, kind: str, width: float, height: float) -> Element:
     root.set("aria-labelledby", f"{chart.name}-t {chart.name}-d")
     root.set("viewBox", f"0 0 {px(width)} {px(height)}")
     add(root, "title", chart.title, id=f"{chart.name}-t")
-    add(root, "desc", chart.description, id=f"{chart.name}-d")
+    add(root, "desc", chart.words, id=f"{chart.name}-d")
     return root
 
 

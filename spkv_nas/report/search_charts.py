@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pandas as pd
 
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.report.axes import round_axis, spread_axis
-from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Numbers, Panels, Points, Shape, Tone, numbers
+from spkv_nas.report.chart import SERIES, Axis, Chart, Line, Mark, Numbers, Panels, Points, Shape, Tone, numbers, points
 from spkv_nas.report.formatting import capitalized, change, short, signed
 
 _SHAPES: tuple[Shape, ...] = ("circle", "diamond", "triangle", "circle")
@@ -29,46 +31,22 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
     # Vertical axis
     value, error = retrained["full_delta_percent"], retrained["full_standard_error"].fillna(0.0)
     nll_axis = spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
-    predictors = (
+    charts = []
+    predictors: tuple[tuple[str, str, str, Callable[[float, float], Axis]], ...] = (
+        ("zero-shot", "zero_shot_delta_percent", "Zero-shot and retrained NLL", partial(spread_axis, _CHANGE)),
         (
-            "search-retrained-zero-shot",
-            "zero_shot_delta_percent",
-            "Zero-shot ΔNLL, %",
-            "Zero-shot and retrained NLL",
-            "Zero-shot and retrained ΔNLL",
-        ),
-        (
-            "search-retrained-coverage",
+            "coverage",
             "coverage_percent",
-            "Coverage, %",
             "Coverage and retrained NLL",
-            "Coverage and retrained ΔNLL",
+            lambda _, high: round_axis("Coverage, %", 0, high),
         ),
     )
-    charts = []
-    # One chart per predictor
-    for name, column, axis, title, subject in predictors:
+    for name, column, title, axis in predictors:
         values = retrained[column].dropna()
-        if values.empty:
-            continue
-        low, high = float(values.min()), float(values.max())
-        is_share = column == "coverage_percent"
-        descriptions = (
-            f"{short(str(layout), 40)} {signed(a, 1 if is_share else 3)} %, {signed(b)} %"
-            for layout, a, b in zip(retrained["name"], retrained[column], value, strict=True)
-        )
-        predictor_axis = round_axis(axis, 0.0, high) if is_share else spread_axis(axis, low, high)
-        charts.append(
-            Chart(
-                name,
-                title,
-                f"{subject}: {'; '.join(descriptions)}.",
-                predictor_axis,
-                nll_axis,
-                _by_sampler(retrained, column),
-                note="Bars: one standard error.",
-            )
-        )
+        if not values.empty:
+            axes = axis(float(values.min()), float(values.max())), nll_axis
+            marks, note = _by_sampler(retrained, column), "Bars: one standard error."
+            charts.append(Chart(f"search-retrained-{name}", title, "", *axes, marks, note=note))
     return Panels("search-retrained", tuple(charts))
 
 
@@ -85,36 +63,21 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
         clouds.append(Points(*xy, layouts=tuple(map(str, trials["name"])), tone=tone, size=2.8, opacity=0.35))
         lines.append(Line(*_front(trials, float(rows["cost"].max())), sampler, tone, dash, 1.8))
     # Baselines
-    baseline_rows = rows[rows["sampler"] == BASELINE]
-    tips = (
-        f"{name}\n{heads:.0f} heads, cost {row_cost:.4g}\n{signed(delta)} %"
-        for name, heads, row_cost, delta in zip(
-            baseline_rows["name"],
-            baseline_rows["num_global"],
-            baseline_rows["cost"],
-            baseline_rows["zero_shot_delta_percent"],
-            strict=True,
-        )
+    baselines = rows[rows["sampler"] == BASELINE]
+    tips = tuple(
+        f"{row['name']}\n{row['num_global']:.0f} heads, cost {row['cost']:.4g}\n"
+        f"{signed(row['zero_shot_delta_percent'])} %"
+        for row in baselines.to_dict("records")
     )
-    baselines = Points(
-        numbers(baseline_rows["cost"]),
-        numbers(baseline_rows["zero_shot_delta_percent"]),
-        tips=tuple(tips),
-        names=tuple(short(str(name), 22) for name in baseline_rows["name"]),
-        label="baseline",
-        shape="square",
-        tone="ink",
-        size=4.5,
-        farthest=3,
-        optional=True,
-    )
+    xy = numbers(baselines["cost"]), numbers(baselines["zero_shot_delta_percent"])
+    squares = Points(*xy, tips=tips, names=_names(baselines), label="baseline", shape="square", tone="ink", size=4.5)
     return Chart(
         "search-front",
         "NLL against cost",
         f"Lowest zero-shot ΔNLL at each cost, by sampler: {', '.join(samplers)}. Squares are the baselines.",
         round_axis(capitalized(cost), 0.0, float(rows["cost"].max())),
         round_axis(_CHANGE, min(0.0, float(value.min())), float(value.max())),
-        (*clouds, *lines, *([baselines] if len(baseline_rows) else [])),
+        (*clouds, *lines, *([squares] if len(baselines) else [])),
         note="Lines: the front of each sampler. Dots: all layouts. Squares are baselines.",
         width=440.0,
         height=300.0,
@@ -134,25 +97,20 @@ def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
         if subset.empty:
             continue
         tips = tuple(
-            f"{row['name']}\nzero-shot {signed(row['zero_shot_delta_percent'])} %\n"
+            f"{row['name']}\ncoverage {row['coverage_percent']:.1f} %, zero-shot "
+            f"{signed(row['zero_shot_delta_percent'])} %\n"
             f"retrained {change(row['full_delta_percent'], row['full_standard_error'])} %"
             for row in subset.to_dict("records")
         )
-        names = tuple(short(str(name), 22) for name in subset["name"]) if sampler == BASELINE else ()
-        error = numbers(subset["full_standard_error"])
-        groups.append(
-            Points(
-                numbers(subset[column]),
-                numbers(subset["full_delta_percent"]),
-                error,
-                tips,
-                names,
-                label=sampler,
-                shape=shape,
-                tone=tone,
-            )
-        )
+        names = _names(subset) if sampler == BASELINE else ()
+        columns = column, "full_delta_percent", "full_standard_error"
+        groups.append(points(subset, *columns, tips=tips, names=names, label=sampler, shape=shape, tone=tone))
     return tuple(groups)
+
+
+def _names(rows: pd.DataFrame) -> tuple[str, ...]:
+    """Return the layouts' names, shortened."""
+    return tuple(short(str(name), 22) for name in rows["name"])
 
 
 def _front(trials: pd.DataFrame, end: float) -> tuple[Numbers, Numbers]:

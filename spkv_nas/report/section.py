@@ -30,9 +30,9 @@ class Section:
         name: its id on the page, and the file name of its table.
         title: its heading.
         about: what was measured, and how to read it.
-        findings: sentences.
         header: titles of the columns, the first for the rows' names.
         groups: rows of the table, in groups separated by a line.
+        findings: sentences.
         folded: further rows, hidden until the reader expands them.
         charts: charts above the table.
     """
@@ -40,8 +40,8 @@ class Section:
     name: str
     title: str
     about: str
-    findings: tuple[str, ...]
     header: tuple[str, ...]
     groups: tuple[tuple[Row, ...], ...]
+    findings: tuple[str, ...] = ()
     folded: tuple[tuple[Row, ...], ...] = ()
     charts: tuple[Chart, ...] = ()

@@ -108,7 +108,6 @@ def serving_section(served: EngineMemory, table: HeadScores, layouts: Mapping[st
         "serving",
         f"KV cache in {engine.title}",
         f"{about} {capitalized(engine.note)}.",
-        (),
         header,
         (tuple(rows),),
     )

@@ -24,13 +24,11 @@ def density_evolution_chart(rows: pd.DataFrame) -> Chart:
     for low, high, opacity, label in ((10, 90, 0.15, "10 to 90 % of the heads"), (25, 75, 0.3, "25 to 75 %")):
         lower, upper = np.percentile(values, (low, high), axis=1)
         marks.append(Band(steps, numbers(lower), numbers(upper), label, opacity=opacity))
-    median = numbers(np.median(values, axis=1))
-    marks.append(Line(steps, median, "median"))
+    marks.append(Line(steps, numbers(np.median(values, axis=1)), "median"))
     return Chart(
         "density-evolution",
         "Density over training",
-        f"The median density of a head goes from {median[0]:.1f} % at step {steps[0]:.0f} to {median[-1]:.1f} % at "
-        f"step {steps[-1]:.0f}.",
+        "",
         round_axis("Step", steps[0], steps[-1], exact=True),
         round_axis("Density, % of keys kept", 0, 100),
         tuple(marks),

@@ -51,12 +51,12 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
         "Verdict",
         f"Loss of each candidate against {without_folder(record.get('against', 'the dense model'))}, which it may "
         f"replace if the loss is below every margin. {_INTERVALS}",
-        tuple(_sentences(rows, record)),
         ("Candidate", "Criterion", "Loss", "Interval", "Margin", "Samples"),
         tuple(
             tuple(_row(row, record) for _, row in of_one.iterrows())
             for _, of_one in rows.groupby("candidate", sort=False)
         ),
+        findings=tuple(_sentences(rows, record)),
         charts=tuple(_cards(name, rows, record)),
     )
 

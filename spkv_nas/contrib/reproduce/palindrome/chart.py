@@ -22,10 +22,8 @@ def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> Panels:
     steps = round_axis("Step", 0, float(curves["step"].max()), exact=True)
     # Loss of each variant
     losses: list[Mark] = [Rule(chance_nll, f"chance {chance_nll:.2f}", vertical=False, tone="muted", dash="dotted")]
-    ends = []
     for (variant, curve), (tone, dash) in zip(curves.groupby("variant", sort=False), _VARIANTS, strict=False):
         losses.append(Line(numbers(curve["step"]), numbers(curve["loss"]), str(variant), tone, dash, 2.2))
-        ends.append(f"{variant} {curve['loss'].iloc[-1]:.3f}")
     # Gates
     gated = curves.dropna(subset=["mean_utility"])
     gated_steps = numbers(gated["step"])
@@ -33,24 +31,14 @@ def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> Panels:
         Line(gated_steps, numbers(gated["mean_utility"]), "mean utility", width=2.2),
         Line(gated_steps, numbers(gated["density"]), "density", "muted", "dotted", 2.2),
     )
+    charts = (
+        ("loss", "Training loss, nats per output token", 2 * chance_nll, tuple(losses)),
+        ("gates", "SP-KV gates, mean over heads and tokens", 1.0, gates),
+    )
     return Panels(
         "palindrome",
-        (
-            Chart(
-                "palindrome-loss",
-                "Training loss",
-                f"Training loss at the end, nats per output token: {', '.join(ends)}; chance is {chance_nll:.2f}.",
-                steps,
-                round_axis("Training loss, nats per output token", 0, 2 * chance_nll),
-                tuple(losses),
-            ),
-            Chart(
-                "palindrome-gates",
-                "Gates",
-                "Mean utility and density of the gates over training.",
-                steps,
-                round_axis("SP-KV gates, mean over heads and tokens", 0, 1),
-                gates,
-            ),
+        tuple(
+            Chart(f"palindrome-{name}", title, "", steps, round_axis(title, 0, high), marks)
+            for name, title, high, marks in charts
         ),
     )

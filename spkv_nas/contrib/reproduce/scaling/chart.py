@@ -47,15 +47,13 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> Chart:
                 subset = rows[selected]
                 run_names = tuple(subset["name"].astype(str)) if len(laws) == 1 else ()
                 xy = numbers(subset["train_flops"]), numbers(subset["nll"])
-                points.append(
-                    Points(*xy, names=run_names, farthest=3, optional=True, tone=tone, size=3.8, hollow=hollow)
-                )
+                points.append(Points(*xy, names=run_names, tone=tone, size=3.8, hollow=hollow))
     if runs["held_out"].any():
         points.append(Points((), (), label="held out of the fit", tone="muted", size=3.8, hollow=True))
     return Chart(
         "scaling",
         "NLL by training compute",
-        "Fitted: " + "; ".join(_formula(variant, law) for variant, law in laws.items()) + ".",
+        "",
         decades_axis("Training compute, FLOPs", compute_grid[0], compute_grid[-1], powers=True),
         log_axis("NLL, nats per token", floor, ceiling),
         (*marks, *points),
