@@ -12,14 +12,12 @@ from typer.testing import CliRunner
 
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli.app import COMMANDS, NAMES, TwoWordGroup
+from spkv_nas.cli.demo import demo
+from spkv_nas.cli.evaluate import EVALUATIONS
 from spkv_nas.cli.options import command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
 from spkv_nas.stages.commands import PROGRAM
-from spkv_nas.stages.demo.command import demo
-from spkv_nas.stages.evaluate.registry import EVALUATIONS
-from spkv_nas.stages.layout.convert.command import ConvertOptions
-from spkv_nas.stages.layout.diff.command import DiffOptions
-from spkv_nas.stages.layout.show.command import ShowLayoutsOptions
+from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
 
 
 def parsed(line: str) -> Any:

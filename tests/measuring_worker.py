@@ -20,14 +20,14 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.probing.registry import SIGNALS
-from spkv_nas.stages.evaluate.nll.options import NLLOptions
-from spkv_nas.stages.evaluate.nll.stage import nll
-from spkv_nas.stages.evaluate.sweep.options import SweepOptions
-from spkv_nas.stages.evaluate.sweep.stage import sweep
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.probe.stage import probe
-from spkv_nas.stages.score.options import ScoreOptions
-from spkv_nas.stages.score.stage import score
+from spkv_nas.stages.evaluate.nll import nll
+from spkv_nas.stages.evaluate.sweep import sweep
+from spkv_nas.stages.options.evaluate.nll import NLLOptions
+from spkv_nas.stages.options.evaluate.sweep import SweepOptions
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.score import ScoreOptions
+from spkv_nas.stages.probe import probe
+from spkv_nas.stages.score import score
 from spkv_nas.stages.subject import Subject
 
 SHORT = 48  # tokens of a text of one block: fewer than there are processes

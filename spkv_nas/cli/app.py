@@ -25,29 +25,27 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.base.registry import reinstall_hint
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import evaluate
-from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
-from spkv_nas.stages.calibrate.command import calibrate
+from spkv_nas.cli.demo import demo
+from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command, runner
 from spkv_nas.stages.command_group import COMMAND_GROUPS
-from spkv_nas.stages.compare.command import compare
-from spkv_nas.stages.demo.command import demo
-from spkv_nas.stages.export.command import export
-from spkv_nas.stages.generate.command import generate
-from spkv_nas.stages.init.command import init
-from spkv_nas.stages.layout.convert.command import convert
-from spkv_nas.stages.layout.diff.command import diff
-from spkv_nas.stages.layout.show.command import show
+from spkv_nas.stages.generate import generate
+from spkv_nas.stages.options.calibrate import CalibrateOptions
+from spkv_nas.stages.options.compare import CompareOptions
+from spkv_nas.stages.options.export import ExportOptions
+from spkv_nas.stages.options.init import InitOptions
+from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.options.score import ScoreOptions
+from spkv_nas.stages.options.search import SearchOptions
+from spkv_nas.stages.options.train import TrainOptions
+from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.plan.attention.command import attention
 from spkv_nas.stages.plan.command import plan
-from spkv_nas.stages.probe.command import probe
-from spkv_nas.stages.propose.command import propose
 from spkv_nas.stages.report.command import report
 from spkv_nas.stages.result import Results
-from spkv_nas.stages.schema.command import schema
-from spkv_nas.stages.score.command import score
-from spkv_nas.stages.search.command import search
-from spkv_nas.stages.serve_check.command import serve_check
-from spkv_nas.stages.train.command import train
-from spkv_nas.stages.train_hybrid.command import train_hybrid
+from spkv_nas.stages.schema import schema
+from spkv_nas.stages.serve_check import serve_check
 from spkv_nas.stages.verdict.command import verdict
 
 _TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")  # files, as a shell expands *.txt
@@ -121,26 +119,30 @@ app = typer.Typer(
     "arguments measures the embedded reference model (21 layers x 3 KV heads).",
 )
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
-    init,
-    probe,
-    propose,
-    compare,
-    search,
-    train_hybrid,
+    runner(InitOptions),
+    runner(ProbeOptions),
+    runner(ProposeOptions),
+    runner(CompareOptions),
+    runner(SearchOptions),
+    runner(TrainHybridOptions),
     report,
-    score,
+    runner(ScoreOptions),
     verdict,
     generate,
     plan,
     attention,
-    calibrate,
-    train,
-    export,
+    runner(CalibrateOptions),
+    runner(TrainOptions),
+    runner(ExportOptions),
     serve_check,
     schema,
 )
 NAMES: dict[Callable[..., Any], str] = {attention: "plan attention"}  # of commands not called as their functions
-LAYOUT_COMMANDS = (show, diff, convert)
+LAYOUT_COMMANDS = (
+    runner(ShowLayoutsOptions, "show"),
+    runner(DiffOptions, "diff"),
+    runner(ConvertOptions, "convert"),
+)
 for _function in COMMANDS:
     command(app, NAMES.get(_function))(_function)
 layout = typer.Typer(name="layout", no_args_is_help=True, help="Show, compare and convert layout files.")

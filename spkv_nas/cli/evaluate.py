@@ -1,4 +1,4 @@
-"""Make the registered evaluations the subcommands of ``evaluate``; without one, it runs the default."""
+"""List the evaluations, and make them the subcommands of ``evaluate``; without one, it runs the default."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ from typer.core import TyperGroup
 
 from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.cli.options import command
-from spkv_nas.stages.evaluate.registry import DEFAULT, EVALUATIONS
+from spkv_nas.base.registry import Registry
+from spkv_nas.cli.options import command, runner
+from spkv_nas.stages.evaluate.evaluation import Evaluation
+from spkv_nas.stages.options.evaluate.agreement import AgreementOptions
+from spkv_nas.stages.options.evaluate.nll import NLLOptions
+from spkv_nas.stages.options.evaluate.sweep import SweepOptions
+
+NLL = Evaluation("nll", runner(NLLOptions), distributed=True)
+SWEEP = Evaluation("sweep", runner(SweepOptions), distributed=True)
+AGREEMENT = Evaluation("agreement", runner(AgreementOptions), distributed=True)
+EVALUATIONS = Registry("spkv_nas.evaluations", "evaluation", Evaluation, (NLL, SWEEP, AGREEMENT))
+DEFAULT = NLL.name  # evaluation of a plain ``spkv-nas evaluate``
 
 
 class EvaluationGroup(TyperGroup):

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -107,6 +108,28 @@ def command(
         return run
 
     return register
+
+
+def runner(options_class: type, function: str = "run") -> Callable[..., Results | None]:
+    """Return the function that runs the command of a class of options, whose docstring is the help.
+
+    It calls a function of the module that has the options' name: of ``stages/probe.py`` for
+    ``stages/options/probe.py``. That module, and torch with it, is imported when the command runs.
+
+    Args:
+        options_class: options of the command.
+        function: name of the function in a module of several commands.
+    """
+    module = options_class.__module__.replace(".options.", ".")
+
+    def run(options: Any, reporter: Reporter) -> Results | None:
+        results: Results | None = getattr(import_module(module), function)(options, reporter)
+        return results
+
+    run.__doc__ = options_class.__doc__
+    run.__name__ = function if function != "run" else module.rpartition(".")[2]
+    run.__annotations__ = {"options": options_class, "reporter": Reporter, "return": Results}
+    return run
 
 
 def _title(context: Any) -> str:

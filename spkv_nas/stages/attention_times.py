@@ -9,8 +9,8 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import parse_context
 from spkv_nas.cost.calibration import Calibration, default_contexts
-from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.commands import command_line, next_line
+from spkv_nas.stages.options.calibrate import CalibrateOptions
 
 
 def read_times(options: CalibrateOptions, windows: Sequence[int], context: int, shape: Shape) -> Calibration:

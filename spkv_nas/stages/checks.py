@@ -1,9 +1,9 @@
 """Check the options of a command before its stage, and with it torch, is imported, to report mistakes within a second.
 
 The command line calls ``check`` first. Each base class of options has one function here. The command's function
-``check`` runs after them, from its ``options.py``, or ``command.py`` where it needs modules that need the options.
-Checked are values, options that exclude each other, and the existence of files, but nothing that takes a model, a
-tokenizer or the content of a text. Nothing here may import torch (``tests/stages/test_checks.py``).
+``check`` runs after them, from the module that declares its options. Checked are values, options that exclude each
+other, and the existence of files, but nothing that takes a model, a tokenizer or the content of a text. Nothing here
+may import torch (``tests/stages/test_checks.py``).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -11,23 +12,35 @@ from spkv_nas.artifacts.kinds import DENSITY
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.lookup import find_table
-from spkv_nas.stages.next_steps import first_recipe
-from spkv_nas.stages.propose.options import ProposeOptions
-from spkv_nas.stages.record import model_identity, probe_records, read_options
-from spkv_nas.stages.report.options import ReportOptions
-from spkv_nas.stages.search.options import SearchOptions
-from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
-from spkv_nas.stages.verdict.options import VerdictOptions
+from spkv_nas.stages.record import first_recipe, model_identity, probe_records, read_options
 
 _MAX_LISTED = 8  # maximum number of commands in an error
 
 
-def chosen_table(
-    options: ProposeOptions | SearchOptions | TrainHybridOptions | ReportOptions | VerdictOptions,
-    reporter: Reporter = SILENT,
-) -> HeadScores:
+class OfProbe(Protocol):
+    """Options of a command that takes a probe; it is a dataclass, of which an error suggests a command."""
+
+    @property
+    def probe(self) -> str | None:
+        """Return the name or file of the probe; None leaves it open."""
+
+    @property
+    def folders(self) -> Workspace:
+        """Return the workspace."""
+
+
+class OfRecipe(OfProbe, Protocol):
+    """Options of a command that takes a probe and a recipe."""
+
+    @property
+    def recipe(self) -> Path | None:
+        """Return the file of the recipe; None leaves it open."""
+
+
+def chosen_table(options: OfProbe, reporter: Reporter = SILENT) -> HeadScores:
     """Read the probe that options name, by default the workspace's only one.
 
     With several probes of one model the default is the recommended signal's, else the densities'; the choice is
@@ -58,12 +71,12 @@ def chosen_table(
         if names:
             break
     # List the commands to choose from
-    commands = [next_line(command_line(replace(options, probe=name))) for name in list(records)[:_MAX_LISTED]]
+    commands = [next_line(command_line(replace(options, probe=name))) for name in list(records)[:_MAX_LISTED]]  # type: ignore[type-var]  # every one is a dataclass
     more = ["..."] if len(records) > _MAX_LISTED else []
     raise UserError("\n".join([f"{folder} has {len(records)} probes: choose one with --probe NAME", *commands, *more]))
 
 
-def chosen_recipe(options: SearchOptions | TrainHybridOptions, table: HeadScores, embedded: str) -> Path:
+def chosen_recipe(options: OfRecipe, table: HeadScores, embedded: str) -> Path:
     """Return the recipe to retrain layouts by: the options', or ``embedded`` for a probe of an embedded model.
 
     Raises:
@@ -77,7 +90,7 @@ def chosen_recipe(options: SearchOptions | TrainHybridOptions, table: HeadScores
     recorded = read_options(table.metadata, options.folders.root)
     lines = [f"probe '{table.name}' is not of an embedded model: give the recipe to retrain its model with --recipe"]
     if recorded is not None and recorded.recipe is not None:
-        command = command_line(replace(options, recipe=recorded.recipe, probe=options.probe or table.name))
+        command = command_line(replace(options, recipe=recorded.recipe, probe=options.probe or table.name))  # type: ignore[type-var]  # every one is a dataclass
         lines.append(next_line(command))
     elif recorded is not None and recorded.model is not None:
         lines += ["init writes a recipe", next_line(command_line(first_recipe(recorded)))]

@@ -76,10 +76,18 @@ def command_line(options: object) -> str:
         words = [*switches, "--", *arguments]
     else:
         words = [*arguments, *switches]
-    # The module of the options names the command: train-hybrid for spkv_nas.stages.train_hybrid.options
-    _, _, *folders, _ = type(options).__module__.split(".")
-    command = " ".join(folders).replace("_", "-")
-    return " ".join([PROGRAM, command, *map(shlex.quote, words)])
+    return " ".join([PROGRAM, command_name(type(options)), *map(shlex.quote, words)])
+
+
+def command_name(options_class: type) -> str:
+    """Return the name of the command that takes a class of options, such as "evaluate nll".
+
+    It is that of the module, train-hybrid for ``stages.options.train_hybrid``, unless the class has ``command``.
+    """
+    if (name := getattr(options_class, "command", None)) is not None:
+        return str(name)
+    _, _, *parts = options_class.__module__.split(".")
+    return " ".join(part for part in parts if part not in ("options", "command")).replace("_", "-")
 
 
 def in_folder(command: str, folder: Path) -> str:

@@ -22,12 +22,10 @@ from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.lookup import find_proposal
 from spkv_nas.stages.options import InPrecision, OnDevice, Trains
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.probe.stage import chosen_options, chosen_signal
-from spkv_nas.stages.search.options import SearchOptions
-from spkv_nas.stages.search.specification import specify
-from spkv_nas.stages.train.options import TrainOptions
-from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
+from spkv_nas.stages.options.probe import ProbeOptions, chosen_options, chosen_signal
+from spkv_nas.stages.options.search import SearchOptions, specify
+from spkv_nas.stages.options.train import TrainOptions
+from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_evaluator import shortened

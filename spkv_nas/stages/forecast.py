@@ -35,8 +35,7 @@ from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals.ablation import ablation_passes
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages.options import REFERENCE
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.probe.stage import chosen_options, chosen_signal
+from spkv_nas.stages.options.probe import ProbeOptions, chosen_options, chosen_signal
 from spkv_nas.stages.subject import Subject, default_block_size
 from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed
 from spkv_nas.training.text_size import count_text

@@ -11,7 +11,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.commands import command_line, next_line
-from spkv_nas.stages.propose.options import ProposeOptions
+from spkv_nas.stages.options.propose import ProposeOptions
 
 
 def find_table(workspace: Workspace, probe: str) -> HeadScores:

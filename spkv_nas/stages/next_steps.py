@@ -14,12 +14,18 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages.commands import Suggestion
-from spkv_nas.stages.init.options import InitOptions
 from spkv_nas.stages.lookup import find_table
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.propose.options import ProposeOptions
+from spkv_nas.stages.options.init import InitOptions
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.options.report import ReportOptions
+from spkv_nas.stages.options.score import ScoreOptions
+from spkv_nas.stages.options.search import SearchOptions
+from spkv_nas.stages.options.train import TrainOptions
+from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.record import (
     absolute,
+    first_recipe,
     for_signal,
     is_comparable,
     is_of,
@@ -27,12 +33,7 @@ from spkv_nas.stages.record import (
     probe_records,
     read_options,
 )
-from spkv_nas.stages.report.options import ReportOptions
-from spkv_nas.stages.score.options import ScoreOptions
-from spkv_nas.stages.search.options import SearchOptions
 from spkv_nas.stages.subject import NLLTable
-from spkv_nas.stages.train.options import TrainOptions
-from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 
 RECOMMENDATION = (
     f"{RECOMMENDED.replace('-', ' ')} are recommended for choosing the heads: with 2 of 7 heads global, they beat "
@@ -158,18 +159,6 @@ def retraining(workspace: Workspace, table: HeadScores) -> TrainHybridOptions | 
     if recorded.recipe is None and not is_embedded:
         return None
     return TrainHybridOptions(recipe=recorded.recipe, probe=table.name, workspace=workspace.root)
-
-
-def first_recipe(recorded: ProbeOptions) -> InitOptions:
-    """Return the options of ``init`` that write a recipe for a probed model to a new file."""
-    out, number = Path("recipe.yaml"), 1
-    while out.exists():
-        number += 1
-        out = Path(f"recipe-{number}.yaml")
-    sources = recorded.data or []
-    return InitOptions(
-        model=str(recorded.model), data=sources, out=out, separator=recorded.separator, workspace=recorded.workspace
-    )
 
 
 def after_search(options: SearchOptions, recipe: Path, file: Path | None) -> list[Suggestion]:

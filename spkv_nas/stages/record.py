@@ -25,7 +25,8 @@ from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.probing.registry import signal_options
 from spkv_nas.stages.commands import command_line
-from spkv_nas.stages.probe.options import ProbeOptions
+from spkv_nas.stages.options.init import InitOptions
+from spkv_nas.stages.options.probe import ProbeOptions
 
 OPTIONS = "options"
 _NOT_RECORDED = ("workspace", "device", "dry_run")  # options that do not affect the result
@@ -112,3 +113,15 @@ def for_signal(options: ProbeOptions, signal: str, budget: str | None, *, learns
     unset = {option.name: None for option in signal_options() if option.name != "seed"}
     changed = replace(options, **{**unset, "signal": signal, "name": name, "budget": budget})  # type: ignore[arg-type]
     return changed if learns else replace(changed, signal=None, budget=None, window=None, seed=None)
+
+
+def first_recipe(recorded: ProbeOptions) -> InitOptions:
+    """Return the options of ``init`` that write a recipe for a probed model to a new file."""
+    out, number = Path("recipe.yaml"), 1
+    while out.exists():
+        number += 1
+        out = Path(f"recipe-{number}.yaml")
+    sources = recorded.data or []
+    return InitOptions(
+        model=str(recorded.model), data=sources, out=out, separator=recorded.separator, workspace=recorded.workspace
+    )

@@ -8,11 +8,10 @@ from spkv_nas.base.units import parse_context
 from spkv_nas.proposal.constraints import Constraints, parse_layers
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages.engines import chosen_engine
-from spkv_nas.stages.options import ConstraintOptions
-from spkv_nas.stages.search.options import SearchOptions
+from spkv_nas.stages.options import ConstraintOptions, LayerOptions
 
 
-def read_constraints(options: ConstraintOptions | SearchOptions) -> Constraints:
+def read_constraints(options: LayerOptions) -> Constraints:
     """Read the constraints on layouts that all commands take from options. Raises ``UserError`` if one is invalid."""
     return Constraints(
         min_per_layer=options.min_per_layer,

@@ -19,9 +19,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes, require
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.model_shape import check_keys, check_length, check_size, check_tokens, num_positions
-from spkv_nas.stages.evaluate.nll.options import NLLOptions
-from spkv_nas.stages.evaluate.nll.stage import nll
+from spkv_nas.stages.evaluate.nll import nll
 from spkv_nas.stages.options import SubjectOptions
+from spkv_nas.stages.options.evaluate.nll import NLLOptions
 from spkv_nas.stages.subject import Subject
 
 GIB = 1 << 30

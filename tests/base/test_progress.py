@@ -13,7 +13,7 @@ from spkv_nas.base.progress import LOGGER, SILENT
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli.screen import working
 from spkv_nas.stages.chosen import chosen_table
-from spkv_nas.stages.propose.options import ProposeOptions
+from spkv_nas.stages.options.propose import ProposeOptions
 
 
 def report_all() -> None:

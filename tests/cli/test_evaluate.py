@@ -14,7 +14,7 @@ from helpers import fails
 from spkv_nas.base import registry
 from spkv_nas.cli import evaluate as group
 from spkv_nas.cli import main
-from spkv_nas.stages.evaluate.registry import EVALUATIONS
+from spkv_nas.cli.evaluate import EVALUATIONS
 
 PLUGIN = '''
 """Count the parameters of a checkpoint."""

@@ -27,8 +27,8 @@ from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.loss import NO_TARGET
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.probe.stage import probe
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.probe import probe
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branches import Branch, train_branch
 from spkv_nas.training.corpus import Corpus, load_corpus

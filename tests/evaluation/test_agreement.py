@@ -285,7 +285,7 @@ class TestCommand:
         # A finished comparison is read, not computed again
         written = table.read_bytes()
         for name in ("write_continuations", "compare"):
-            monkeypatch.setattr(f"spkv_nas.stages.evaluate.agreement.stage.{name}", _unexpected)
+            monkeypatch.setattr(f"spkv_nas.stages.evaluate.agreement.{name}", _unexpected)
         main(against)
         assert table.read_bytes() == written
 

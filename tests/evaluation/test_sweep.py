@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
+from spkv_nas.cli.evaluate import NLL
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.sources import documents
 from spkv_nas.data.splits import load_text
@@ -33,7 +34,6 @@ from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
 from spkv_nas.report.plot import draw
 from spkv_nas.report.result_charts import tau_sweep_chart
-from spkv_nas.stages.evaluate.nll.command import NLL
 
 
 class TestSweep:

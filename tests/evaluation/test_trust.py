@@ -36,10 +36,10 @@ from spkv_nas.proposal.ranking import densest
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.stages.next_steps import RECOMMENDATION, recommend
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.probe.stage import ABLATION_TOKENS
-from spkv_nas.stages.propose.options import ProposeOptions
-from spkv_nas.stages.propose.stage import propose
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.probe import ABLATION_TOKENS
+from spkv_nas.stages.propose import propose
 from spkv_nas.stages.table_trust import trust, unknown_trust
 
 GAINS = np.array([[0.040, 0.001], [0.020, 0.0], [-0.001, 0.010], [0.030, 0.002]])
@@ -291,7 +291,7 @@ class TestCommand:
         assert message in fails(capsys, "probe", *options, "--signal", "duo", "--ablation-tokens", "64")
 
     def test_propose_stays_quick_to_import(self) -> None:
-        code = "import sys, spkv_nas.stages.propose.stage, spkv_nas.evaluation.ranking as ranking\n"
+        code = "import sys, spkv_nas.stages.propose, spkv_nas.evaluation.ranking as ranking\n"
         code += "ranking.spearman([1, 2, 3], [1, 3, 2])\n"
         code += "sys.exit(bool({'torch', 'scipy.stats'} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

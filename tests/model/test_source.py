@@ -30,8 +30,8 @@ from spkv_nas.model.export.export import export
 from spkv_nas.model.source import check_checkpoint, split_revision
 from spkv_nas.model.weight_files import INDEX, content_hashes
 from spkv_nas.stages.names import model_name
-from spkv_nas.stages.score.options import ScoreOptions
-from spkv_nas.stages.score.stage import score
+from spkv_nas.stages.options.score import ScoreOptions
+from spkv_nas.stages.score import score
 from spkv_nas.training.branches import branch_folder, train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import dense_checkpoint

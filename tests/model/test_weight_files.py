@@ -29,8 +29,8 @@ from spkv_nas.model.export import verify_export
 from spkv_nas.model.export.export import export
 from spkv_nas.model.source import check_checkpoint
 from spkv_nas.model.weight_files import FILE, INDEX
-from spkv_nas.stages.export.options import ExportOptions
-from spkv_nas.stages.export.stage import export as export_stage
+from spkv_nas.stages.export import export as export_stage
+from spkv_nas.stages.options.export import ExportOptions
 
 MIXED = Layout(("GL", "LL", "LG", "GG"), 6)
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)

@@ -24,10 +24,10 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.stages.compare.options import CompareOptions
-from spkv_nas.stages.compare.stage import compare
-from spkv_nas.stages.propose.options import ProposeOptions
-from spkv_nas.stages.propose.stage import propose
+from spkv_nas.stages.compare import compare
+from spkv_nas.stages.options.compare import CompareOptions
+from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.propose import propose
 
 
 @pytest.fixture

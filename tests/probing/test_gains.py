@@ -246,7 +246,7 @@ class TestCommand:
     def test_by_default_the_text_is_a_few_blocks_of_all_of_it(
         self, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("spkv_nas.stages.probe.stage.SCORING_TOKENS", 200)
+        monkeypatch.setattr("spkv_nas.stages.probe.SCORING_TOKENS", 200)
         main(["probe", *options])
         table = HeadScores.read(tmp_path / "w" / "probes" / "mine-opening")
         model, tokenizer = load(tmp_path / "mine")

@@ -27,8 +27,8 @@ from spkv_nas.probing.gate_state import GateState
 from spkv_nas.probing.priced import GateTraining, learn_gates
 from spkv_nas.probing.sinks import SinkReport
 from spkv_nas.proposal.propose import price_advice
-from spkv_nas.stages.probe import stage
-from spkv_nas.stages.probe.options import ProbeOptions
+from spkv_nas.stages import probe as stage
+from spkv_nas.stages.options.probe import ProbeOptions
 
 GATES = GateConfig(window=4, hidden_size=8, target_density=0.3)
 

@@ -30,8 +30,8 @@ from spkv_nas.probing.registry import SIGNALS, check_options, signal_options
 from spkv_nas.probing.signal import Option, Signal
 from spkv_nas.stages.entry_flags import takers_note
 from spkv_nas.stages.options import SubjectOptions
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.probe.signal_flags import with_signal_options
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.signal_flags import with_signal_options
 
 PLUGIN = TESTS / "plugin"
 

@@ -34,7 +34,7 @@ from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.mixture import Mixture
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.sinks import MassiveActivation, SinkReport, choose_sinks, measure_sinks
-from spkv_nas.stages.probe.output import show
+from spkv_nas.stages.probe import show
 
 WINDOW, LENGTH, BOS = 6, 48, 1
 FEW: dict[str, dict[str, Any]] = {

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.init.options import InitOptions
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.score.options import ScoreOptions
+from spkv_nas.stages.options.init import InitOptions
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.training.recipe import Recipe
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
@@ -31,8 +31,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path / "my project")
     monkeypatch.setattr("spkv_nas.training.first_recipe._STEP_TOKENS", {"cpu": 256})
-    monkeypatch.setattr("spkv_nas.stages.init.stage.FIRST_STEPS", 3)
-    monkeypatch.setattr("spkv_nas.stages.probe.stage.PRICED_STEPS", 3)
+    monkeypatch.setattr("spkv_nas.stages.init.FIRST_STEPS", 3)
+    monkeypatch.setattr("spkv_nas.stages.probe.PRICED_STEPS", 3)
     monkeypatch.setattr("spkv_nas.evaluation.alarms._MAX_SHARE", 100.0)  # random models know no text
     monkeypatch.setattr("spkv_nas.evaluation.alarms._MIN_GAIN", 100.0)
     monkeypatch.setattr("spkv_nas.evaluation.alarms._MAX_CONTROL_GAIN", 100.0)

@@ -9,12 +9,12 @@ import pytest
 from paths import ROOT
 
 from spkv_nas.base.registry import Registry
+from spkv_nas.cli.evaluate import EVALUATIONS
 from spkv_nas.cost.engines.registry import ENGINES
 from spkv_nas.model.export.registry import TARGETS
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.search.registry import SAMPLERS
-from spkv_nas.stages.evaluate.registry import EVALUATIONS
 from spkv_nas.stages.verdict.registry import CRITERIA
 
 PAGES: list[tuple[Registry[Any], str]] = [

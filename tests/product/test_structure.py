@@ -24,6 +24,15 @@ FLOORS = (
     ("contrib",),  # above all: nothing imports it
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms}
+STAGES = ROOT / "spkv_nas" / "stages"
+# Imports of a command's module by another command or by a shared module of stages/ that are still there; only fewer
+KNOWN = {
+    ("dry_run", "reproduce/ablate"),
+    ("dry_run", "reproduce/palindrome"),
+    ("verdict", "evaluate/longppl"),
+    ("verdict", "evaluate/ruler"),
+    ("verdict", "evaluate/tasks"),
+}
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 15
 
 
@@ -139,6 +148,38 @@ def test_no_cycle_between_files() -> None:
         for name in free:
             del left[name]
     assert not left, "\n".join(f"{name}: {names & left.keys()}" for name, names in left.items())
+
+
+def command_of(file: Path) -> str:
+    """Return the command that a module of ``stages/`` runs, such as "evaluate/nll"; "" for one that is shared.
+
+    Modules of ``options/`` declare and check options, and run nothing.
+    """
+    path = file.relative_to(STAGES)
+    if path.parts[0] == "options":
+        return ""
+    for folder in path.parents[:-1]:
+        if (STAGES / folder / "command.py").exists():
+            return folder.as_posix()
+    declares = re.search(r"^class \w+Options\b", file.read_text(), re.MULTILINE) and len(path.parts) == 1
+    return path.with_suffix("").as_posix() if (STAGES / "options" / path).exists() or declares else ""
+
+
+def test_no_module_of_stages_imports_a_command() -> None:
+    """A command is run by the command line alone: neither shared modules nor other commands import it."""
+    files = {module(file): file for file in STAGES.rglob("*.py")}
+    found = set()
+    for file in files.values():
+        names = {name for _, full in imports(file) for name in (full, full.rpartition(".")[0]) if name in files}
+        origin, targets = command_of(file), {command_of(files[name]) for name in names} - {""}
+        found |= {(origin or file.stem, target) for target in targets - {origin}}
+    assert found == KNOWN
+
+
+def test_commands_are_recognised() -> None:
+    found = {command_of(file) for file in STAGES.rglob("*.py")}
+    assert {"", "probe", "layout", "generate", "evaluate/nll", "train_hybrid", "verdict", "report", "plan"} <= found
+    assert not found & {"subject", "options", "evaluate", "python_api", "flags"}
 
 
 def module(file: Path) -> str:

@@ -22,8 +22,8 @@ from spkv_nas.data.sources import LeftOut, documents
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.generation import Generation
 from spkv_nas.report.density_charts import domain_chart
-from spkv_nas.stages.generate.command import show as show_generation
-from spkv_nas.stages.probe.output import show as show_probe
+from spkv_nas.stages.generate import show as show_generation
+from spkv_nas.stages.probe import show as show_probe
 
 OutputOf = Callable[..., str]
 

@@ -88,8 +88,8 @@ class TestProposals:
 
 
 def _quietly(workspace: Workspace, budget: int) -> None:
-    from spkv_nas.stages.propose.options import ProposeOptions
-    from spkv_nas.stages.propose.stage import propose as stage
+    from spkv_nas.stages.options.propose import ProposeOptions
+    from spkv_nas.stages.propose import propose as stage
 
     stage(ProposeOptions(probe="mine", budget=budget, workspace=workspace.root), MessageLog().reporter)
 

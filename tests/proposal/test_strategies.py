@@ -28,7 +28,7 @@ from spkv_nas.report.profiles import coverage_by_budget
 from spkv_nas.search.space import Space
 from spkv_nas.search.starts import starting_layouts
 from spkv_nas.stages.dry_run import plan_of
-from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
+from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 
 
 class FirstHeads(Strategy):

@@ -16,7 +16,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.tables import write_csv
 from spkv_nas.report import page as report_page
-from spkv_nas.stages.report.options import ReportOptions
+from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.report.stage import report
 
 HOSTILE = "<img src=x onerror=alert(1)>#?&%"  # may name a folder

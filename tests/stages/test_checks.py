@@ -12,8 +12,8 @@ import pytest
 from helpers import make_layouts, make_table
 
 from spkv_nas.cli.app import COMMANDS, NAMES
+from spkv_nas.cli.evaluate import EVALUATIONS
 from spkv_nas.stages import options
-from spkv_nas.stages.evaluate.registry import EVALUATIONS
 
 SCRIPT = """
 import contextlib, io, json, sys

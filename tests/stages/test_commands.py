@@ -11,17 +11,17 @@ from command_cases import parsed
 
 import spkv_nas
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
-from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.commands import command_line, in_folder
-from spkv_nas.stages.init.options import InitOptions
-from spkv_nas.stages.layout.convert.command import ConvertOptions
+from spkv_nas.stages.options.calibrate import CalibrateOptions
+from spkv_nas.stages.options.init import InitOptions
+from spkv_nas.stages.options.layout import ConvertOptions
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.options.report import ReportOptions
+from spkv_nas.stages.options.search import SearchOptions
+from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.plan.attention.options import AttentionOptions
 from spkv_nas.stages.plan.options import PlanOptions
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.propose.options import ProposeOptions
-from spkv_nas.stages.report.options import ReportOptions
-from spkv_nas.stages.search.options import SearchOptions
-from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
 
 HOSTILE = 'it\'s a "text" $HOME `id`; #1\n*'
 

@@ -15,8 +15,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.train_hybrid import stage as train_stage
-from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
+from spkv_nas.stages import train_hybrid as train_stage
+from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 
 MISSED = "the gates' price was to keep 28.6% of the keys, and they keep"
 

@@ -20,6 +20,8 @@ from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli.app import COMMANDS, LAYOUT_COMMANDS, NAMES, app
+from spkv_nas.cli.demo import demo
+from spkv_nas.cli.evaluate import EVALUATIONS
 from spkv_nas.cli.options import command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
@@ -33,29 +35,22 @@ from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.stages import flags, options
 from spkv_nas.stages.command_group import COMMAND_GROUPS
-from spkv_nas.stages.demo.command import demo
 from spkv_nas.stages.evaluate import options as evaluation_options
-from spkv_nas.stages.evaluate.registry import EVALUATIONS
-from spkv_nas.stages.init.options import InitOptions
-from spkv_nas.stages.layout.convert.command import ConvertOptions
-from spkv_nas.stages.layout.diff.command import DiffOptions
-from spkv_nas.stages.layout.show.command import ShowLayoutsOptions
+from spkv_nas.stages.options.init import InitOptions
+from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.plan.options import PlanOptions
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.propose.options import ProposeOptions
 from spkv_nas.training.first_recipe import Draft
 
 FUNCTIONS = [*COMMANDS, demo, *LAYOUT_COMMANDS, *REPRODUCE.commands, *(entry.run for entry in EVALUATIONS)]
 MODULES = [options, evaluation_options]
-MODULES += [  # of small commands, the module of the command declares the options
-    sys.modules.get(f"{function.__module__.removesuffix('.command')}.options", sys.modules[function.__module__])
-    for function in FUNCTIONS
-]
+MODULES += [sys.modules[next(iter(get_type_hints(function).values())).__module__] for function in FUNCTIONS]
 CLASSES = [
     one
     for module in MODULES
     for one in vars(module).values()
-    if isinstance(one, type) and is_dataclass(one) and one.__module__ == module.__name__
+    if is_dataclass(one) and one.__module__ == module.__name__ and one.__name__.endswith("Options")
 ]
 PRINT_BY_THEMSELVES = ("generate", "schema")
 ALIASES = {
@@ -96,7 +91,13 @@ def test_a_name_means_one_thing() -> None:
 def test_command_line_and_stages_have_equal_options() -> None:
     option_classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
-    mixins |= {options.SubjectOptions, options.ConstraintOptions, options.EngineOptions, options.Measures}
+    mixins |= {
+        options.SubjectOptions,
+        options.ConstraintOptions,
+        options.LayerOptions,
+        options.EngineOptions,
+        options.Measures,
+    }
     mixins |= {evaluation_options.CheckpointOptions}
     nested = {ShowLayoutsOptions}
     nested |= {DiffOptions, ConvertOptions}

@@ -13,7 +13,7 @@ from helpers import make_comparison, make_domain_table, make_layouts
 from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
 from spkv_nas.artifacts.comparison import write_comparison
 from spkv_nas.report import page as report_page
-from spkv_nas.stages.report.options import ReportOptions
+from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.report.stage import report
 
 

@@ -21,10 +21,10 @@ from spkv_nas.cost.stage_costs import Site, Stages
 from spkv_nas.model.checkpoint import read_size, save
 from spkv_nas.model.model_shape import model_size
 from spkv_nas.stages.dry_run import plan_of
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.train.options import TrainOptions
-from spkv_nas.stages.train.stage import train
-from spkv_nas.stages.train_hybrid.options import TrainHybridOptions
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.train import TrainOptions
+from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
+from spkv_nas.stages.train import train
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import newest_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spkv_nas.stages.probe.options import ProbeOptions
+from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.record import OPTIONS, read_options, recorded
 
 

@@ -17,14 +17,14 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.probe.stage import probe
-from spkv_nas.stages.propose.options import ProposeOptions
-from spkv_nas.stages.propose.stage import propose
-from spkv_nas.stages.score.options import ScoreOptions
-from spkv_nas.stages.score.stage import score
-from spkv_nas.stages.search.options import SearchOptions
-from spkv_nas.stages.search.stage import search
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.options.score import ScoreOptions
+from spkv_nas.stages.options.search import SearchOptions
+from spkv_nas.stages.probe import probe
+from spkv_nas.stages.propose import propose
+from spkv_nas.stages.score import score
+from spkv_nas.stages.search import search
 from spkv_nas.stages.verdict.options import VerdictOptions
 from spkv_nas.stages.verdict.output import document
 from spkv_nas.stages.verdict.stage import VerdictResult, verdict

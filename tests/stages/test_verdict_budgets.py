@@ -25,8 +25,8 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
 from spkv_nas.evaluation.verdict.rounds import DocumentRounds
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.probe.options import ProbeOptions
-from spkv_nas.stages.probe.stage import probe
+from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.probe import probe
 from spkv_nas.stages.verdict.budget_output import document
 from spkv_nas.stages.verdict.budgets import BudgetVerdict, critical_budget
 from spkv_nas.stages.verdict.options import VerdictOptions

@@ -26,7 +26,7 @@ from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.stages.train_hybrid import stage
+from spkv_nas.stages import train_hybrid as stage
 from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.harm import caution_if_worse, compare_control
 from spkv_nas.training.hybrids import Comparison, comparison_rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.result import Result
+from spkv_nas.stages.result import Results
 
 
 @dataclass(frozen=True)
@@ -22,5 +22,5 @@ class Evaluation:
     """
 
     name: str
-    run: Callable[[Any, Reporter], Result]
+    run: Callable[[Any, Reporter], Results | None]
     distributed: bool = False

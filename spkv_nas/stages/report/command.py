@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.report.options import ReportOptions
+from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.result import Result
 
 

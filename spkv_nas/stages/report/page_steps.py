@@ -12,9 +12,9 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.report.formatting import capitalized
 from spkv_nas.report.verdict import Advise, Step, Verdict
 from spkv_nas.stages.commands import command_line, in_folder
-from spkv_nas.stages.export.options import ExportOptions
 from spkv_nas.stages.next_steps import recommend, retraining
-from spkv_nas.stages.propose.options import ProposeOptions
+from spkv_nas.stages.options.export import ExportOptions
+from spkv_nas.stages.options.propose import ProposeOptions
 
 
 def page_steps(workspace: Workspace, table: HeadScores) -> Advise:

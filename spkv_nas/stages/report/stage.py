@@ -33,10 +33,10 @@ from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.engines import chosen_engine
 from spkv_nas.stages.lookup import find_proposal, find_table
-from spkv_nas.stages.propose.options import ProposeOptions
+from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.record import model_identity
 from spkv_nas.stages.report.index import pages, write_workspace_index
-from spkv_nas.stages.report.options import ReportOptions
 from spkv_nas.stages.report.page_steps import page_steps
 from spkv_nas.stages.report.results import read_inputs
 from spkv_nas.stages.table_trust import neighbours, trust

@@ -28,7 +28,7 @@ from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.contexts import choose_context
 from spkv_nas.stages.options import ConstraintOptions
-from spkv_nas.stages.propose.options import ProposeOptions
+from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.requirements import read_requirements
 from spkv_nas.stages.verdict.contenders import Contender
 from spkv_nas.stages.verdict.margins import parse_risk

@@ -23,7 +23,7 @@ from spkv_nas.model.checkpoint import checkpoint_hash, read_config
 from spkv_nas.model.config_section import saved_layout
 from spkv_nas.model.source import resolve
 from spkv_nas.model.windows import layout_applied
-from spkv_nas.stages.evaluate.checkpoints import Loaded, hard, load
+from spkv_nas.stages.checkpoints import Loaded, hard, load
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.verdict.margins import is_layout
 from spkv_nas.stages.verdict.options import VerdictOptions

@@ -9,8 +9,8 @@ from spkv_nas.artifacts.defaults import LONGPPL_SHORT
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.stages import flags
-from spkv_nas.stages.evaluate.agreement.options import NewTokens
 from spkv_nas.stages.options import DENSE, SubjectOptions
+from spkv_nas.stages.options.evaluate.agreement import NewTokens
 from spkv_nas.stages.verdict.budget_options import BudgetOptions
 
 QUESTIONS = 2000  # default maximum number of RULER's questions

@@ -29,8 +29,8 @@ from spkv_nas.evaluation.verdict.rounds import Rounds
 from spkv_nas.model.checkpoint import model_origin
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.model.windows import default_window
+from spkv_nas.stages.checkpoints import Loaded, check_pair, load
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, load
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.selection import Selected, find_selected, probe_of
 from spkv_nas.stages.subject import Subject

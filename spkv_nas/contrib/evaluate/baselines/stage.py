@@ -34,8 +34,8 @@ from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.model.checkpoint import load_on, model_origin
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.checkpoints import check_pair
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.checkpoints import check_pair
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.printing import about_errors, change
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on

@@ -39,7 +39,7 @@ class LongPPLOptions(CheckpointOptions, SubjectOptions):
 def check(options: LongPPLOptions) -> None:
     """Check the threshold, the checkpoints and the text."""
     from spkv_nas.model.source import check_checkpoint
-    from spkv_nas.stages.evaluate.checkpoints import evaluated
+    from spkv_nas.stages.checkpoints import evaluated
 
     subject = evaluated(options)
     check_checkpoints(options)

@@ -39,8 +39,8 @@ from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.checkpoints import check_pair, hard, identity, load, origin, with_open_gates
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.checkpoints import check_pair, hard, identity, load, origin, with_open_gates
 from spkv_nas.stages.names import model_name, result_name
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
 

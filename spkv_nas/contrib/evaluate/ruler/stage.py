@@ -29,9 +29,9 @@ from spkv_nas.data.ruler.tasks import available, check_task
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.checkpoints import Loaded, check_pair, hard, identity, load
+from spkv_nas.stages.checkpoints import origin as origin_of
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.checkpoints import Loaded, check_pair, hard, identity, load
-from spkv_nas.stages.evaluate.checkpoints import origin as origin_of
 from spkv_nas.stages.names import result_name
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
 

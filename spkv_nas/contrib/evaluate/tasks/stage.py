@@ -19,8 +19,8 @@ from spkv_nas.base.progress import SILENT, Reporter, part_of
 from spkv_nas.base.version import environment
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
 from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.checkpoints import hard, identity, load, origin
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate.checkpoints import hard, identity, load, origin
 from spkv_nas.stages.names import result_name
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
 

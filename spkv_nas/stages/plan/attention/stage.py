@@ -14,9 +14,9 @@ from spkv_nas.cost import formulas
 from spkv_nas.cost.calibration import Calibration, Phase
 from spkv_nas.cost.formulas import Cost, layout_density
 from spkv_nas.stages.attention_times import calibrate_command, read_times
-from spkv_nas.stages.calibrate.options import CalibrateOptions
 from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.engines import check_no_sliding_layers
+from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.plan.attention.options import AttentionOptions
 from spkv_nas.stages.plan.attention.served import ServedLayouts, plan_layouts
 from spkv_nas.stages.sized_model import SizedModel

@@ -1,0 +1,69 @@
+"""Run the whole workflow on the embedded reference: the command ``demo``, whose docstring is the help."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spkv_nas.artifacts.defaults import RECOMMENDED
+from spkv_nas.base.flag import default
+from spkv_nas.base.progress import Reporter
+from spkv_nas.proposal.budget import PAPER_BUDGET
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice
+from spkv_nas.stages.result import Result
+
+DEMO_ABLATION_TOKENS = 2048  # half of the default: 4 to 5 seconds
+DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
+DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last", "random-0")
+DEMO_TOKENS = 65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(InWorkspace, OnDevice):
+    """Options of the ``demo`` command."""
+
+    workspace: flags.Root = Path("demo")
+    dtype: flags.Dtype = default(None, "bfloat16 if the machine supports it natively, else float32")
+    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
+
+
+def check(options: DemoOptions) -> None:
+    """Check the precision and the folder to write to."""
+    from spkv_nas.base.assets import EMBEDDED
+    from spkv_nas.training.recipe import Recipe
+
+    Recipe.read(EMBEDDED / "demo.yaml").with_precision(options.dtype)
+    options.folders.check_writable()
+
+
+def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
+    """Run the whole workflow on the embedded reference: probe, propose, train-hybrid, report.
+
+    Takes a few minutes on two cores and writes to a separate workspace, the folder demo/.
+    """
+    from spkv_nas.stages.options.probe import ProbeOptions
+    from spkv_nas.stages.options.propose import ProposeOptions
+    from spkv_nas.stages.options.report import ReportOptions
+    from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
+    from spkv_nas.stages.probe import run as probe
+    from spkv_nas.stages.propose import run as propose
+    from spkv_nas.stages.report.command import report
+    from spkv_nas.stages.train_hybrid import run as train_hybrid
+
+    start = time.perf_counter()
+    workspace: dict[str, Any] = {"workspace": options.workspace}
+    device_options: dict[str, Any] = {**workspace, "device": options.device, "dtype": options.dtype}
+    yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, ablation_tokens=DEMO_ABLATION_TOKENS, **device_options), reporter)
+    yield probe(ProbeOptions(signal=RECOMMENDED, budget=options.budget, steps=DEMO_STEPS, **device_options), reporter)
+    yield propose(ProposeOptions(probe=DEFAULT_PROBE, budget=options.budget, num_random=1, **workspace), reporter)
+    folder = options.folders.layout_dir(DEFAULT_PROBE)
+    layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]
+    yield train_hybrid(
+        TrainHybridOptions(layouts=layouts, probe=DEFAULT_PROBE, reference=False, **device_options), reporter
+    )
+    yield report(ReportOptions(probe=DEFAULT_PROBE, **workspace), reporter)
+    reporter.announce(f"{time.perf_counter() - start:.0f} s in total")

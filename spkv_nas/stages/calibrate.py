@@ -1,0 +1,93 @@
+"""Time attention on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.base.console import out, print_path
+from spkv_nas.base.device import choose_device
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.units import format_microseconds, parse_context
+from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts
+from spkv_nas.stages.options.calibrate import CalibrateOptions
+from spkv_nas.stages.result import Result
+from spkv_nas.stages.sized_model import SizedModel
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """Calibration, with the name and folder that it was written to."""
+
+    name: str
+    calibration: Calibration
+    folder: Path
+
+
+def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> CalibrationResult:
+    """Time the attention of a level or model on this machine and write ``reports/<name>/``."""
+    from spkv_nas.cost.timing import time_attention
+
+    # Describe an attention layer of the model
+    subject = SizedModel.of(options.level, options.model)
+    shape, device = subject.shape, choose_device(options.device)
+    contexts = default_contexts(parse_context(options.context))
+    case = LayerCase(
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        options.dtype or ("float32" if device == "cpu" else "bfloat16"),
+        options.window,
+        options.batch,
+        device,
+    )
+    # Time it
+    options.folders.check_writable()
+    name = options.name or subject.name
+    folder = options.folders.report_dir(name)
+    with reporter.bar("measuring") as progress:
+        calibration = time_attention(case, contexts, progress=progress)
+    calibration.write(folder)
+    return CalibrationResult(name, calibration, folder)
+
+
+def show(result: CalibrationResult) -> None:
+    """Print measured times by number of global heads."""
+    measured = result.calibration
+    case = measured.case
+    counts = case.global_counts
+    grid = Table(
+        "",
+        "tokens",
+        *(str(count) for count in counts),
+        title=f"{escape(result.name)}: µs per token and layer\nby number of global heads",
+    )
+    seconds = {(row.phase, row.context, row.num_global): row.seconds_per_token for row in measured.timings}
+    for phase, context in dict.fromkeys((row.phase, row.context) for row in measured.timings):
+        grid.add_row(phase, f"{context:,}", *(format_microseconds(seconds[phase, context, count]) for count in counts))
+    out.print(grid)
+    out.print(f"{case.title}, window {case.window}, {escape(measured.source)}")
+    if (last := measured.contexts("prefill")[-1]) < measured.contexts("decode")[-1]:
+        out.print(f"prefill: not measured beyond {last:,} tokens, where one call would take too long")
+    print_path("times", result.folder / "calibration.csv")
+
+
+def document(result: CalibrationResult) -> dict[str, Any]:
+    """Return the measured times by number of global heads."""
+    measured = result.calibration
+    return {
+        "name": result.name,
+        "case": measured.case,
+        "source": measured.source,
+        "times": measured.timings,
+        "folder": result.folder,
+    }
+
+
+def run(options: CalibrateOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(calibrate(options, reporter), show, document)

@@ -1,0 +1,105 @@
+"""Compare how probes rank the heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from rich.markup import escape
+from rich.table import Column, Table
+
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.proposal import warn_of_separators, warn_of_windows
+from spkv_nas.base.console import out, print_path, say
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.proposal.agreement import agreement, parse_probe, short_labels, write_agreement
+from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.report.budget_charts import agreement_charts
+from spkv_nas.report.figures import save_figure
+from spkv_nas.stages.lookup import find_table
+from spkv_nas.stages.options.compare import CompareOptions
+from spkv_nas.stages.result import Result
+
+
+@dataclass(frozen=True)
+class AgreementResult:
+    """Agreement between probes.
+
+    Attributes:
+        rows: table of ``proposal.agreement``.
+        folder: folder of the table.
+        figure: path of the figure; None where the plotting library is not installed.
+    """
+
+    rows: pd.DataFrame
+    folder: Path
+    figure: Path | None
+
+
+def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementResult:
+    """Measure how far probes, or with ``split_by`` the parts of each probe, agree on the heads to choose.
+
+    The table and its figure are written to ``reports/<name>/``.
+    """
+    # Read and split the probes
+    tables: dict[str, HeadScores] = {}
+    for probe in options.probes:
+        for label, table in parse_probe(probe, lambda source: find_table(options.folders, source), options.split_by):
+            if label in tables and tables[label].content_hash == table.content_hash:
+                raise UserError(f"probe '{label}' is given twice")
+            tables[label if label not in tables else probe] = table
+    if len(tables) < 2:
+        raise UserError(
+            "compare needs at least two probes: give another, or split this one (--split-by domain or half)"
+        )
+    # Compare the heads that they choose
+    first = next(iter(tables.values()))
+    rows = agreement(tables, parse_budget(options.budget, first.num_candidates))
+    folder = options.folders.report_dir(options.name or first.name)
+    windows = {label: table.window for label, table in tables.items()}
+    sinks = {label: table.local_sinks for label, table in tables.items()}
+    warn_of_windows(windows, sinks, remedy="probe all of them with the same {}")
+    warn_of_separators({label: table.metadata for label, table in tables.items()})
+    write_agreement(folder, rows, windows, reporter=reporter)
+    return AgreementResult(rows, folder, save_figure(folder, agreement_charts(rows)))
+
+
+def show(result: AgreementResult) -> None:
+    """Print how far probes agree, pair by pair."""
+    # Table of the pairs
+    rows = result.rows
+    first, labels = rows.iloc[0], short_labels(rows)
+    grid = Table(
+        Column(overflow="fold"),
+        Column(overflow="fold"),
+        "Jaccard",
+        "Spearman",
+        "transfer %",
+        "mean |Δ|",
+        title=f"{first['budget']} highest-scoring heads (Jaccard by chance {first['chance']:.2f})",
+    )
+    for row in rows.itertuples():
+        grid.add_row(
+            escape(labels[row.first]),
+            escape(labels[row.second]),
+            f"{row.jaccard:.2f}",
+            "-" if math.isnan(row.spearman) else f"{row.spearman:.3f}",
+            f"{100 * row.transfer:.1f}",
+            f"{row.mean_difference:.3f}",
+        )
+    out.print(grid)
+    # Notes
+    if rows["spearman"].isna().any():
+        say("Spearman -: undefined, because all scores of one of the two probes are equal")
+    out.print(
+        "transfer: coverage on one probe by the heads chosen on the other, relative to its best; the lower direction"
+    )
+    print_path("agreement", result.figure or result.folder / "agreement.csv")
+
+
+def run(options: CompareOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(compare(options, reporter), show)

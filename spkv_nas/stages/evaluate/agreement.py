@@ -1,0 +1,175 @@
+"""Measure the agreement of a checkpoint's next tokens with a dense model's, to ``reports/<name>/``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.artifacts.defaults import AGREEMENT_TOKENS
+from spkv_nas.artifacts.result_tables import AGREEMENT
+from spkv_nas.base.console import out, print_path
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.version import environment
+from spkv_nas.evaluation.agreement import GREEDY, SAMPLED, Agreement, agreement_table, compare, write_continuations
+from spkv_nas.evaluation.micro_batch import check_positions
+from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
+from spkv_nas.model.model_shape import vocabulary_size
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.checkpoints import Loaded, check_pair, evaluated, hard, identity, load, origin
+from spkv_nas.stages.checks import check
+from spkv_nas.stages.options.evaluate.agreement import AgreementOptions
+from spkv_nas.stages.printing import say_sample_count, with_error
+from spkv_nas.stages.result import Result
+from spkv_nas.stages.subject import Measured
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AgreementResult:
+    """Result of ``evaluate agreement``.
+
+    Attributes:
+        name: name of the results.
+        against: the dense model.
+        rows: table of ``evaluation.agreement``.
+        folder: folder of the table.
+        samples: folder of the continuations and the values by token.
+    """
+
+    name: str
+    against: str
+    rows: pd.DataFrame
+    folder: Path
+    samples: Path
+
+
+def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> AgreementResult:
+    """Measure agreement and acceptance, and write ``reports/<name>/token-agreement.csv``; tokens go to ``runs/``.
+
+    Raises:
+        UserError: no dense model, another tokenizer, continuations as long as a block, or something cannot be loaded.
+    """
+    quiet_transformers(reporter)
+    check(options)
+    subject, drafts = evaluated(options), options.drafts
+    check_pair(subject.source, options.dense)
+    # Load both models and the prompts
+    measured = subject.load(reporter, with_logits=False, tokens=AGREEMENT_TOKENS)
+    length = measured.blocks.block_size
+    new_tokens = options.new_tokens or length // 2
+    if new_tokens >= length:
+        raise UserError(f"--new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
+    dense = load(options, options.dense, reporter)
+    check_positions(dense[0], length, "--block-size")
+    sizes = vocabulary_size(measured.model), vocabulary_size(dense[0])
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"the model predicts {sizes[0]} tokens and the dense model {sizes[1]} (vocab_size), so their distributions "
+            "differ in length\ncompare models of equal vocab_size"
+        )
+    # Continue every prompt and compare the models
+    samples = options.folders.run_dir(subject.name) / "agreement"
+    comparison = _Comparison(options, measured, dense, new_tokens, samples, reporter)
+    results = {GREEDY: comparison.measure(GREEDY, 0.0)}
+    if options.temperature:
+        results[SAMPLED] = comparison.measure(SAMPLED, options.temperature)
+    # Write the table
+    rows = agreement_table(results, drafts)
+    record = {
+        **origin(subject.source, measured.model, options.tau),
+        "against": origin(options.dense, dense[0], None),
+        "data": measured.text,
+        "block_size": length,
+        "new_tokens": new_tokens,
+        "seed": options.seed,
+        "environment": environment(),
+    }
+    folder = options.folders.report_dir(subject.name)
+    on_main(lambda: AGREEMENT.write(folder, rows, record, reporter))
+    return AgreementResult(subject.name, options.dense, rows, folder, samples)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Comparison of two models on one text; finished continuations and comparisons are reused."""
+
+    options: AgreementOptions
+    measured: Measured
+    dense: Loaded
+    new_tokens: int
+    folder: Path
+    reporter: Reporter
+
+    def measure(self, decoding: str, temperature: float) -> Agreement:
+        """Measure one decoding of the dense model; must be called on all ranks."""
+        options, measured, blocks = self.options, self.measured, self.measured.blocks
+        model, dense = measured.model, self.dense[0]
+        # Continue the prompts
+        key = hashlib.sha256(blocks.tokens.tobytes()).hexdigest()
+        seed = f" seed {options.seed}" if temperature else ""
+        written_by = identity(options.dense, self.dense, f"{key} {self.new_tokens} temperature {temperature}{seed}")
+        with hard(dense, None), self.reporter.bar(f"continuing, {decoding}") as progress:
+            write = partial(write_continuations, *self.dense, blocks, self.new_tokens, temperature=temperature)
+            texts = self._lines(
+                f"{decoding}-continuations", written_by, lambda: write(seed=options.seed, progress=progress)
+            )
+        # Compare the models on the continuations
+        tau = origin(options.model, model, options.tau)["tau"]
+        compared = identity(options.model, (model, measured.tokenizer), f"{tau} after {written_by}")
+        with hard(model, options.tau), hard(dense, None), self.reporter.bar(f"comparing, {decoding}") as progress:
+            judge = partial(compare, model, dense, blocks, texts, self.new_tokens, temperature=temperature)
+            lines = self._lines(decoding, compared, lambda: judge(progress=progress))
+        return Agreement.of(lines, temperature)
+
+    def _lines(self, name: str, depends_on: str, compute: Callable[[], list[Line]]) -> list[Line]:
+        """Read the records of a finished computation, or compute and write them; must be called on all ranks."""
+        file = sample_file(self.folder, name, depends_on)
+        if not on_main(file.is_file):
+            lines = compute()
+            on_main(lambda: write_samples(file, lines))
+        return on_main(partial(read_samples, file))
+
+
+def show(result: AgreementResult) -> None:
+    """Print agreement and acceptance, and the tokens per pass of the dense model at each number of drafted tokens."""
+    rows, dense = result.rows, escape(result.against)
+    for decoding, row in rows.drop_duplicates("decoding").set_index("decoding").iterrows():
+        if decoding == GREEDY:
+            agreement = with_error(row["agreement"], row["agreement_standard_error"])
+            identical = f"{row['identical_tokens']:.1f} ± {row['identical_tokens_standard_error']:.1f}"
+            length = row["num_tokens"] / row["num_prompts"]
+            out.print(
+                f"[bold]{escape(result.name)}[/bold]: agreement with {dense} {agreement} over "
+                f"{int(row['num_tokens']):,} greedy tokens; {identical} of {length:.0f} tokens "
+                "before the first difference"
+            )
+        else:
+            acceptance = with_error(row["acceptance"], row["acceptance_standard_error"])
+            out.print(
+                f"acceptance as a draft model {acceptance} over {int(row['num_tokens']):,} tokens sampled at "
+                f"temperature {row['temperature']:g}"
+            )
+    grid = Table("drafted tokens", *rows["decoding"].unique(), title=f"tokens per pass of {dense}")
+    for number, group in rows.groupby("draft_tokens"):
+        values = [f"{row.tokens_per_pass:.2f} ± {row.tokens_per_pass_standard_error:.2f}" for row in group.itertuples()]
+        grid.add_row(str(number), *values)
+    out.print(grid)
+    say_sample_count(rows["num_documents"], "documents")
+    print_path("values", result.folder / "token-agreement.csv")
+    print_path("continuations and values by token", result.samples)
+
+
+def run(options: AgreementOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(agreement(options, reporter), show)

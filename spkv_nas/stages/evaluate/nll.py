@@ -1,0 +1,177 @@
+"""Measure held-out NLL of a checkpoint, or of two on the same documents."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.markup import escape
+
+from spkv_nas.artifacts.checkpoints import run_origin
+from spkv_nas.artifacts.diagnosis import missed_price
+from spkv_nas.artifacts.result_tables import EVALUATION
+from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.console import out, print_path
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.locks import locked
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.checkpoint_table import EvaluatedCheckpoint, checkpoint_table, merged
+from spkv_nas.evaluation.micro_batch import fitting_batch
+from spkv_nas.evaluation.paired import PairedDifference, paired_difference
+from spkv_nas.evaluation.sweep import Evaluation, evaluate
+from spkv_nas.model.config_section import gate_config, saved_layout
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.checkpoints import check_pair, evaluated, load
+from spkv_nas.stages.checks import check
+from spkv_nas.stages.options.evaluate.nll import NLLOptions
+from spkv_nas.stages.printing import about_errors, about_selection, change, evaluation_document
+from spkv_nas.stages.result import Result
+from spkv_nas.stages.selection import Selected, find_selected
+from spkv_nas.stages.subject import Measured, Subject, measured_on
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Comparison of two checkpoints on the same documents.
+
+    Attributes:
+        against: folder or id of the baseline.
+        evaluation: the baseline's evaluation.
+        change: difference in NLL from the baseline, in percent, paired by document.
+        rows: all checkpoints in ``evaluation.csv``.
+    """
+
+    against: str
+    evaluation: Evaluation
+    change: PairedDifference
+    rows: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class NLLResult:
+    """Result of ``evaluate nll``.
+
+    Attributes:
+        name: name of the results.
+        evaluation: evaluation of the checkpoint.
+        folder: folder of the results.
+        num_selection: number of the documents that the checkpoint's layout was selected on.
+        selected_by: what selected it, such as "probe mine".
+        pair: comparison with a baseline; None without one.
+    """
+
+    name: str
+    evaluation: Evaluation
+    folder: Path
+    num_selection: int = 0
+    selected_by: tuple[str, ...] = ()
+    pair: Pair | None = None
+
+
+def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
+    """Measure the held-out NLL of a checkpoint; with ``against`` that of two, written to ``reports/<name>/``."""
+    quiet_transformers(reporter)
+    check(options)
+    subject = evaluated(options)
+    check_pair(subject.source, options.against)  # before loading
+    # Measure
+    measured = subject.load(reporter)
+    with reporter.bar("evaluating") as progress:
+        evaluation = evaluate(
+            measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, progress=progress
+        )
+    # Caution if gates miss their target density at their own threshold
+    gates = gate_config(measured.model)
+    if gates is not None and options.tau in (None, gates.tau):
+        caution = missed_price(gates.target_density, evaluation.density)
+        if caution is not None:
+            reporter.caution(caution)
+    # Measure the baseline
+    pair = None if options.against is None else _pair(options, subject, measured, evaluation, reporter)
+    layout = saved_layout(measured.model.config)
+    selected = Selected() if layout is None else find_selected(options.folders, {subject.name: layout})
+    used = (selected.count(measured.blocks), selected.among(measured.blocks))
+    return NLLResult(subject.name, evaluation, options.folders.report_dir(subject.name), *used, pair)
+
+
+def _pair(
+    options: NLLOptions, subject: Subject, measured: Measured, evaluation: Evaluation, reporter: Reporter
+) -> Pair:
+    """Measure ``options.against`` on the same blocks and add both to ``evaluation.csv``; call on all ranks."""
+    against, blocks = str(options.against), measured.blocks
+    # Measure the baseline
+    model, _ = load(options, against, reporter)
+    with reporter.bar("evaluating --against") as progress:
+        baseline = evaluate(model, blocks, batch_size=fitting_batch(model, blocks), progress=progress)
+    # Make the rows of both
+    key = hashlib.sha256()
+    blocks.feed(key)
+    scored = [_evaluated(subject.source, evaluation), _evaluated(against, baseline)]
+    rows = checkpoint_table(key.hexdigest()[:8], *scored)
+    origin = measured_on(subject, measured, evaluation.nll, against=against)
+    folder = options.folders.report_dir(subject.name)
+    rows = on_main(lambda: _add_rows(folder, rows, origin, reporter))
+    return Pair(against, baseline, paired_difference(evaluation.nll, baseline.nll), rows)
+
+
+def _evaluated(source: str, evaluation: Evaluation) -> EvaluatedCheckpoint:
+    """Name a checkpoint by its source and by the variant that its run trained."""
+    origin = None if source.startswith(EMBEDDED_PREFIX) else run_origin(Path(source))
+    return EvaluatedCheckpoint(source, "" if origin is None else origin.variant, evaluation)
+
+
+def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> pd.DataFrame:
+    """Add rows to ``evaluation.csv`` under a lock, and return all of its rows."""
+    with locked(folder, "writes evaluation.csv", reporter.announce):
+        earlier = EVALUATION.read(folder)
+        if earlier is not None:
+            rows = merged(earlier[0], rows)
+        EVALUATION.write(folder, rows, {**origin, "inputs": rows["text"].iloc[0]}, reporter)
+    return rows
+
+
+def show(result: NLLResult) -> None:
+    """Print the NLL, and the difference to another checkpoint if there is one."""
+    measured, nll = result.evaluation, result.evaluation.nll
+    density = (
+        f", density {100 * measured.density:.1f} % at tau {measured.tau:g}" if measured.density is not None else ""
+    )
+    text = (
+        f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents "
+        f"(effective number {nll.effective_documents:.1f})"
+    )
+    out.print(f"[bold]{escape(result.name)}[/bold]: NLL {nll.mean:.4f}{density}; {text}")
+    about_selection(result.num_selection, result.selected_by)
+    if result.pair is not None:
+        difference = change(result.pair.change.percent, result.pair.change.standard_error)
+        out.print(
+            f"against {escape(result.pair.against)}: NLL {result.pair.evaluation.nll.mean:.4f}; "
+            f"difference {difference} %"
+        )
+        about_errors(nll.num_documents, nll.effective_documents)
+        print_path("table", result.folder / "evaluation.csv")
+
+
+def document(result: NLLResult) -> dict[str, Any]:
+    """Return the NLL, and the paired comparison if there is one."""
+    pair = {} if result.pair is None else {"against": _pair_document(result.pair), "folder": result.folder}
+    return {"name": result.name, **evaluation_document(result.evaluation), **pair}
+
+
+def _pair_document(pair: Pair) -> dict[str, Any]:
+    """Return the baseline's NLL, the difference from it, and all rows of ``evaluation.csv``."""
+    return {
+        "model": pair.against,
+        "nll": pair.evaluation.nll.mean,
+        "delta_nll_percent": pair.change.percent,
+        "delta_nll_standard_error": pair.change.standard_error,
+        "checkpoints": pair.rows,
+    }
+
+
+def run(options: NLLOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(nll(options, reporter), show, document)

@@ -1,0 +1,176 @@
+"""Show, compare and convert layout files: the ``layout`` commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from spkv_nas.artifacts.layout import Difference, Layout
+from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.base.console import out, say
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Reporter
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.proposal.convert import convert as convert_file
+from spkv_nas.proposal.coverage import coverage
+from spkv_nas.stages.commands import command_line, next_line
+from spkv_nas.stages.lookup import find_table
+from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
+from spkv_nas.stages.result import Result
+
+_STYLES = {"G": "bold green", "L": "dim", ".": "dim", "+": "bold green", "-": "bold red"}
+
+
+def describe(layout: Layout) -> str:
+    """Return a layout's shape, share of global heads, window, sink tokens and hash in one line."""
+    share = f"{layout.num_global} of {layout.num_heads} global ({100 * layout.num_global / layout.num_heads:.1f} %)"
+    size = f"{layout.num_layers} layers x {layout.num_kv_heads} KV heads"
+    return f"{size}, {share}, {layout.reach}, hash {layout.hash}"
+
+
+def print_grid(rows: Sequence[str], notes: Sequence[str]) -> None:
+    """Print one line per layer: its index, its marks, a note."""
+    for layer, (row, note) in enumerate(zip(rows, notes, strict=True)):
+        marks = [(mark, _STYLES[mark]) for mark in row]
+        out.print(Text.assemble(f"{layer:>4}  ", *marks, f"  {note}".rstrip()), soft_wrap=True)
+
+
+def heads_document(layout: Layout) -> dict[str, Any]:
+    """Return a layout's heads, counts and provenance."""
+    return {
+        "heads": layout.heads,
+        "num_global": layout.num_global,
+        "num_heads": layout.num_heads,
+        "window": layout.window,
+        "sinks": layout.sinks,
+        "strategy": layout.strategy,
+        "hash": layout.hash,
+    }
+
+
+def _free(file: Path) -> Path:
+    """Return the path, or if it exists one with ``-layout`` appended to its stem."""
+    return file if not file.exists() else file.with_name(f"{file.stem}-layout{file.suffix}")
+
+
+def read_layout(file: Path) -> Proposal:
+    """Read one layout file. Raises ``UserError``, for a file of scores with the command that converts it."""
+    if file.suffix in (".tsv", ".csv") or file.is_dir():
+        stem = file.name if file.is_dir() else file.stem  # folder names may contain dots
+        command = command_line(ConvertOptions(source=file, target=_free(file.with_name(f"{stem}.yaml")), budget="25%"))
+        raise UserError(f"{file} is not a layout file; convert it first\n{next_line(command)}")
+    return Proposal.read([file])
+
+
+@dataclass(frozen=True)
+class ShownLayout:
+    """Layout file, with its coverage in [0, 1] if there is a density table to compute it from."""
+
+    file: Path
+    layout: Layout
+    coverage: float | None
+
+
+def read_layouts(files: Sequence[Path], probe: str | None, workspace: Workspace) -> list[ShownLayout]:
+    """Read layout files, and compute their coverage if a probe is named."""
+    table = None if probe is None else find_table(workspace, probe)
+    shown = []
+    for file in files:
+        proposal = read_layout(file)
+        (layout,) = proposal.layouts.values()
+        covered = None if table is None else coverage(proposal.table(table), layout)
+        shown.append(ShownLayout(file, layout, covered))
+    return shown
+
+
+def _show(shown: list[ShownLayout]) -> None:
+    """Print layouts as grids, with the number of global heads of every layer."""
+    for entry in shown:
+        coverage = "" if entry.coverage is None else f", coverage {100 * entry.coverage:.2f} %"
+        out.print(Text(f"{entry.file}: {describe(entry.layout)}{coverage}"), soft_wrap=True)
+        print_grid(entry.layout.heads, [str(row.count("G")) for row in entry.layout.heads])
+
+
+def _document(shown: list[ShownLayout]) -> dict[str, Any]:
+    """Return the layouts' heads and coverage."""
+    return {
+        "layouts": [
+            {"file": entry.file, **heads_document(entry.layout), "coverage": entry.coverage} for entry in shown
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class ComparedLayouts:
+    """Two layouts and the difference of their heads."""
+
+    first: Layout
+    second: Layout
+    difference: Difference
+
+    @property
+    def is_same(self) -> bool:
+        """Return whether both layouts give the same model."""
+        return self.first.hash == self.second.hash
+
+
+def compare(files: Sequence[Path]) -> ComparedLayouts:
+    """Compare two layouts of one model head by head."""
+    (first,), (second,) = (read_layout(file).layouts.values() for file in files)
+    return ComparedLayouts(first, second, Difference.of(first, second))
+
+
+def _show_difference(files: Sequence[Path], compared: ComparedLayouts) -> None:
+    """Print how the layouts of two files differ."""
+    first, second, delta = compared.first, compared.second, compared.difference
+    if compared.is_same:
+        out.print(f"the same layout: {describe(first)}", soft_wrap=True)
+        return
+    out.print(Text(f"- {files[0]}: {describe(first)}\n+ {files[1]}: {describe(second)}"), soft_wrap=True)
+    out.print(f"{delta.num_heads} heads differ, Jaccard index of the global heads {delta.jaccard:.3f}")
+    if delta.num_heads:
+        out.print("G: global in both; .: local in both; -: global only in the first; +: global only in the second")
+        print_grid(delta.marks, ["" for _ in delta.marks])
+
+
+def _difference_document(compared: ComparedLayouts) -> dict[str, Any]:
+    """Return how two layouts differ."""
+    return {
+        "same": compared.is_same,
+        "layouts": [heads_document(compared.first), heads_document(compared.second)],
+        "num_heads": compared.difference.num_heads,
+        "jaccard": compared.difference.jaccard,
+        "marks": compared.difference.marks,
+    }
+
+
+def show(options: ShowLayoutsOptions, reporter: Reporter) -> Result:
+    """Run ``layout show``."""
+    return Result(read_layouts(options.files, options.probe, options.folders), _show, _document)
+
+
+def diff(options: DiffOptions, reporter: Reporter) -> Result:
+    """Run ``layout diff``."""
+    files = options.a, options.b
+    compared = compare(files)
+    exit_code = int(not compared.is_same)
+    return Result(compared, partial(_show_difference, files), _difference_document, exit_code=exit_code)
+
+
+def convert(options: ConvertOptions, reporter: Reporter) -> Result:
+    """Run ``layout convert``."""
+    lines = convert_file(
+        options.source,
+        options.target,
+        budget=options.budget,
+        sparsity=options.sparsity,
+        threshold=options.threshold,
+        window=options.window,
+        sinks=options.sinks,
+    )
+    return Result(lines, lambda lines: say("\n".join(lines)), lambda lines: {"file": options.target, "notes": lines})

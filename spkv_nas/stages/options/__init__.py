@@ -1,0 +1,122 @@
+"""Declare the options of the commands: one dataclass per command, which ``cli.options`` turns into flags.
+
+A command is two modules of one name: ``options/probe.py`` declares its options, checks them and holds its help, and
+``probe.py`` runs it and prints. Any module may name options, to suggest a command or to read those of a record; no
+module imports one that runs a command. This one has what several commands share.
+
+A field takes its flag from ``flags`` and adds the command's default. Where the default depends on other values, or the
+flag means something specific to a command, ``default`` holds the wording. Nothing heavy is imported here, because
+``--help`` needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from spkv_nas.artifacts import defaults
+from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
+from spkv_nas.base.flag import default
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.cost.engines.registry import ENGINES
+from spkv_nas.stages import flags
+
+DEFAULT_PROBE = EMBEDDED.name  # name of the embedded reference's probe
+PAPER = "paper"  # default name of results about the paper's model ladder
+REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
+ONLY_PROBE, EMBEDDED_RECIPE = "the only one in the workspace", "the embedded models' recipe"
+LONGEST = "128k, or the model's maximum if shorter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InWorkspace:
+    """Options of a command that reads and writes a workspace."""
+
+    workspace: flags.Root = default(Path(), "current folder")
+
+    @property
+    def folders(self) -> Workspace:
+        """Return the workspace."""
+        return Workspace(self.workspace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevice:
+    """Options of a command that computes with torch."""
+
+    device: flags.Device = default(None, "cuda if available")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InDtype(OnDevice):
+    """Options of a command that runs a model."""
+
+    dtype: flags.Dtype = default(None, "the model's; float32 if the device only emulates it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InPrecision(OnDevice):
+    """Options of a command that trains by recipes."""
+
+    dtype: flags.Dtype = default(None, "the recipe's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trains(InWorkspace, OnDevice):
+    """Options of a command that trains; with ``dry_run`` the CLI calls ``stages.dry_run`` instead."""
+
+    dry_run: flags.DryRun = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures(InWorkspace, InDtype):
+    """Options of a command that measures a model, which it can spread over all GPUs."""
+
+    device: flags.AnyDevice = default(None, "cuda if available")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubjectOptions(Measures):
+    """Options that name a model and the text to measure it on."""
+
+    model: flags.OptionalModel = None
+    data: flags.Data = None
+    max_tokens: flags.OptionalMaxTokens = default(None, "all")
+    name: flags.Name = None
+    block_size: flags.BlockSize = default(None, f"the model's context, up to {defaults.CONTEXT:,}")
+    separator: flags.Separator = default(None, "measured on the model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Serving engine that memory is counted for."""
+
+    engine: flags.EngineName = default(None, "keys and values alone")
+    page_size: flags.PageSize = default(
+        None, ", ".join(f"{engine.name}: {engine.page_size:,}" for engine in ENGINES.built_in)
+    )
+    in_flight_tokens: flags.InFlightTokens = default(
+        None, ", ".join(f"{engine.name}: {engine.in_flight:,}" for engine in ENGINES.built_in)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """Constraints on the global heads of each layer."""
+
+    min_per_layer: flags.MinPerLayer = None
+    max_per_layer: flags.MaxPerLayer = None
+    global_layers: flags.GlobalLayers = None
+    local_layers: flags.LocalLayers = None
+    granularity: flags.Granularity = "head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstraintOptions(LayerOptions, EngineOptions):
+    """Constraints on layouts, and the KV cache whose memory is computed."""
+
+    context: flags.OptionalContext = None
+    batch: flags.Batch = 1
+    head_dim: flags.HeadDim = default(None, "the probe's")
+    kv_dtype: flags.KvDtype = default(None, "the probe's")
+    uniform: flags.Uniform = False

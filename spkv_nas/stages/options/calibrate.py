@@ -1,0 +1,38 @@
+"""Declare the options of the ``calibrate`` command, and check them; the class's docstring is the help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spkv_nas.base.flag import default
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import REFERENCE, InWorkspace, OnDevice
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(InWorkspace, OnDevice):
+    """Measure attention times on this machine, for 0 up to all KV heads of a layer global.
+
+    Writes reports/NAME/calibration.csv and .yaml, which spkv-nas plan attention uses. Decoding is measured at 1k, 4k,
+    16k, ... tokens up to --context; prefill only up to the length at which one call takes about 4 seconds.
+    """
+
+    level: flags.Level = None
+    model: flags.OptionalModel = default(None, REFERENCE, note="A config file is enough.")
+    context: flags.Context = default("32k", note="The longest length that is measured.")
+    batch: flags.Batch = 1
+    window: flags.Window = 128
+    dtype: flags.Dtype = default(None, "float32 on CPU, else bfloat16")
+    name: flags.Name = default(None, "the level's or model's")
+
+
+def check(options: CalibrateOptions) -> None:
+    """Check the model, context and dtype."""
+    from spkv_nas.base.device import check_dtype
+    from spkv_nas.base.units import parse_context
+    from spkv_nas.stages.checks import check_model_size
+
+    parse_context(options.context)
+    check_dtype(options.dtype)
+    check_model_size(options.level, options.model)
+    options.folders.check_writable()

@@ -1,0 +1,109 @@
+"""Declare the options of the ``export`` command, and check them; the class's docstring is the help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.model.export.engines import ENGINES, check_engine_name
+from spkv_nas.model.export.registry import AUTO, TARGETS, target_flags
+from spkv_nas.serving.programs import PROGRAMS
+from spkv_nas.stages import flags
+from spkv_nas.stages.entry_flags import add_field, takers_note
+
+Options = TypeVar("Options")
+
+
+def with_target_options(options_class: type[Options]) -> type[Options]:
+    """Declare every option of an export target as a field of a class that becomes a dataclass.
+
+    Raises:
+        UserError: an option has the name of another field.
+    """
+    for name, (declared, takers) in target_flags().items():
+        field = default(declared.default, note=takers_note(takers))
+        owner = f"export target {takers[0]}"
+        add_field(options_class, name, declared.type, declared.flag, field, owner=owner, command="export")
+    return options_class
+
+
+Out = Annotated[Path, Flag("Output folder; must not exist.")]
+ExportTo = Annotated[
+    str,
+    Flag(
+        "Target format. auto: the first of these that can express the layout. "
+        f"{'; '.join(f'{target.name}: {target.help}' for target in TARGETS.built_in)}. Packages may add more.",
+        metavar="TARGET",
+        values=lambda: (AUTO, *TARGETS.names),
+    ),
+]
+ForEngine = Annotated[
+    str | None,
+    Flag(
+        "Write a form that this engine was seen to run as the hybrid, or fail.",
+        ("--for",),
+        metavar="ENGINE",
+        values=tuple(engine.name for engine in ENGINES),
+    ),
+]
+EngineOfCheck = Annotated[
+    str | None,
+    Flag(
+        "Run the folder in this engine, compare it with our own model, and exit with 1 if they differ.",
+        ("--check",),
+        values=tuple(name for name, program in PROGRAMS.items() if not program.converts),
+    ),
+]
+Link = Annotated[
+    bool,
+    Flag("Hard-link the checkpoint's weights; a program that modifies one then changes both.", ("--link",)),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_target_options
+class ExportOptions:
+    """Export a checkpoint with a layout as a Hugging Face folder, in a native architecture where one fits.
+
+    A separate process checks that plain transformers computes the same. A layout that no native architecture can
+    express gets a custom model type. Without a layout argument, exports a retrained hybrid with the layout that it was
+    trained with (see reports/NAME/checkpoints.csv). --check also runs the folder in an inference engine.
+    """
+
+    layout: flags.OptionalLayoutFile = default(None, "the checkpoint's own")
+    model: flags.Model
+    out: Out
+    to: ExportTo = AUTO
+    engine: ForEngine = default(None, "none")
+    link: Link = False
+    check_in: EngineOfCheck = default(None, "none")
+    python: flags.EnginePython = default(None, "this one")
+
+    @property
+    def target_options(self) -> dict[str, Any]:
+        """Return the options of targets that differ from their defaults, by name."""
+        values = {name: (getattr(self, name), declared.default) for name, (declared, _) in target_flags().items()}
+        return {name: value for name, (value, unset) in values.items() if value != unset}
+
+
+def check(options: ExportOptions) -> None:
+    """Check target, layout, output folder and checkpoint."""
+    from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.base.replace import check_new
+    from spkv_nas.model.export.registry import chosen_targets
+    from spkv_nas.model.source import check_checkpoint
+    from spkv_nas.stages.checks import check_exist
+
+    check_engine_name(options.engine)
+    if options.python is not None:
+        if options.check_in is None:
+            raise UserError("--python is the environment of the engine that --check names")
+        check_exist([options.python], "Python")
+    chosen_targets(options.to, options.target_options, options.engine)
+    if options.layout is not None:
+        Layout.read(options.layout)
+    check_new(options.out)
+    check_checkpoint(options.model)

@@ -1,0 +1,86 @@
+"""Declare the options of the ``probe`` command, and check them; the class's docstring is the help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from spkv_nas.artifacts import defaults
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import default
+from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
+from spkv_nas.stages.signal_flags import with_signal_options
+
+_SCORING = ", ".join(signal.name for signal in SIGNALS if signal.computes_logits)
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_signal_options
+class ProbeOptions(SubjectOptions, Trains):
+    """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
+
+    Without arguments, measures the embedded reference on held-out standard library text. With --model and --data,
+    measures another checkpoint: by density if it has gates, else by head gates, the recommended signal (minutes).
+    With --signal density, a checkpoint without gates first gets gates for the budget, trained with its weights frozen;
+    densities also show which keys a cache can drop. With a recipe, trains the reference and then probes it.
+    Measures how much attention is on the first tokens of a text, and gives layouts as many sink tokens as that needs.
+    """
+
+    recipe: flags.OptionalRecipeFile = None
+    max_tokens: flags.OptionalMaxTokens = default(None, f"all; {defaults.SCORING_TOKENS:,} for {_SCORING}")
+    signal: flags.Signal = default(None, f"{DENSITY.name} if the model has gates, else {defaults.RECOMMENDED}")
+    window: flags.OptionalWindow = default(None, "the model's, else 1/16 of a block, at most 128")
+    sinks: flags.SinksOrAuto = default(None, "auto")
+    # Options of signals that the stage reads too
+    tau: float | None = None
+    ablation_tokens: int | None = None
+    steps: int | None = None
+    budget: str | None = None
+    seed: int | None = None
+    granularity: str | None = None
+
+
+def check(options: ProbeOptions) -> None:
+    """Check the options that its signal takes, and either recipe or model."""
+    from spkv_nas.evaluation.thresholds import check_tau
+    from spkv_nas.probing.flags import parse_sinks
+    from spkv_nas.probing.registry import check_options, signal_options
+    from spkv_nas.stages.checks import check_recipe
+    from spkv_nas.stages.subject import Subject
+
+    signal = options.signal or (DENSITY.name if options.recipe is not None else None)
+    if signal is not None:  # else the default depends on the model's config
+        check_options(signal, **{option.name: getattr(options, option.name) for option in signal_options()})
+    check_tau(options.tau)
+    parse_sinks(options.sinks)
+    if options.recipe is None:
+        Subject.of(options, REFERENCE, "probe on").check()
+    elif options.model is not None or options.data:
+        raise UserError("give a recipe, or --model with --data, not both: the recipe sets model and text")
+    else:
+        check_recipe(options.recipe)
+
+
+def chosen_options(options: ProbeOptions) -> dict[str, Any]:
+    """Return the options of the signal that the user set. Raises ``UserError`` for one that it does not take."""
+    from spkv_nas.probing.registry import check_options, signal_options
+
+    values = {option.name: getattr(options, option.name) for option in signal_options()}
+    check_options(chosen_signal(options), **values)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def chosen_signal(options: ProbeOptions) -> str:
+    """Return the options' signal, or the default: density with gates or a recipe, else head gates."""
+    from spkv_nas.model.checkpoint import read_gates
+    from spkv_nas.stages.subject import Subject
+
+    if options.signal is not None:
+        return options.signal
+    if options.recipe is not None:
+        return DENSITY.name
+    has_gates = read_gates(Subject.of(options, REFERENCE, "probe on").source) is not None
+    return DENSITY.name if has_gates else defaults.RECOMMENDED

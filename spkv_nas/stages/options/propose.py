@@ -1,0 +1,67 @@
+"""Declare the options of the ``propose`` command; the class's docstring is the help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from spkv_nas.artifacts.defaults import SOLUTIONS_APART
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MAX_REPEATS, MAX_WHOLE
+from spkv_nas.proposal.budget import PAPER_BUDGET
+from spkv_nas.proposal.registry import STRATEGIES
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import ONLY_PROBE, ConstraintOptions, InWorkspace
+
+NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MAX_REPEATS)]
+Robust = Annotated[
+    bool, Flag("Maximise the coverage of the worst domain, not of all text.", ("--robust",), panel=flags.MEMORY)
+]
+HeadCosts = Annotated[
+    Path | None,
+    Flag(
+        "Cost of each global head instead of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
+        metavar="FILE.csv",
+        panel=flags.MEMORY,
+    ),
+]
+NumSolutions = Annotated[
+    int | None,
+    Flag(
+        "Also write the N best layouts, the best included, that differ from each other in at least --apart KV heads.",
+        ("--solutions",),
+        low=2,
+        high=MAX_REPEATS,
+    ),
+]
+Apart = Annotated[
+    int | None, Flag("Minimum number of KV heads in which two --solutions differ.", low=1, high=MAX_WHOLE)
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposeOptions(ConstraintOptions, InWorkspace):
+    """Propose layouts for a budget of global heads, with every strategy. Writes layouts/NAME/.
+
+    A constraint, --robust or --head-costs adds the best layout that satisfies it. Several budgets give the best layout
+    at each of them, and the curve of coverage against budget in layouts/NAME/budgets.csv.
+    """
+
+    budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
+    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
+    tau: flags.ChosenTau = None
+    window: flags.OptionalWindow = default(None, "the probe's")
+    sinks: flags.OptionalSinks = default(None, "the probe's")
+    num_random: NumRandom = 3
+    seed: flags.Seed = 0
+    kv_bytes: flags.KvBytes = default(None, note="Replaces --budget.")
+    robust: Robust = False
+    head_costs: HeadCosts = None
+    solutions: NumSolutions = None
+    apart: Apart = default(None, str(SOLUTIONS_APART))
+
+
+# The help lists the strategies of the registry, those of installed packages included
+_STRATEGIES = "; ".join(f"{strategy.name}: {strategy.help}" for strategy in STRATEGIES)
+ProposeOptions.__doc__ = f"{ProposeOptions.__doc__}\n    Strategies: {_STRATEGIES}.\n    "

@@ -1,0 +1,197 @@
+"""Declare the options of the ``search`` command, whose docstring is the help, and make its specification from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from spkv_nas.artifacts.defaults import SAMPLER
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.progress import SILENT, Announce, Reporter
+from spkv_nas.proposal.budget import PAPER_BUDGET
+from spkv_nas.search.registry import SAMPLERS
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import EMBEDDED_RECIPE, ONLY_PROBE, LayerOptions, Trains
+
+if TYPE_CHECKING:  # pandas takes too long for --help
+    from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.search.space import Space
+    from spkv_nas.search.trials import Effort
+    from spkv_nas.training.recipe import Recipe
+
+Objective = Annotated[
+    str,
+    Flag(
+        "Objectives: nll; or nll,kv-bytes or nll,time for the Pareto front of both.", metavar="NAMES",
+        values=("nll", "nll,kv-bytes", "nll,time"),
+    ),
+]  # fmt: skip
+Trials = Annotated[int, Flag("Number of layouts to score without training.", low=1, high=10**6)]
+Sampler = Annotated[
+    str,
+    Flag(
+        f"Sampler of layouts: {'; '.join(f'{entry.name} ({entry.help})' for entry in SAMPLERS)}.",
+        values=SAMPLERS.names,
+    ),
+]
+Retrain = Annotated[
+    int,
+    Flag(
+        "Number of best layouts to retrain, beside the best start and the given ones: for a quarter of the recipe's "
+        "steps, then in full unless behind the median; 0 retrains none, not even those.",
+        low=0, high=10**6,
+    ),
+]  # fmt: skip
+Storage = Annotated[str | None, Flag("URL of the study's database, such as postgresql://...")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(LayerOptions, Trains):
+    """Search for better layouts than the strategies'. Writes reports/NAME/search.csv and layouts/NAME/search/.
+
+    Many layouts are scored without training, the best are retrained briefly, and those that keep up in full. Full
+    retrainings are evaluated on held-out text that was not used for selection (--max-tokens, at most half of it, is).
+    With a second objective, --budget may be a range or a list. The same command, started again here or on another
+    machine with the same workspace, is another worker of the same study; after an interruption it resumes.
+    """
+
+    layouts: flags.OptionalLayoutFiles = default(
+        note="Retrained, too; those within budget, window and constraints are also started from."
+    )
+    budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
+    probe: flags.OptionalProbe = default(None, ONLY_PROBE, note="Guides the search.")
+    recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Retrains the layouts.")
+    objective: Objective = "nll"
+    trials: Trials = 100
+    sampler: Sampler = SAMPLER
+    retrain: Retrain = 4
+    max_tokens: flags.MaxTokens = default(65_536, note="Held-out text for selection; at most half of it.")
+    context: flags.OptionalContext = None
+    storage: Storage = default(None, "SQLite in runs/NAME/search/")
+    name: flags.Name = default(None, "the probe's")
+    seed: flags.Seed = 0
+
+
+@dataclass(frozen=True)
+class SearchSpecification:
+    """Validated specification of a search, made without training.
+
+    Attributes:
+        effort: trials, sampler, seed and retrainings.
+        second_objective: second objective, "kv-bytes" or "time"; None without one.
+        context: tokens per sequence, for the second objective; None without one.
+        space: search space.
+        file: path of the recipe.
+        recipe: recipe to retrain layouts by.
+        name: name of the results.
+        starts: layouts that the search starts from, by name: the strategies' and the given ones in the space.
+        given: layouts that the user gave, by name.
+    """
+
+    effort: Effort
+    second_objective: str | None
+    context: int | None
+    space: Space
+    file: Path
+    recipe: Recipe
+    name: str
+    starts: dict[str, Layout]
+    given: dict[str, Layout]
+
+
+def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecification:
+    """Make a search's specification from its options. Raises ``UserError`` if they are invalid."""
+    from spkv_nas.artifacts.proposal import Proposal
+    from spkv_nas.base.units import parse_context
+    from spkv_nas.proposal.budget import parse_budget, parse_budgets
+    from spkv_nas.proposal.requirements import asks_for_several
+    from spkv_nas.search.space import Space
+    from spkv_nas.search.starts import starting_layouts
+    from spkv_nas.search.trials import Effort
+    from spkv_nas.stages.chosen import chosen_recipe, chosen_table
+    from spkv_nas.stages.requirements import read_constraints
+    from spkv_nas.training.recipe import Recipe
+
+    # Read the table, the recipe and the objective
+    table = chosen_table(options, reporter)
+    file = chosen_recipe(options, table, "search.yaml")
+    recipe = Recipe.read(file)
+    context = None if options.context is None else parse_context(options.context)
+    second_objective = _parse_objective(options.objective, context)
+    SAMPLERS[options.sampler]  # raises for an unknown one
+    # Define the search space
+    several = asks_for_several(options.budget, None)
+    number = table.num_candidates
+    budgets = parse_budgets(str(options.budget), number) if several else [parse_budget(options.budget, number)]
+    constraints = read_constraints(options)
+    window = table.window or recipe.gates.window
+    space = Space(table, (budgets[0], budgets[-1]), window, constraints.on(table))
+    space.check()
+    # Read the layouts to start from and to compare with
+    strategies, given = starting_layouts(space, budgets), Proposal.read(options.layouts or ()).layouts
+    _check_given(space, strategies, given)
+    starts = {**strategies, **{name: layout for name, layout in given.items() if space.contains(layout)}}
+    names = _distinct({**starts, **given}, reporter.announce)
+    return SearchSpecification(
+        Effort(options.trials, options.sampler, options.seed, options.retrain),
+        second_objective,
+        context,
+        space,
+        file,
+        recipe,
+        options.name or table.name,
+        *({name: layout for name, layout in part.items() if name in names} for part in (starts, given)),
+    )
+
+
+def _check_given(space: Space, strategies: Mapping[str, Layout], given: Mapping[str, Layout]) -> None:
+    """Raise ``UserError`` for a duplicate or reserved name, another window, or other sink tokens."""
+    from spkv_nas.artifacts.comparison import check_layout_names
+    from spkv_nas.proposal.coverage import coverage
+
+    check_layout_names(given)
+    for key, layout in given.items():
+        if key in strategies:
+            raise UserError(f"two layouts are called '{key}': rename one of them (key 'strategy')")
+        coverage(space.table, layout)  # raises for another grid
+        if (layout.window, layout.sinks) != (space.window, space.sinks):
+            raise UserError(
+                f"layout '{key}' has a window of {layout.window} tokens and {layout.sinks} sink tokens, the search "
+                f"{space.window} and {space.sinks}, as its probe '{space.table.name}'\n"
+                f"use layouts of that probe, or convert them (layout convert, with --window {space.window} "
+                f"--sinks {space.sinks})"
+            )
+
+
+def _distinct(layouts: Mapping[str, Layout], announce: Announce) -> set[str]:
+    """Return one name of each distinct layout, and announce those that are dropped."""
+    from spkv_nas.artifacts.proposal import distinct
+
+    names = distinct(layouts)
+    for first, *same in names.values():
+        for key in same:
+            announce(f"{key} and {first} are the same layout, which is tried once")
+    return set(names)
+
+
+def _parse_objective(objective: str, context: int | None) -> str | None:
+    """Return the second objective of "nll,kv-bytes" or "nll,time"; None for "nll" alone."""
+    names = [part.strip() for part in objective.split(",")]
+    if names == ["nll"]:
+        return None
+    if names not in (["nll", "kv-bytes"], ["nll", "time"]):
+        raise UserError(f"--objective '{objective}' is unknown; expected nll, nll,kv-bytes or nll,time")
+    if context is None:
+        raise UserError(f"--objective {objective} needs --context, the number of tokens per sequence")
+    return names[1]
+
+
+def check(options: SearchOptions) -> None:
+    """Check the options by making the search's specification, and the recipe's files."""
+    from spkv_nas.stages.checks import check_files
+
+    specification = specify(options)
+    check_files(specification.recipe, specification.file.parent)

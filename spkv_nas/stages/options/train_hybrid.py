@@ -1,0 +1,38 @@
+"""Declare the options of the ``train-hybrid`` command, and check them; the class's docstring is the help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import EMBEDDED_RECIPE, ONLY_PROBE, InPrecision, Trains
+
+Reference = Annotated[bool, Flag("Also retrain the SP-KV reference, with its gates.", ("--reference/--no-reference",))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainHybridOptions(Trains, InPrecision):
+    """Retrain layouts, full attention and SP-KV from one dense checkpoint. Writes reports/NAME/comparison.csv.
+
+    Runs resume where they stopped, and finished runs are reused: repeat the same command. The paths of the retrained
+    checkpoints are printed and written to reports/NAME/checkpoints.csv, for spkv-nas export.
+    """
+
+    layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
+    recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Its dense model is retrained.")
+    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
+    seeds: flags.Seeds = default(1, note="Each has a different data order.")
+    reference: Reference = True
+
+
+def check(options: TrainHybridOptions) -> None:
+    """Check the probe, the layouts and the recipe."""
+    from spkv_nas.stages.checks import check_recipe
+    from spkv_nas.stages.chosen import chosen_recipe, chosen_table
+    from spkv_nas.stages.lookup import find_proposal
+
+    table = chosen_table(options)
+    find_proposal(options.folders, table.name, options.layouts)
+    check_recipe(chosen_recipe(options, table, "demo.yaml"), options.dtype)

@@ -1,0 +1,313 @@
+"""Probe: score every KV head by density or another signal, and write the table to ``probes/<name>/``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from spkv_nas.artifacts.defaults import (
+    ABLATION_TOKENS,
+    LEARNING_TOKENS,
+    PRICED_STEPS,
+    SCORING_TOKENS,
+    STRONG_SINK,
+)
+from spkv_nas.artifacts.domains import about_small_domains
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.result_tables import ALARM
+from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.console import caution, out, say
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.version import environment
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.evaluation.alarms import check_text
+from spkv_nas.evaluation.micro_batch import fitting_batch, require_logits
+from spkv_nas.evaluation.zero_shot import cache_folder
+from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
+from spkv_nas.model.model_shape import check_tokens, config_shape
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.model.windows import default_window
+from spkv_nas.probing.flags import LAYER, parse_sinks
+from spkv_nas.probing.gains import opening_gains
+from spkv_nas.probing.measure import measure_signal
+from spkv_nas.probing.priced import learn_gates
+from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.probing.sinks import choose_sinks
+from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.stages.checks import check
+from spkv_nas.stages.next_steps import after_probe
+from spkv_nas.stages.options import REFERENCE
+from spkv_nas.stages.options.probe import ProbeOptions, chosen_options, chosen_signal
+from spkv_nas.stages.printing import identification, show_alarm
+from spkv_nas.stages.record import OPTIONS, probe_records, recorded
+from spkv_nas.stages.reference_run import train_dense, train_reference
+from spkv_nas.stages.result import Result
+from spkv_nas.stages.subject import Measured, Subject
+from spkv_nas.training.run_files import run_lock
+
+_LEARNING = ("budget", "steps", "window", "seed")  # options that apply where gates are learned
+_GAINS = "ablation_tokens"  # option of signals whose ranking is validated
+_MAX_TARGET = 0.99  # maximum target density of learned gates
+
+
+def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
+    """Probe a recipe's reference (trained first if need be), a user's checkpoint, or the embedded reference.
+
+    The default signal is density for a recipe or a model with gates, else the recommended one, head gates. To measure
+    density on a model without gates, gates are learned first, at the budget's price and with frozen weights. Other
+    signals append their name to the result's, and "layer" if they score whole layers.
+    """
+    check(options)
+    quiet_transformers(reporter)
+    options = replace(options, signal=chosen_signal(options))
+    signal = SIGNALS[str(options.signal)]
+    measured_values = {name: value for name, value in chosen_options(options).items() if signal.measures(name)}
+    subject = _subject(options, reporter)
+    measured = subject.load(
+        reporter,
+        with_logits=signal.computes_logits,
+        tokens=SCORING_TOKENS if signal.computes_logits else None,
+        learns=signal.needs_gates,
+    )
+    origin = _origin(subject, measured, options, reporter)
+    if signal.caches_scores:
+        root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
+        measured_values["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
+    if signal.computes_logits or signal.needs_gates:
+        measured_values["batch_size"] = measured.batch_size
+    # Learn gates
+    learned, sinks = dict[str, Any](), parse_sinks(options.sinks)
+    if measured.train is not None:
+        subject = _rename(subject, options)
+        learned = _learn(subject, measured, options, reporter)
+        sinks = learned.get("sinks", 0)  # those that the gates keep
+    elif signal.needs_gates and (unused := [name for name in _LEARNING if getattr(options, name) is not None]):
+        raise UserError(f"--{unused[0]} has no effect, because {subject.source} has gates already: remove it")
+    # Measure the signal, under a name that no table of other inputs has
+    inputs = on_main(lambda: _inputs(subject, measured, options))
+    name = on_main(lambda: _free_name(options.folders, subject.name, inputs, reporter))
+    with reporter.bar("probing") as progress:
+        table = measure_signal(
+            signal.name,
+            measured.model,
+            measured.blocks,
+            window=options.window,
+            sinks=sinks,
+            name=name,
+            metadata={**origin, **learned, OPTIONS: recorded(options), "environment": environment(), "inputs": inputs},
+            progress=progress,
+            **measured_values,
+        )
+    if measured.train is not None:
+        table = replace(table, selected_on=measured.blocks.text_ids | measured.train.text_ids)
+    # Write the table, then measure gains
+    folder = options.folders.probe_dir(name)
+    on_main(lambda: table.write(folder))
+    if signal.option(_GAINS) and (table_with_gains := _add_gains(table, measured, options, reporter)) is not table:
+        on_main(lambda: table_with_gains.write(folder))
+        return table_with_gains
+    return table
+
+
+def _inputs(subject: Subject, measured: Measured, options: ProbeOptions) -> str:
+    """Return 8 hexadecimal digits of what a table is made from: model, dtype, text, and options."""
+    places = ("model", "data", "recipe", "name")  # of what is hashed by content
+    settings = {key: value for key, value in recorded(options).items() if key not in places}
+    parts = [checkpoint_hash(subject.source), str(measured.model.dtype), settings]
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    for blocks in (measured.blocks, measured.train):
+        if blocks is not None:
+            blocks.feed(key)
+    return key.hexdigest()[:8]
+
+
+def _free_name(workspace: Workspace, name: str, inputs: str, reporter: Reporter) -> str:
+    """Return the first of NAME, NAME-2, NAME-3, ... that no probe has, or one of the same inputs, which is replaced."""
+    records = probe_records(workspace)
+    for number in count(1):
+        free = name if number == 1 else f"{name}-{number}"
+        if free not in records or records[free].get("inputs") == inputs:
+            break
+    if free != name:
+        reporter.announce(
+            f"probe '{name}' was measured on another model or text, or with other options, and is kept; this one is "
+            f"called '{free}'"
+        )
+    return free
+
+
+def _origin(subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter) -> dict[str, Any]:
+    """Return the record of the model and the text, with a warning if the model does not know the text."""
+    window = options.window or default_window(measured.model, measured.whole.block_size)
+    with reporter.bar("checking the text"):
+        _, text_alarm = check_text(measured.model, measured.whole, window, measured.separator)
+    return {
+        **(model_origin(subject.source) if options.recipe is None else {"model": subject.recipe.name}),
+        "data": measured.text,
+        **measured.dtypes,
+        "separator": measured.separator.as_mapping(),
+        **({} if text_alarm is None else {ALARM: text_alarm}),
+    }
+
+
+def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, reporter: Reporter) -> HeadScores:
+    """Add to a table the single-head gains that its ranking is judged by.
+
+    The table is returned unchanged where the user switched gains off or they cannot be measured.
+    """
+    model, length = measured.model, measured.whole.block_size
+    tokens = ABLATION_TOKENS if options.ablation_tokens is None else options.ablation_tokens
+    blocks = measured.whole.spread(max(1, tokens // length))
+    if not tokens:
+        return table
+    assert table.window is not None
+    try:
+        check_tokens(model, blocks.largest_token)
+        size = fitting_batch(model, blocks)
+        on_main(lambda: require_logits(model, size, length))  # all ranks continue, or none
+        with reporter.bar("validating the ranking") as progress:
+            gains, gains_record = opening_gains(
+                model, blocks, table.window, sinks=table.sinks, batch_size=size, progress=progress
+            )
+    except UserError as error:
+        reporter.caution(f"the ranking was not validated: {first_line(error)}")
+        return table
+    documents = (table.selected_on or frozenset()) | blocks.text_ids
+    return replace(table, gains=gains, metadata={**table.metadata, "gains": gains_record}, selected_on=documents)
+
+
+def _rename(subject: Subject, options: ProbeOptions) -> Subject:
+    """Rename results of embedded models so that they do not overwrite the reference's."""
+    has_own_name = (
+        options.name is not None or subject.name != subject.family or not subject.source.startswith(EMBEDDED_PREFIX)
+    )
+    return subject if has_own_name else replace(subject, name=f"{subject.name}-frozen")
+
+
+def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter) -> dict[str, Any]:
+    """Attach gates to a model, train them or load the finished ones, and return a record of their training."""
+    model, blocks = measured.model, measured.train
+    assert blocks is not None
+    num_heads = math.prod(config_shape(model.config).grid)
+    window, sinks = options.window or default_window(model, blocks.block_size), parse_sinks(options.sinks)
+    sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
+    config = GateConfig(
+        window=window,
+        sinks=sinks,
+        tau=GateConfig().tau if options.tau is None else options.tau,
+        target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MAX_TARGET),
+    )
+    schedule = {"steps": options.steps or PRICED_STEPS, "step_tokens": LEARNING_TOKENS, "seed": options.seed or 0}
+    key_parts = [on_main(lambda: checkpoint_hash(subject.source)), str(model.dtype), config.model_dump(), schedule]
+    key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode())
+    blocks.feed(key)
+    folder = options.folders.run_dir(subject.name) / f"gates-{key.hexdigest()[:12]}"
+    start = time.perf_counter()
+    with run_lock(folder, reporter.announce), reporter.bar("learning gates") as progress:
+        learned = learn_gates(model, blocks, config, state=folder / "state", progress=progress, **schedule)
+    reporter.reused(learned.resumed_at, learned.steps, "gate training steps")
+    if learned.resumed_at < learned.steps:
+        reporter.announce(f"trained gates on {learned.tokens:,} tokens in {time.perf_counter() - start:.0f} s")
+    return {**learned.as_mapping(), **({"sinks": sinks, **sink_facts} if sinks else {})}
+
+
+def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
+    """Return the subject to probe.
+
+    Of a recipe that is its reference, or its dense model for a signal that needs no gates; either is trained first.
+    """
+    if options.recipe is None:
+        subject = Subject.of(options, REFERENCE, "probe on")
+    else:
+        trained: dict[str, Any] = {"workspace": options.folders, "device": options.device, "reporter": reporter}
+        if SIGNALS[str(options.signal)].needs_gates:
+            checkpoint = train_reference(options.recipe, **trained).reference
+        else:
+            checkpoint = train_dense(options.recipe, **trained)
+        subject = Subject.of_recipe(options, options.recipe, checkpoint)
+    if options.name is None and options.signal != DENSITY.name:
+        suffix = f"{options.signal}-layer" if options.granularity == LAYER else options.signal
+        return replace(subject, name=f"{subject.name}-{suffix}")
+    return subject
+
+
+def show(table: HeadScores) -> None:
+    """Print a probe's mean score, its highest head, and its warnings."""
+    show_alarm(table.metadata.get("alarm"))
+    densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
+    measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
+    digits = ".3f" if table.is_density else ".3g"
+    out.print(
+        f"[bold]{escape(table.name)}[/bold]: {table.num_layers} layers x {table.num_kv_heads} KV heads, "
+        f"{measure} mean {table.mean:{digits}}, std {table.std:{digits}}; "
+        f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else digits}})"
+    )
+    if (sinks := _about_sinks(table)) is not None:
+        say(sinks)
+    if (domain_warning := about_small_domains(table)) is not None:
+        say(domain_warning)
+    for line in table.diagnosis():
+        caution(line)
+
+
+def _about_sinks(table: HeadScores) -> str | None:
+    """Return a sentence on the measured attention sinks and the sink tokens of layouts; None without either."""
+    sink_tokens = f"{table.sinks or 'no'} sink token{'' if table.sinks == 1 else 's'}"
+    if (mass := table.metadata.get("sink_mass")) is None:
+        return f"layouts get {sink_tokens}" if table.sinks else None
+    # The attention on the tokens that layouts get, or on the first, and the heads that were measured
+    share = 100 * table.metadata.get("sink_tokens_mass", mass)
+    first = "first token" if table.sinks < 2 else f"first {table.sinks} tokens"
+    strong, heads = table.metadata["sink_heads"], table.metadata["measured_heads"]
+    among = f"{heads} heads" + ("" if heads == table.num_heads else " without a native sliding window")
+    sentence = (
+        f"{share:.{0 if share >= 10 else 1}f} % of attention is on the {first}; {strong} of {among} "
+        f"give the first four more than {100 * STRONG_SINK:.0f} %: layouts get {sink_tokens}"
+    )
+    # The massive activation that sinks come with
+    if (massive := table.metadata.get("massive_activation")) is None:
+        return sentence
+    return (
+        f"{sentence}\nlargest activation: {massive['ratio']:,.0f} times the layer's median (layer {massive['layer']}, "
+        f"channel {massive['channel']}, token {massive['position']})"
+    )
+
+
+def document(table: HeadScores, folder: Path) -> dict[str, Any]:
+    """Return a probe's mean over heads and the scores of every head."""
+    return {
+        **identification(table),
+        "mean": table.mean,
+        "standard_deviation": table.std,
+        "sinks": table.sinks,
+        "sink_mass": table.metadata.get("sink_mass"),
+        "massive_activation": table.metadata.get("massive_activation"),
+        "alarm": table.metadata.get("alarm"),
+        "diagnosis": table.diagnosis(),
+        "heads": table.rows,
+        "folder": folder,
+    }
+
+
+def run(options: ProbeOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    table = probe(options, reporter)
+    return Result(
+        table,
+        show,
+        partial(document, folder=options.folders.probe_dir(table.name)),
+        next=() if ALARM in table.metadata else after_probe(options, table),
+    )

@@ -1,0 +1,397 @@
+"""Propose: layouts for one budget or several, and the agreement of probes on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.artifacts.defaults import RECOMMENDED, SOLUTIONS_APART
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.selection import write_selection
+from spkv_nas.base.console import caution, out, print_path, say
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.units import format_bytes
+from spkv_nas.base.workspace import SOLUTIONS, Workspace
+from spkv_nas.evaluation.trust import Trust
+from spkv_nas.probing.flags import LAYER
+from spkv_nas.proposal.answer import Answer, propose_for, random_spread, uneven_budgets, write_proposal
+from spkv_nas.proposal.budget_curve import BudgetCurve, curve_for, write_budgets
+from spkv_nas.proposal.coverage import coverage
+from spkv_nas.proposal.propose import (
+    MATCH_BUDGET,
+    default_window,
+    layer_advice,
+    price_advice,
+    tau_advice,
+    tie_advice,
+    unmatched,
+    with_sinks,
+)
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, write_solutions
+from spkv_nas.proposal.stability import LEVEL, Certainty, bootstrap
+from spkv_nas.proposal.stability import caution as about_certainty
+from spkv_nas.stages.chosen import chosen_table
+from spkv_nas.stages.commands import Suggestion, command_line
+from spkv_nas.stages.next_steps import after_propose
+from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.printing import identification
+from spkv_nas.stages.record import read_options
+from spkv_nas.stages.requirements import read_requirements
+from spkv_nas.stages.result import Result
+from spkv_nas.stages.table_trust import neighbours, trust, unknown_trust, window_advice
+
+
+@dataclass(frozen=True)
+class ProposalResult:
+    """Result of ``propose``.
+
+    Attributes:
+        answer: layouts, their coverage and its uncertainty.
+        sentences: remarks on memory, the worst domain, uncertainty and trust.
+        advice: why another threshold or granularity would rank the heads better, or how far the nearest threshold is
+            from the budget; None where there is nothing to say.
+        trust: how well the table ranks the heads; None where that was not measured.
+        folder: folder of the layouts.
+        next: commands to run next, the recommended one first.
+    """
+
+    answer: Answer
+    sentences: list[str]
+    advice: str | None
+    trust: Trust | None
+    folder: Path
+    next: tuple[Suggestion, ...]
+
+
+@dataclass(frozen=True)
+class BudgetsResult:
+    """Result of ``propose`` at several budgets.
+
+    Attributes:
+        curve: best layout at every budget.
+        caution: what the confidence intervals do not cover.
+        folder: folder of layouts, curve and figure.
+        figure: path of the figure; None where the plotting library is not installed.
+    """
+
+    curve: BudgetCurve
+    caution: str | None
+    folder: Path
+    figure: Path | None
+
+
+def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
+    """Propose layouts for a budget by every strategy and write them to ``layouts/<name>/``."""
+    requirements, measured = _requirements(options), chosen_table(options, reporter)
+    table = with_sinks(measured, options.sinks)
+    if (missed_price := table.missed_price) is not None:
+        reporter.caution(missed_price)
+    others = [with_sinks(other, options.sinks) for other in _recommended(options.folders, measured)]
+    solutions = None
+    if options.solutions is not None:
+        solutions = SeveralSolutions(options.solutions, SOLUTIONS_APART if options.apart is None else options.apart)
+    # Solve for the layouts
+    with reporter.bar("resampling") as progress:
+        answer = propose_for(
+            table,
+            requirements,
+            options.budget,
+            tau=options.tau,
+            window=options.window,
+            seed=options.seed,
+            num_random=options.num_random,
+            others=others,
+            solutions=solutions,
+            progress=progress,
+        )
+    # Write layouts and judge the ranking
+    folder = options.folders.layout_dir(table.name)
+    write_proposal(folder, answer, reporter)
+    _keep_selection(folder, [table, *others])
+    if answer.solutions is not None:
+        write_solutions(folder, answer.solutions, reporter)
+    table_trust = trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
+    trust_sentence = unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
+    sentences = [
+        None if answer.solutions is None else answer.solutions.shortfall,
+        *_sentences(answer, requirements, options),
+        trust_sentence,
+        window_advice(options.folders, measured),
+    ]
+    # Suggest what to run next
+    advice = _advice(answer, options)
+    steps = after_propose(options, answer.table)
+    if advice is not None and advice.command:
+        steps.append(Suggestion(advice.command))
+    return ProposalResult(
+        answer,
+        [sentence for sentence in sentences if sentence is not None],
+        None if advice is None else advice.reason,
+        table_trust,
+        folder,
+        tuple(steps),
+    )
+
+
+def _keep_selection(folder: Path, tables: Sequence[HeadScores]) -> None:
+    """Write the documents that the heads of tables were scored on, where they are known, beside layouts."""
+    for table in tables:
+        if table.selected_on is not None:
+            write_selection(folder, table.selected_on)
+
+
+def _recommended(workspace: Workspace, table: HeadScores) -> list[HeadScores]:
+    """Return the recommended signal's scores of the model that densities are of, if the workspace has them.
+
+    They were measured with the densities' sink tokens: with others, layouts do not compare.
+    """
+    if not table.is_density:
+        return []
+    others = (other for other in neighbours(workspace, table) if other.sinks == table.sinks)
+    return [other for other in others if other.signal == RECOMMENDED][:1]
+
+
+def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
+    """Suggest another granularity, price or threshold, with its command where the probe's record is complete."""
+    table, num_global = answer.table, answer.layouts["densest"].num_global
+    same_options = replace(options, probe=options.probe or table.name)
+    if (reason := layer_advice(table, options.granularity)) is not None:
+        is_of_layers = table.metadata.get("granularity") == LAYER
+        return Suggestion(command_line(replace(same_options, granularity=LAYER)) if is_of_layers else "", reason)
+    if (reason := price_advice(table, num_global)) is not None:
+        return Suggestion(_probe_command(f"{num_global / table.num_heads:.0%}", table, options), reason)
+    if options.tau is None and (reason := tau_advice(table, num_global)) is not None:
+        return Suggestion(command_line(replace(same_options, tau=MATCH_BUDGET)), reason)
+    if options.tau == MATCH_BUDGET and (reason := unmatched(table, num_global)) is not None:
+        return Suggestion("", reason)
+    return None
+
+
+def _probe_command(share: str, table: HeadScores, options: ProposeOptions) -> str:
+    """Format the command that probes anew for a budget.
+
+    Return "" where the checkpoint has gates of its own, or the probe's record is incomplete.
+    """
+    recorded = read_options(table.metadata, options.folders.root)
+    takes_budget = "budget" in table.metadata or "training_steps" in table.metadata
+    return command_line(replace(recorded, budget=share)) if recorded is not None and takes_budget else ""
+
+
+def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:
+    """Return remarks on a proposal: the default budget, memory, the worst domain, ties, and uncertainty."""
+    num_global = answer.layouts["densest"].num_global
+    sentences = [requirements.memory(answer.table, num_global, options.window)]
+    if options.budget is None and options.kv_bytes is None:
+        sentences += [
+            f"budget: {num_global} of {answer.table.num_heads} KV heads, the paper's 2 of 7; --budget sets another"
+        ]
+    if requirements.robust:
+        worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
+        sentences += [f"coverage of the worst domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
+    sentences += [
+        default_window(answer.table, options.window),
+        _about_sinks(answer.table.sinks),
+        tie_advice(answer.table, num_global),
+        uneven_budgets(answer.rows, num_global),
+    ]
+    sentences += [*(answer.certainty.sentences() if answer.certainty else []), about_certainty(answer.table)]
+    return [sentence for sentence in sentences if sentence is not None]
+
+
+def _about_sinks(sinks: int) -> str | None:
+    """Return a sentence on the sink tokens of layouts; None without any."""
+    if not sinks:
+        return None
+    tokens = "token" if sinks == 1 else f"{sinks} tokens"
+    return f"sink tokens: local heads also see the first {tokens} of a text; --sinks sets another number"
+
+
+def _requirements(options: ProposeOptions) -> Requirements:
+    """Read the requirements on layouts, including those that only ``propose`` takes."""
+    return replace(
+        read_requirements(options), robust=options.robust, head_costs=options.head_costs, kv_bytes=options.kv_bytes
+    )
+
+
+def is_for_several(options: ProposeOptions) -> bool:
+    """Return whether options have several budgets. Raises ``UserError`` for options that exclude each other."""
+    if options.apart is not None and options.solutions is None:
+        raise UserError("--apart needs --solutions, the number of layouts that differ in so many heads")
+    has_several = _requirements(options).asks_for_curve(options.budget, options.tau)
+    if has_several and options.solutions is not None:
+        raise UserError("--solutions needs a single budget: give one, or leave out --solutions")
+    return has_several
+
+
+def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> BudgetsResult:
+    """Find the best layout at each of several budgets.
+
+    Layouts, curve and figure are written to ``layouts/<name>/budgets/``.
+    """
+    from spkv_nas.report.budget_charts import coverage_budget_chart
+    from spkv_nas.report.figures import save_figure
+
+    table = with_sinks(chosen_table(options, reporter), options.sinks)
+    if (missed_price := table.missed_price) is not None:
+        reporter.caution(missed_price)
+    # Solve at every budget
+    with reporter.bar("solving") as progress:
+        curve = curve_for(
+            table,
+            _requirements(options),
+            str(options.budget),
+            tau=options.tau,
+            window=options.window,
+            progress=progress,
+        )
+    # Write layouts, curve and figure
+    folder = options.folders.layout_dir(table.name)
+    write_budgets(folder, curve, reporter)
+    _keep_selection(folder, [table])
+    covered = {name: coverage(curve.table, layout) for name, layout in curve.layouts.items()}
+    resampled = bootstrap(curve.table)
+    certainty = None if resampled is None else Certainty.of(resampled, curve.layouts, curve.knee.budget)
+    chart = coverage_budget_chart(curve.table, curve.layouts, covered, certainty)
+    figure = None if chart is None else save_figure(folder, replace(chart, name="budgets"))
+    return BudgetsResult(curve, about_certainty(curve.table), folder, figure)
+
+
+_CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
+
+
+def show(result: ProposalResult) -> None:
+    """Print proposed layouts by coverage, then the answers to the other options and the advice."""
+    _layouts(result)
+    if result.answer.solutions is not None:
+        _solutions(result.answer.solutions, result.folder)
+    for sentence in result.sentences:
+        say(sentence)
+    if result.advice is not None:
+        caution(result.advice)
+
+
+def _layouts(result: ProposalResult) -> None:
+    """Print proposed layouts by coverage, and the spread of random ones."""
+    answer = result.answer
+    table, spread = answer.table, random_spread(answer.rows)
+    measure = f"density coverage at tau {table.tau:g}" if table.is_density else f"coverage of {table.signal}"
+    has_memory = "kv_bytes" in answer.rows
+    columns = ["strategy", "global heads", "density %", "coverage %", *(["memory"] if has_memory else []), "note"]
+    grid = Table(*columns, title=measure)
+    for row in answer.rows.itertuples():
+        cells = [row.strategy, str(row.num_global), f"{row.density_percent:.1f}", f"{100 * row.coverage:.2f}"]
+        if has_memory:
+            cells.append("-" if pd.isna(row.kv_bytes) else format_bytes(int(row.kv_bytes)))
+        grid.add_row(*cells, row.note)
+    out.print(grid)
+    if spread is not None and spread.standard_deviation > 0:
+        out.print(
+            f"random layouts: coverage {100 * spread.mean:.2f} % on average, "
+            f"standard deviation {100 * spread.standard_deviation:.2f}"
+        )
+    out.print(f"layouts: {escape(str(result.folder))}", soft_wrap=True)
+
+
+def _solutions(solutions: Solutions, folder: Path) -> None:
+    """Print several solutions, best first, with the coverage that each loses."""
+    rows = solutions.rows
+    has_intervals, has_notes = rows["lost_low"].notna().all(), rows["note"].any()
+    columns = ["solution", "global heads", "coverage %", "lost", *(["from", "to"] if has_intervals else [])]
+    columns += ["heads that differ", *(["note"] if has_notes else [])]
+    interval_note = f"; from, to: {100 * LEVEL:.0f} % interval of the loss" if has_intervals else ""
+    grid = Table(*columns, title=f"solutions at least {solutions.request.apart} heads apart{interval_note}")
+    for row in rows.itertuples():
+        cells = {
+            "solution": row.strategy,
+            "global heads": str(row.num_global),
+            "coverage %": f"{100 * row.objective:.2f}",
+            "lost": f"{100 * row.lost:.2f}",
+            "from": f"{100 * row.lost_low:.2f}",
+            "to": f"{100 * row.lost_high:.2f}",
+            "heads that differ": str(row.differing),
+            "note": row.note,
+        }
+        grid.add_row(*(cells[column] for column in columns))
+    out.print(grid)
+    print_path("solutions", folder / SOLUTIONS)
+
+
+def show_budgets(result: BudgetsResult) -> None:
+    """Print about ``_CURVE_ROWS`` rows of a budget curve, and its knee."""
+    table, rows, knee = result.curve.table, result.curve.rows, result.curve.knee
+    has_intervals, has_memory = rows["coverage_low"].notna().all(), rows["kv_bytes"].notna().all()
+    # Choose the columns that have data
+    columns = ["budget", *(["heads"] if (rows["num_global"] != rows["budget"]).any() else []), "coverage %"]
+    columns += [*(["from", "to"] if has_intervals else []), "worst domain %", *(["memory"] if has_memory else [])]
+    columns += ["no dearer"] if "no_dearer" in rows else []
+    interval_note = f"; from, to: {100 * LEVEL:.0f} % interval" if has_intervals else ""
+    grid = Table(*columns, title=f"{escape(table.name)} at tau {table.tau:g}{interval_note}")
+    # Print every step-th row, the knee and the last row
+    step = -(-len(rows) // _CURVE_ROWS)
+    for row in rows.itertuples():
+        if row.Index % step and row.budget != knee.budget and row.Index != len(rows) - 1:
+            continue
+        cells = {
+            "budget": f"{row.budget}{' knee' if row.budget == knee.budget else ''}",
+            "heads": str(row.num_global),
+            "coverage %": f"{100 * row.coverage:.2f}",
+            "from": f"{100 * row.coverage_low:.2f}",
+            "to": f"{100 * row.coverage_high:.2f}",
+            "worst domain %": f"{100 * row.worst_domain:.2f}",
+            "memory": format_bytes(int(row.kv_bytes)) if has_memory else "",
+            "no dearer": str(row.no_dearer) if "no_dearer" in rows and row.no_dearer > row.num_global else "",
+        }
+        grid.add_row(*(cells[column] for column in columns))
+    out.print(grid)
+    # Knee, caution, files
+    out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
+    if "no_dearer" in rows:
+        say("no dearer: the largest number of global heads that takes no more memory in the engine")
+    if result.caution is not None:
+        say(result.caution)
+    print_path("curve", result.figure or result.folder / "budgets.csv")
+    print_path("layouts", result.folder / "budgets")
+
+
+def document(result: ProposalResult) -> dict[str, Any]:
+    """Return the proposed layouts by coverage, with their confidence intervals, advice and trust."""
+    answer = result.answer
+    return {
+        **identification(answer.table),
+        "layouts": answer.rows,
+        "solutions": None if answer.solutions is None else answer.solutions.rows,
+        "certainty": None if answer.certainty is None else answer.certainty.intervals,
+        "sentences": result.sentences,
+        "advice": result.advice,
+        "trust": result.trust,
+        "folder": result.folder,
+    }
+
+
+def budgets_document(result: BudgetsResult) -> dict[str, Any]:
+    """Return every row of a budget curve, and its knee."""
+    curve = result.curve
+    return {
+        **identification(curve.table),
+        "budgets": curve.rows,
+        "knee": curve.knee,
+        "caution": result.caution,
+        "folder": result.folder,
+        "figure": result.figure,
+    }
+
+
+def run(options: ProposeOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    if is_for_several(options):
+        return Result(propose_several(options, reporter), show_budgets, budgets_document)
+    result = propose(options, reporter)
+    return Result(result, show, document, next=result.next)

@@ -1,0 +1,94 @@
+"""Train the dense model of a recipe and its SP-KV reference, for ``train`` and ``probe RECIPE``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from spkv_nas.artifacts.density_log import read_density_log
+from spkv_nas.base.device import choose_device
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.files import read_text, write_atomic
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.tables import MAX_BYTES
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.training.branches import BranchContext
+from spkv_nas.training.corpus import join_processes
+from spkv_nas.training.dense import dense_run, is_dense_trained
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.variants import Variant
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Checkpoints that a recipe trains.
+
+    Attributes:
+        dense: folder of the dense model.
+        reference: folder of the SP-KV reference.
+    """
+
+    dense: Path
+    reference: Path
+
+
+def train_reference(
+    file: Path, workspace: Workspace, *, device: str | None, dtype: str | None = None, reporter: Reporter = SILENT
+) -> Trained:
+    """Train a recipe's dense model and its SP-KV branch, reusing finished runs.
+
+    Args:
+        file: the recipe.
+        workspace: workspace for the runs.
+        device: "cpu" or "cuda"; None: cuda if available.
+        dtype: precision that replaces the recipe's; None keeps it.
+        reporter: receives messages and progress.
+    """
+    recipe = _read_recipe(file, workspace, device, dtype, reporter)
+    for line in recipe.warnings():
+        reporter.caution(f"warning: {line}")
+    # Count what is finished
+    runs, variant = workspace.run_dir(recipe.name), Variant.sp_kv()
+    recipe = on_main(lambda: recipe.resolve_precision(choose_device(device)))
+    dense = dense_run(recipe, runs)
+    finished = [] if dense is None else [is_dense_trained(dense)]
+    context = BranchContext.prepare(recipe, file.parent, runs, device=device, reporter=reporter)
+    finished.append(context.is_trained(variant))
+    reporter.reused(sum(finished), len(finished), "runs")
+    # Train the SP-KV branch
+    reference = context.train(variant).checkpoint
+    on_main(lambda: _show_training(reference, workspace.report_dir(recipe.name)))
+    return Trained(context.dense, reference)
+
+
+def train_dense(
+    file: Path, workspace: Workspace, *, device: str | None, dtype: str | None = None, reporter: Reporter = SILENT
+) -> Path:
+    """Train a recipe's dense model, unless it is finished or given, and return its checkpoint; see above."""
+    recipe = _read_recipe(file, workspace, device, dtype, reporter)
+    runs = workspace.run_dir(recipe.name)
+    return BranchContext.prepare(recipe, file.parent, runs, device=device, reporter=reporter).dense
+
+
+def _read_recipe(file: Path, workspace: Workspace, device: str | None, dtype: str | None, reporter: Reporter) -> Recipe:
+    """Read a recipe, join torchrun's processes, and check the workspace."""
+    quiet_transformers(reporter)
+    recipe = Recipe.read(file).with_precision(dtype)
+    join_processes(recipe, device)
+    workspace.check_writable()
+    return recipe
+
+
+def _show_training(checkpoint: Path, folder: Path) -> None:
+    """Write ``density-evolution`` (.csv, figure) and ``heldout-log.csv`` of a run that was long enough to log them."""
+    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.training_charts import density_evolution_chart
+
+    log, heldout = checkpoint / "density-log.csv", checkpoint / "heldout-log.csv"
+    if log.is_file():
+        rows = read_density_log(log)
+        write_atomic(folder / "density-evolution.csv", read_text(log, "density log", max_bytes=MAX_BYTES))
+        save_chart(folder, density_evolution_chart(rows))
+    if heldout.is_file():
+        write_atomic(folder / "heldout-log.csv", read_text(heldout, "held-out log", max_bytes=MAX_BYTES))

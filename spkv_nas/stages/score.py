@@ -1,0 +1,150 @@
+"""Score layouts on a checkpoint without training, to ``reports/<name>/zero-shot.csv``."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.artifacts.defaults import SCORE_TOKENS
+from spkv_nas.artifacts.result_tables import SCORES
+from spkv_nas.base.console import out, print_path, say
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.units import format_seconds
+from spkv_nas.evaluation.alarms import Circumstances, alarm
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.separators import SeparatorReport
+from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.proposal.answer import uneven_budgets
+from spkv_nas.proposal.coverage import coverage
+from spkv_nas.stages.lookup import find_proposal, find_table
+from spkv_nas.stages.next_steps import after_score
+from spkv_nas.stages.options import DENSE
+from spkv_nas.stages.options.score import ScoreOptions
+from spkv_nas.stages.printing import about_errors, about_selection, change, show_alarm
+from spkv_nas.stages.result import Result
+from spkv_nas.stages.selection import find_selected
+from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
+
+
+def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
+    """Measure the zero-shot NLL of layouts on a checkpoint and write ``reports/<name>/zero-shot.csv``."""
+    quiet_transformers(reporter)
+    # Read table and layouts
+    workspace = options.folders
+    table = None if options.probe is None else find_table(workspace, options.probe)
+    if table is not None and options.separator is None:
+        report = SeparatorReport.parse(table.metadata.get("separator"))
+        options = options if report is None else replace(options, separator=report.best)
+    subject = Subject.of(options, DENSE, "score on")
+    family = subject.family if table is None else table.name
+    name = options.name or (subject.name if table is None else table.name)
+    proposal = find_proposal(workspace, options.name or family, options.layouts)
+    proposal.warn_of_windows()
+    covered = {}
+    if table is not None:
+        table_at_tau = proposal.table(table)
+        covered = {key: coverage(table_at_tau, layout) for key, layout in proposal.layouts.items()}
+    # Score full attention and every layout
+    workspace.check_writable()
+    measured = subject.load(reporter, tokens=SCORE_TOKENS)
+    _announce_size(measured, len(proposal.layouts), reporter)
+    root = workspace.run_dir(family) / "zero-shot"  # shared with probes and searches
+    cache = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
+    full_attention, *scores = zero_shot(
+        measured.model,
+        [None, *proposal.layouts.values()],
+        measured.blocks,
+        cache=cache,
+        reporter=reporter,
+        batch_size=measured.batch_size,
+    )
+    # Write the table
+    by_name = dict(zip(proposal.layouts, scores, strict=True))
+    circumstances = Circumstances.of(measured.model, measured.blocks, full_attention, measured.separator)
+    found_alarm = alarm(circumstances, full_attention, by_name, proposal.layouts)
+    rows = score_table(proposal.layouts, by_name, full_attention, covered)
+    selected = find_selected(workspace, proposal.layouts, near=proposal.files.values(), with_scores=False)
+    num_selection = selected.count(measured.blocks)
+    selected_by = selected.among(measured.blocks)
+    sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
+    origin = measured_on(
+        subject,
+        measured,
+        full_attention,
+        probe=None if table is None else table.name,
+        windows=proposal.windows,
+        **sinks,
+        selected_by=list(selected_by),
+        num_selection=num_selection,
+        alarm=found_alarm,
+        inputs=cache.name[:8],
+    )
+    folder = workspace.report_dir(name)
+    on_main(lambda: _write(folder, rows, origin, measured, reporter))
+    counts = (full_attention.num_documents, full_attention.effective_documents)
+    return NLLTable(name, rows, folder, *counts, selected_by, num_selection, found_alarm)
+
+
+def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], measured: Measured, reporter: Reporter) -> None:
+    """Write the table, with the layouts that were scored earlier on the same text, and the documents of the text."""
+    earlier = None
+    with suppress(UserError):  # a damaged table is kept beside the new one
+        earlier = SCORES.read(folder)
+    if earlier is not None and earlier[1].get("inputs") == origin["inputs"]:
+        others = earlier[0][~earlier[0]["hash"].isin(rows["hash"])]
+        for distinction in ("num_global", "hash"):  # of equal names, as in "densest-12"
+            same = others["strategy"].isin(rows["strategy"]) | others["strategy"].duplicated()
+            others.loc[same, "strategy"] += "-" + others[distinction].astype(str)
+        rows = pd.concat([rows.head(1), pd.concat([rows[1:], others]).sort_values("nll")])
+    SCORES.write(folder, rows, origin, reporter, measured.blocks.text_ids)
+
+
+def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> None:
+    """Announce how much of the text is measured and, after timing a block, how long that takes at most."""
+    blocks, whole = measured.blocks, measured.whole
+    start = time.perf_counter()
+    document_nll(measured.model, blocks.take(1), batch_size=1)
+    seconds = (1 + num_layouts) * blocks.num_blocks * (time.perf_counter() - start)
+    part = f"{blocks.tokens.size:,} tokens"
+    if blocks.num_blocks < whole.num_blocks:
+        part += f" of {whole.tokens.size:,} (--max-tokens measures more)"
+    reporter.announce(f"scoring full attention and {num_layouts} layouts on {part}: at most {format_seconds(seconds)}")
+
+
+def show(result: NLLTable) -> None:
+    """Print the NLL of every layout."""
+    show_alarm(result.alarm)
+    title = f"{escape(result.name)}: without training"
+    grid = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=title)
+    rows, same = result.rows[result.rows["hash"] != ""], result.rows.groupby("hash", sort=False)["strategy"]
+    for row in result.rows.drop_duplicates("hash").itertuples():
+        coverage = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
+        grid.add_row(
+            escape(" = ".join(same.get_group(row.hash))),
+            str(row.num_global),
+            coverage,
+            f"{row.nll:.4f}",
+            change(row.delta_nll_percent, row.delta_nll_standard_error),
+        )
+    out.print(grid)
+    if (uneven := uneven_budgets(rows, int(rows["num_global"].mode().max()))) is not None:
+        say(uneven)
+    about_errors(result.num_documents, result.effective_documents)
+    about_selection(result.num_selection, result.selected_by)
+    print_path("scores", result.folder / "zero-shot.csv")
+
+
+def run(options: ScoreOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    result = score(options, reporter)
+    return Result(result, show, next=after_score(options, result))

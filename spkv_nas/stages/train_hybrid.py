@@ -1,0 +1,120 @@
+"""Retrain layouts from one dense checkpoint and compare them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV
+from spkv_nas.base.console import out, say
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.ranking import format_rank_correlation
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.chosen import chosen_recipe, chosen_table
+from spkv_nas.stages.lookup import find_proposal
+from spkv_nas.stages.next_steps import after_training_hybrids
+from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
+from spkv_nas.stages.printing import about_errors, change, show_alarm
+from spkv_nas.stages.result import Result
+from spkv_nas.training import hybrids
+from spkv_nas.training.hybrids import Comparison
+from spkv_nas.training.recipe import Recipe
+
+
+def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hybrids.Comparison:
+    """Retrain layouts, by default all of the workspace's, and write their comparison to ``reports/<name>/``."""
+    workspace = options.folders
+    # Read probe, layouts and recipe
+    table = chosen_table(options, reporter)
+    proposal = find_proposal(workspace, table.name, options.layouts)
+    recipe_file = chosen_recipe(options, table, "demo.yaml")
+    recipe = Recipe.read(recipe_file).with_precision(options.dtype)
+    # Warn before hours of work
+    if (missed_price := table.missed_price) is not None:
+        reporter.caution(missed_price)
+    proposal.warn_of_windows({f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None)
+    quiet_transformers(reporter)
+    for line in recipe.warnings() if options.reference else ():
+        reporter.caution(f"warning: {line}")
+    # Retrain and compare
+    return hybrids.train_hybrids(
+        recipe,
+        proposal.layouts,
+        proposal.table(table),
+        workspace,
+        base=recipe_file.parent,
+        num_seeds=options.seeds,
+        reference=options.reference,
+        device=options.device,
+        reporter=reporter,
+    )
+
+
+def show(result: Comparison) -> None:
+    """Print retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
+    show_alarm(result.alarm)
+    baselines = {DENSE: "dense, as it is", FULL_ATTENTION: "control: full attention"}
+    extended = "extended_nll" in result.rows
+    # Table of layouts
+    grid = Table(
+        "",
+        "density\n%",
+        "coverage\n%",
+        "zero-shot\nΔNLL %",
+        "\nNLL",
+        "\nΔNLL %",
+        "relative to\ncontrol %",
+        *(["longer\nblocks NLL", "relative to\ncontrol %"] if extended else []),
+        title="retrained from one dense checkpoint; ΔNLL is relative to that checkpoint as it is",
+    )
+    for row in result.rows.itertuples():
+        long_nll = [row.extended_nll, row.extended_delta_percent, row.extended_delta_standard_error] if extended else []
+        grid.add_row(
+            baselines.get(row.strategy, escape(row.strategy)),
+            f"{row.density_percent:.1f}",
+            f"{row.coverage_percent:.2f}",
+            change(row.zero_shot_delta_percent),
+            f"{row.nll:.4f}",
+            change(row.delta_nll_percent, row.delta_nll_standard_error),
+            change(row.delta_control_percent, row.delta_control_standard_error),
+            *(["-" if math.isnan(long_nll[0]) else f"{long_nll[0]:.4f}", change(*long_nll[1:])] if extended else []),
+        )
+    out.print(grid)
+    # Notes and errors
+    for row in result.rows[result.rows["note"] != ""].itertuples():
+        say(f"{row.strategy}: {row.note}")
+    about_errors(result.heldout.num_documents, result.heldout.effective_documents)
+    # Rank correlations
+    for measure, correlation in result.correlations.items():
+        if correlation is not None:
+            perfect = "-1" if measure == "coverage" else "+1"
+            out.print(
+                f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(correlation)}; perfect: {perfect}"
+            )
+    # Checkpoints
+    out.print("checkpoints (for export, evaluate and generate):")
+    for model in result.models:
+        out.print(f"  {escape(model.strategy)}, seed {model.seed}: {escape(str(model.checkpoint))}", soft_wrap=True)
+
+
+def document(result: Comparison) -> dict[str, Any]:
+    """Return the retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
+    return {
+        "layouts": result.rows,
+        "alarm": result.alarm,
+        "num_documents": result.heldout.num_documents,
+        "effective_documents": result.heldout.effective_documents,
+        "rank_correlation": result.correlations,
+        "checkpoints": result.models,
+        "folder": result.folder,
+    }
+
+
+def run(options: TrainHybridOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    comparison = train_hybrid(options, reporter)
+    steps = () if comparison.alarm else after_training_hybrids(options, comparison.folder.name)
+    return Result(comparison, show, document, next=steps)
