@@ -144,7 +144,7 @@ def sink_keys(model: LlamaForCausalLM, tokens: Tensor) -> list[Tensor]:
     """Return a key of BOS per KV head [Hkv, D], for every layer."""
     keys: list[Tensor] = []
 
-    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
+    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
         assert sink_logits is None
         queries = q.reshape(len(q), k.shape[1], -1, *q.shape[2:])  # [B, Hkv, G, T, D]
         scores = scale * queries @ k.unsqueeze(2).mT

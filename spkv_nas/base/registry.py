@@ -4,7 +4,9 @@ This project's own less used entries (``spkv_nas/contrib``) are added like those
 of the registry's group, such as::
 
     [project.entry-points."spkv_nas.signals"]
-    value-norm = "my_package.signals:VALUE_NORM"
+    value-norm = "my_package.signals:ValueNorm"
+
+The entry point names the class of the entry, or an instance of it.
 """
 
 from __future__ import annotations
@@ -93,6 +95,7 @@ class Registry(Generic[Entry]):
             reason = f"{type(error).__name__}: {first_line(error)}"
             remedy = REINSTALL if _is_own(point) else "repair or uninstall its package"
             raise UserError(f"cannot load the {self.noun} {point.value}: {reason}\n{remedy}") from error
+        entry = entry() if isinstance(entry, type) and issubclass(entry, self.kind) else entry
         if not isinstance(entry, self.kind):
             raise UserError(f"{point.value} is no {self.kind.__name__}, which a {self.noun} must be")
         return entry

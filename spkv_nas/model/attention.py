@@ -13,10 +13,8 @@ whose mask alone limits attention, such as chunked attention.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from spkv_kernels import attention
@@ -39,9 +37,19 @@ from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
 GLOBAL_WINDOW = 1 << 30  # longer than any sequence
 
 
-# (q [B, Hq, T, D], k and v [B, Hkv, T, D], scale of the scores) -> [B, Hq, T, D] to replace the layer's attention, or
-# None to leave it unchanged. One with the keyword sink_logits, learned sinks [Hq], also runs on models that have them
-Observer = Callable[..., Tensor | None]
+class Observer(Protocol):
+    """Function of a layer's queries, keys and values that observes its attention, or replaces it."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, /) -> Tensor | None:
+        """Return the attention output [B, Hq, T, D] of a pass, or None to leave it to the model.
+
+        Args:
+            q: [B, Hq, T, D].
+            k: [B, Hkv, T, D].
+            v: [B, Hkv, T, D].
+            scale: scale of the scores.
+            sink_logits: learned sinks [Hq] of the model, or None; ``refuse_learned_sinks`` where they are not computed.
+        """
 
 
 @dataclass
@@ -286,7 +294,7 @@ def _attention_function(
         return cached.transpose(1, 2).contiguous(), None
     # Let an observer replace attention
     if state.observer is not None:
-        observed = _observed(state.observer, (query, key, value, scaling or query.shape[-1] ** -0.5), sink_logits)
+        observed = state.observer(query, key, value, scaling or query.shape[-1] ** -0.5, sink_logits)
         if observed is not None:
             return observed.transpose(1, 2).to(value.dtype).contiguous(), None
     # Attend within the sequence
@@ -320,16 +328,13 @@ def _call_state(num_kv_heads: int, kwargs: dict[str, Any]) -> LayerState:
     return state
 
 
-def _observed(observer: Observer, call: tuple[Tensor, Tensor, Tensor, float], sink_logits: Tensor | None) -> Any:
-    """Return what an observer makes of a call. Raises ``UserError`` for learned sinks that it would ignore."""
-    if sink_logits is None:
-        return observer(*call)
-    if "sink_logits" not in inspect.signature(observer).parameters:
+def refuse_learned_sinks(sink_logits: Tensor | None) -> None:
+    """Raise ``UserError`` for learned sinks, in an observer that would ignore them."""
+    if sink_logits is not None:
         raise UserError(
             "this model has learned sinks ('s_aux'), which this measurement of attention weights does not compute: "
             "choose another signal, such as opening"
         )
-    return observer(*call, sink_logits=sink_logits)
 
 
 AttentionInterface.register("spkv", _attention_function)

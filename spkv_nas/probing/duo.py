@@ -43,7 +43,6 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.frozen import check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
-from spkv_nas.probing.heads import check_window
 from spkv_nas.probing.mixture import Mixture
 
 
@@ -109,9 +108,8 @@ def duo(
         progress: called with (steps done, total).
 
     Raises:
-        UserError: the blocks are not longer than the window, or the model cannot be hooked.
+        UserError: the model cannot be hooked.
     """
-    check_window(blocks, window, sinks)
     with full_attention(model) as states, frozen(model):
         # Train alpha
         mixtures = [AlphaMixture(state, window, sinks, model.device) for state in states]

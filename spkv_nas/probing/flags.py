@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.base.limits import MAX_SEED, MAX_STEPS, MAX_WINDOW
-from spkv_nas.probing.signal import Option
-from spkv_nas.proposal.budget import PAPER_BUDGET
 
 STEPS = Flag("Training steps.", low=1, high=MAX_STEPS)
 SEED = Flag("Random seed.", low=0, high=MAX_SEED)
 BUDGET = Flag("Number of global KV heads, or a share such as 25%.", ("--budget", "-b"), "N|N%")
+Steps = Annotated[int, STEPS]
+Seed = Annotated[int, SEED]
+Budget = Annotated[str | None, BUDGET]
 GRANULARITIES = HEAD, LAYER = "head", "layer"
 
 SINKS = Flag(
@@ -18,9 +21,6 @@ SINKS = Flag(
     "model's measured attention on first tokens; a layout or gates of the model keep their own number.",
     metavar="auto|N",
 )
-
-SEED_OPTION = Option("seed", int, SEED, 0)
-BUDGET_OPTION = Option("budget", str, BUDGET, shown=PAPER_BUDGET)
 
 
 def parse_sinks(text: str | None) -> int | None:

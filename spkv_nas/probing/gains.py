@@ -70,7 +70,7 @@ def gains(
         options: ``sinks``, ``granularity``, ``max_heads``, ``batch_size`` and ``progress``, as in ``_measure``.
 
     Raises:
-        UserError: the blocks are not longer than the window, the model cannot be hooked, an NLL is not finite, or the
+        UserError: the model cannot be hooked, an NLL is not finite, or the
             options do not fit the model or each other.
     """
     measured = _measure(model, blocks, window, opens=opens, **options)
@@ -103,6 +103,7 @@ def opening_gains(
     Raises:
         UserError: as in ``gains``.
     """
+    check_window(blocks, window, options.get("sinks", 0))
     measured = _measure(model, blocks, window, opens=True, **options)
     documents = int((measured.num_tokens > 0).sum())
     cost = {"passes": round(measured.passes, 2), "tokens": blocks.tokens.size, "documents": documents}
@@ -149,10 +150,9 @@ def _measure(
         progress: called with (blocks done, total) of this rank, over all passes.
 
     Raises:
-        UserError: the blocks are not longer than the window, the model cannot be hooked, an NLL is not finite, or
+        UserError: the model cannot be hooked, an NLL is not finite, or
             ``max_heads`` is less than one layer has or is combined with granularity "layer".
     """
-    check_window(blocks, window, sinks)
     _check_heads(granularity, max_heads)
     with full_attention(model) as states:
         # Windows [L][Hkv] of the all-global and the all-local model

@@ -7,8 +7,8 @@ signals work on any supported decoder and keep gates, if the model has them, ful
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.local_layers import native_windows
 from spkv_nas.base.device import dtype_name
+from spkv_nas.base.entry import check_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
@@ -24,10 +25,13 @@ from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.density import text_blocks
-from spkv_nas.probing.registry import SIGNALS, check_options
+from spkv_nas.probing.heads import check_window
+from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.probing.sinks import choose_sinks
+
+_RUN = ("batch_size", "cache")  # arguments of ``measure`` that are no options of a signal
 
 
 def probe(
@@ -68,13 +72,9 @@ def probe(
     if window is not None and entry.needs_gates:
         raise UserError(f"signal {entry.name} uses the window of the model's gates: leave window out")
     name = name or ("probe" if entry.name == DENSITY.name else entry.name)
-    options = check_options(entry, **options)
-    known = {"batch_size", "cache", *(option.name for option in entry.options)}
-    if unknown := sorted(options.keys() - known):
-        raise UserError(f"signal {entry.name} has no option '{unknown[0]}'; it takes {', '.join(sorted(known))}")
     blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
-    chosen: dict[str, Any] = {"window": window, "sinks": sinks, "tau": tau}
-    return measure_signal(signal, model, blocks, name=name, metadata=metadata, progress=progress, **chosen, **options)
+    options |= {"window": window, "sinks": sinks, "tau": tau}
+    return measure_signal(entry, model, blocks, name=name, metadata=metadata, progress=progress, **options)
 
 
 def measure_signal(
@@ -91,29 +91,36 @@ def measure_signal(
 ) -> HeadScores:
     """Measure a signal on token blocks, with the arguments of ``probe``.
 
-    Options that are None take the signal's defaults, and a signal of gates uses their window. Layouts of the table have
-    the sink tokens that it was measured with.
+    A signal of gates uses their window. Layouts of the table have the sink tokens that it was measured with.
+
+    Args:
+        signal: a signal with its options, or the name of one.
+        model: any supported decoder.
+        blocks: held-out text.
+        window: number of recent keys a local head sees, including the query's own key.
+        sinks: number of sink tokens; None: ``choose_sinks``.
+        name: name of the table.
+        metadata: provenance of the model and the text.
+        progress: called with (blocks or steps done, total).
+        options: options of the signal, and ``batch_size`` and ``cache``, where it takes them; None for the default.
+
+    Raises:
+        UserError: the signal lacks an option or cannot be measured on this model, or the blocks are too short.
     """
-    entry = SIGNALS[signal]
-    set_options = check_options(entry, **options)
+    entry, run = _configured(SIGNALS[signal], options)
     _check_heads(model)
-    # Choose the window
-    if entry.needs_gates:
-        config = gate_config(model)
-        if config is None:
-            raise UserError(f"this model has no gates, so it has no {entry.name}: train an SP-KV reference model first")
-        window = config.window
-    elif window is None:
-        window = default_window(model, blocks.block_size)
+    # Choose window and sink tokens
+    window = _window(entry, model, blocks) if window is None or entry.needs_gates else window
     if window < 1:
         raise UserError(f"the window is {window}; it must be at least 1, because it includes the query's own key")
     check_blocks(model, blocks)
-    # Choose the sink tokens
     number, facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
     if entry.takes_sinks and (number or sinks is not None):
-        set_options["sinks"] = number
+        run["sinks"] = number
+    if entry.reads_blocks:
+        check_window(blocks, window, number if entry.takes_sinks else 0)
     # Measure
-    table = entry.measure(model, blocks, window, name=name, metadata=metadata, progress=progress, **set_options)
+    table = entry.measure(model, blocks, window, name=name, metadata=metadata, progress=progress, **run)
     sink_facts = {**({"sinks": number} if number else {}), **facts}
     with full_attention(model) as states:
         windows = native_windows(states)
@@ -124,6 +131,32 @@ def measure_signal(
     cache_facts |= {"positions": positions} if isinstance(positions, int) else {}
     metadata = {**cache_facts, **table.metadata, **table_facts}
     return replace(table, metadata=metadata, selected_on=blocks.text_ids)
+
+
+def _configured(entry: Signal, options: Mapping[str, Any]) -> tuple[Signal, dict[str, Any]]:
+    """Return a signal with its options, and the options of its run, ``batch_size`` and ``cache``.
+
+    Raises:
+        UserError: the signal lacks an option, or a value does not fit it.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    check_options(SIGNALS, entry, given)
+    run = {name: given.pop(name) for name in _RUN if name in given}
+    known = {field.name for field in fields(entry)} - {*entry.used_by_command}  # type: ignore[arg-type]
+    if unknown := sorted(given.keys() - known):
+        names = ", ".join(sorted({*known, *_RUN}))
+        raise UserError(f"signal {entry.name} has no option '{unknown[0]}'; it takes {names}")
+    return entry.with_options(given), run
+
+
+def _window(entry: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> int:
+    """Return the window of the model's gates for a signal that needs them, else the default."""
+    if not entry.needs_gates:
+        return default_window(model, blocks.block_size)
+    config = gate_config(model)
+    if config is None:
+        raise UserError(f"this model has no gates, so it has no {entry.name}: train an SP-KV reference model first")
+    return config.window
 
 
 def _check_heads(model: PreTrainedModel) -> None:

@@ -209,7 +209,7 @@ def measure_sinks(
 def _observer(sums: dict[int, Tensor], layer: int, queries: slice, num_positions: int) -> Callable[..., None]:
     """Return an attention observer that adds one layer's weights on the first keys to ``sums``."""
 
-    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
+    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
         total = torch.zeros(q.shape[1], num_positions, device=q.device)
         q, k = q[:, :, : queries.stop], k[:, :, : queries.stop]
         parts = attention_weights(q, k, scale, window=queries.stop, start=queries.start, sink_logits=sink_logits)

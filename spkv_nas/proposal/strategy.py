@@ -1,8 +1,9 @@
 """Define what a strategy is: a rule that chooses the global heads for a budget.
 
-A strategy is a subclass in one file. The built-in ones are listed in ``proposal.registry``; an installed package adds
-an instance of its own by an entry point of the group ``spkv_nas.strategies``. ``propose``, ``init``, ``search``, their
-help and the report take it from there.
+A strategy is a frozen dataclass in one file, whose fields are its options (``base.entry``); its name is that of the
+layout, of its file and of its row in comparisons, so it must be a valid file name. The built-in ones are listed in
+``proposal.registry``; a package adds its own by an entry point of the group ``spkv_nas.strategies``. ``propose``,
+``init``, ``search``, their help and the report take it from there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from spkv_nas.base.entry import Entry
 from spkv_nas.proposal.ranking import Mask
 
 if TYPE_CHECKING:  # reads pandas, which takes too long for --help
@@ -18,19 +20,15 @@ if TYPE_CHECKING:  # reads pandas, which takes too long for --help
 NUM_RANDOM = 3  # layouts of each random strategy by default
 
 
-class Strategy(ABC):
+class Strategy(Entry, ABC):
     """Choose the global heads of a layout for a budget.
 
     Attributes:
-        name: name of the layout, of its file and of its row in comparisons; it must be a valid file name.
-        help: phrase that describes the choice.
         is_random: whether the choice depends on the seed. There are several layouts then, "<name>-0" and so on.
         is_control: whether the layouts only serve as a comparison, so that a search does not start from them.
         whole_layers: whether all heads of a layer are alike, so that the budget is rounded to whole layers.
     """
 
-    name: ClassVar[str]
-    help: ClassVar[str]
     is_random: ClassVar[bool] = False
     is_control: ClassVar[bool] = False
     whole_layers: ClassVar[bool] = False

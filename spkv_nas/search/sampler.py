@@ -1,7 +1,8 @@
 """Define what a sampler is: it chooses the layouts that a search scores next.
 
-A sampler is a subclass in one file. The built-in ones are listed in ``search.registry``; an installed package adds an
-instance of its own by an entry point of the group ``spkv_nas.samplers``.
+A sampler is a frozen dataclass in one file, whose fields are its options (``base.entry``); studies and trials have its
+name. The built-in ones are listed in ``search.registry``; a package adds its own by an entry point of the group
+``spkv_nas.samplers``.
 """
 
 from __future__ import annotations
@@ -10,26 +11,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from spkv_nas.base.entry import Entry
+
 if TYPE_CHECKING:  # reads pandas, which takes too long for --help
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.search.space import Space
     from spkv_nas.search.trials import Result
 
 
-class Sampler(ABC):
+class Sampler(Entry, ABC):
     """Choose the layouts of one round of trials after another.
 
     A sampler has no state: its layouts depend on the arguments alone, so that any number of workers, however
     interrupted, produce the same study.
 
     Attributes:
-        name: name of the sampler, of its studies and of its trials.
-        help: phrase that describes what it draws layouts by.
         takes_starts: whether it first tries the layouts that the search starts from.
     """
 
-    name: ClassVar[str]
-    help: ClassVar[str]
     takes_starts: ClassVar[bool] = False
 
     @abstractmethod

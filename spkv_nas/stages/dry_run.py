@@ -14,7 +14,6 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages import forecast
 from spkv_nas.stages.checks import beside
@@ -22,7 +21,7 @@ from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.lookup import find_proposal
 from spkv_nas.stages.options import InPrecision, OnDevice, Trains
-from spkv_nas.stages.options.probe import ProbeOptions, chosen_options, chosen_signal
+from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
 from spkv_nas.stages.options.search import SearchOptions, specify
 from spkv_nas.stages.options.train import TrainOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
@@ -60,14 +59,13 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan | For
     if options.recipe is None:
         return forecast.plan_probe(options, reporter)
     planner = _planner(options, options.recipe, reporter)
-    signal = SIGNALS[chosen_signal(options)]
+    signal = chosen_signal(options)
     # Count the passes over the held-out text
     tokens = planner.text.heldout(planner.recipe.data)
     limit = options.max_tokens or (SCORING_TOKENS if signal.computes_logits else tokens)
-    values = chosen_options(options)
-    work = signal.work(planner.size.heads.grid, min(limit, tokens), planner.recipe.data.block_size, **values)
+    work = signal.work(planner.size.heads.grid, min(limit, tokens), planner.recipe.data.block_size)
     # Add the models that are trained first
-    name = "probe" if signal is DENSITY else signal.name
+    name = "probe" if signal.name == DENSITY.name else signal.name
     variant = Variant.sp_kv() if signal.needs_gates else Variant.full_attention()
     trained = reference_runs(planner) if signal.needs_gates else planner.dense()
     return planner.plan([*trained, planner.heldout_pass(name, variant, work.passes, work.tokens, work.effort)])

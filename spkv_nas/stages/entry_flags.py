@@ -1,37 +1,44 @@
-"""Declare options of registry entries, such as signals, as fields of an options dataclass."""
+"""Declare the options of registry entries, such as signals, as fields of an options dataclass."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_origin, get_type_hints
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
+from spkv_nas.base.entry import shared_options
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.flag import Flag
+from spkv_nas.base.flag import default
+from spkv_nas.base.registry import Registry
+
+Options = TypeVar("Options")
 
 
-def add_field(options_class: type, name: str, kind: Any, flag: Flag, field: Any, *, owner: str, command: str) -> None:
-    """Declare a field of a class that becomes a dataclass, from which the command line is made.
+def with_options_of(registry: Registry[Any], command: str) -> Callable[[type[Options]], type[Options]]:
+    """Return a decorator that declares the options of all entries in a class that becomes a dataclass.
 
-    A field that the class declares without a flag keeps its position and gets the flag.
+    Their default is None, for the entry's own. A field that the class declares without a flag keeps its position and
+    gets the flag.
 
     Args:
-        options_class: options of a command.
-        name: name of the field.
-        kind: type of its values.
-        flag: its help text and bounds.
-        field: its default, made by ``base.flag.default``.
-        owner: entry that has the option, such as "signal duo".
-        command: the command, such as "probe".
+        registry: the entries.
+        command: the command that takes the options, such as "probe".
 
     Raises:
-        UserError: the class has a field of that name with a flag.
+        UserError: the class has a field with a flag that has the name of an option.
     """
-    if get_origin(get_type_hints(options_class, include_extras=True).get(name)) is Annotated:
-        raise UserError(
-            f"{owner} has an option '{name}', which is one of {command} itself\n"
-            "rename the option, or uninstall its package"
-        )
-    options_class.__annotations__[name] = Annotated[kind, flag]
-    setattr(options_class, name, field)
+
+    def declare(options_class: type[Options]) -> type[Options]:
+        for name, option in shared_options(registry).items():
+            if get_origin(get_type_hints(options_class, include_extras=True).get(name)) is Annotated:
+                raise UserError(
+                    f"{registry.noun} {next(iter(option.declared))} has an option '{name}', which is one of {command} "
+                    "itself\nrename the option, or uninstall its package"
+                )
+            options_class.__annotations__[name] = Annotated[option.type | None, option.flag]
+            setattr(options_class, name, default(None, option.default_text, note=takers_note([*option.declared])))
+        return options_class
+
+    return declare
 
 
 def takers_note(names: list[str]) -> str:

@@ -6,7 +6,7 @@ Command ``plan`` counts each stage as its command would run by default; ``probe 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from spkv_nas.artifacts.defaults import (
@@ -35,7 +35,7 @@ from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals.ablation import ablation_passes
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages.options import REFERENCE
-from spkv_nas.stages.options.probe import ProbeOptions, chosen_options, chosen_signal
+from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
 from spkv_nas.stages.subject import Subject, default_block_size
 from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed
 from spkv_nas.training.text_size import count_text
@@ -70,7 +70,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     Raises:
         UserError: as ``probe``.
     """
-    options = replace(options, signal=chosen_signal(options))
+    signal = chosen_signal(options)
     subject = Subject.of(options, REFERENCE, "probe on")
     device = choose_device(options.device)
     data, base = subject.recipe.data, subject.base
@@ -83,7 +83,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     reporter.announce("timing a matrix product")
     speed = EFFICIENCY * matmul_speed(device, bfloat16=num_bytes == BFLOAT16)
     # Count the text
-    learns = gates is None and SIGNALS[str(options.signal)].needs_gates
+    learns = gates is None and signal.needs_gates
     num_tokens = MAX_WHOLE  # above every --max-tokens
     if options.max_tokens is None:
         reporter.announce("counting the tokens of the text")
@@ -98,7 +98,10 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
         BATCH_SIZE,
         num_bytes,
     )
-    stage_costs = [*(gate_training(stages, options.steps) if learns else ()), *_probed(stages, options, num_tokens)]
+    stage_costs = [
+        *(gate_training(stages, options.steps) if learns else ()),
+        *_probed(stages, signal, options, num_tokens),
+    ]
     remarks = (
         about_memory(stages.site),
         f"time: computed from FLOPs at {speed:.2g} FLOP/s, half the measured speed of a matrix product",
@@ -113,14 +116,13 @@ def gate_training(stages: Stages, steps: int | None) -> Iterator[StageCost]:
     yield stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, LEARNING_TOKENS, ROOM)
 
 
-def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:
+def _probed(stages: Stages, signal: Signal, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:
     """Yield the stages of ``probe`` on a text of ``tokens`` tokens."""
-    signal, values = SIGNALS[str(options.signal)], chosen_options(options)
     if parse_sinks(options.sinks) is None and not stages.gates.sinks:
         yield _measured_sinks(stages, tokens)
     limit = options.max_tokens or _most_tokens(signal, tokens)
-    yield signal.cost(stages, min(limit, tokens), **values)
-    if signal.option("ablation_tokens") and options.ablation_tokens != 0:
+    yield signal.cost(stages, min(limit, tokens))
+    if "ablation_tokens" in signal.options() and options.ablation_tokens != 0:
         yield _judging(stages, min(options.ablation_tokens or ABLATION_TOKENS, tokens))
 
 

@@ -50,7 +50,7 @@ from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.next_steps import after_probe
 from spkv_nas.stages.options import REFERENCE
-from spkv_nas.stages.options.probe import ProbeOptions, chosen_options, chosen_signal
+from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
 from spkv_nas.stages.printing import identification, show_alarm
 from spkv_nas.stages.record import OPTIONS, probe_records, recorded
 from spkv_nas.stages.reference_run import train_dense, train_reference
@@ -72,9 +72,8 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
     """
     check(options)
     quiet_transformers(reporter)
-    options = replace(options, signal=chosen_signal(options))
-    signal = SIGNALS[str(options.signal)]
-    measured_values = {name: value for name, value in chosen_options(options).items() if signal.measures(name)}
+    signal = chosen_signal(options)
+    options = replace(options, signal=signal.name)
     subject = _subject(options, reporter)
     measured = subject.load(
         reporter,
@@ -83,11 +82,12 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
         learns=signal.needs_gates,
     )
     origin = _origin(subject, measured, options, reporter)
+    run_options: dict[str, Any] = {}
     if signal.caches_scores:
         root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
-        measured_values["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
+        run_options["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
     if signal.computes_logits or signal.needs_gates:
-        measured_values["batch_size"] = measured.batch_size
+        run_options["batch_size"] = measured.batch_size
     # Learn gates
     learned, sinks = dict[str, Any](), parse_sinks(options.sinks)
     if measured.train is not None:
@@ -101,7 +101,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
     name = on_main(lambda: _free_name(options.folders, subject.name, inputs, reporter))
     with reporter.bar("probing") as progress:
         table = measure_signal(
-            signal.name,
+            signal,
             measured.model,
             measured.blocks,
             window=options.window,
@@ -109,14 +109,14 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
             name=name,
             metadata={**origin, **learned, OPTIONS: recorded(options), "environment": environment(), "inputs": inputs},
             progress=progress,
-            **measured_values,
+            **run_options,
         )
     if measured.train is not None:
         table = replace(table, selected_on=measured.blocks.text_ids | measured.train.text_ids)
     # Write the table, then measure gains
     folder = options.folders.probe_dir(name)
     on_main(lambda: table.write(folder))
-    if signal.option(_GAINS) and (table_with_gains := _add_gains(table, measured, options, reporter)) is not table:
+    if _GAINS in signal.options() and (table_with_gains := _add_gains(table, measured, options, reporter)) is not table:
         on_main(lambda: table_with_gains.write(folder))
         return table_with_gains
     return table

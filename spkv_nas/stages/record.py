@@ -20,10 +20,11 @@ from spkv_nas.artifacts.head_scores import RECORD, HeadScores
 from spkv_nas.artifacts.kinds import DENSITY
 from spkv_nas.artifacts.probe_file import ProbeFile
 from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.entry import shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.probing.registry import signal_options
+from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.probe import ProbeOptions
@@ -110,7 +111,7 @@ def for_signal(options: ProbeOptions, signal: str, budget: str | None, *, learns
         learns: whether the signal is learned on the model, so that it takes a budget, a window and a seed.
     """
     name = options.name and f"{options.name}-{signal}"
-    unset = {option.name: None for option in signal_options() if option.name != "seed"}
+    unset = {name: None for name in shared_options(SIGNALS) if name != "seed"}
     changed = replace(options, **{**unset, "signal": signal, "name": name, "budget": budget})  # type: ignore[arg-type]
     return changed if learns else replace(changed, signal=None, budget=None, window=None, seed=None)
 

@@ -67,7 +67,7 @@ def _adder(total: Tensor, layout: Layout, native: int) -> Callable[..., None]:
     hidden = layout.sinks
     queries = slice(hidden + layout.window, hidden + native)
 
-    def add(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
+    def add(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
         if sink_logits is not None:
             raise native_sinks_error()
         query = q[0, :, queries].cpu().double().mean(1)  # [Hq, D]; the mean of scores is the score of the mean

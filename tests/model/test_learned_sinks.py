@@ -15,7 +15,7 @@ import spkv_nas
 from spkv_nas import GateConfig, Layout, UserError, apply_layout, attach_gates, detach, set_gate_mode
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.model.attention import layer_states
+from spkv_nas.model.attention import layer_states, refuse_learned_sinks
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import full_attention
@@ -143,7 +143,7 @@ def test_export(model: PreTrainedModel, text: Tensor, tmp_path: Path, tiny_token
 def test_measurements_that_ignore_them_are_refused(model: PreTrainedModel, text: Tensor) -> None:
     """The sinks per token of other models, too: they were ignored."""
     with full_attention(model) as states:
-        states[1].observer = lambda q, k, v, scale: None
+        states[1].observer = lambda q, k, v, scale, sink_logits: refuse_learned_sinks(sink_logits)
         with pytest.raises(UserError, match=r"has learned sinks .* choose another signal"):
             logits(model, text)
         states[1].observer = lambda q, k, v, scale, sink_logits: None

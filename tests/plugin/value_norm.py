@@ -1,18 +1,23 @@
 """Define a signal: the mean norm of each KV head's values."""
 
+from dataclasses import dataclass
+from typing import Annotated
+
 from spkv_nas.artifacts.kinds import SCORE
 from spkv_nas.base.flag import Flag
-from spkv_nas.probing.signal import Option, Signal
+from spkv_nas.probing.signal import Signal
 
 
+@dataclass(frozen=True)
 class ValueNorm(Signal):
     """Mean norm of the value vectors of a KV head."""
 
     name, help = "value-norm", "mean norm of a head's values"
     kind, unit = SCORE, "p-norm"
-    options = (Option("order", float, Flag("Order p of the norm.", low=1), 2.0),)
 
-    def measure(self, model, blocks, window, *, order=2.0, batch_size=8, name, metadata=None, progress=None):
+    order: Annotated[float, Flag("Order p of the norm.", low=1)] = 2.0
+
+    def measure(self, model, blocks, window, *, name, batch_size=8, metadata=None, progress=None):
         """Measure the norms in one pass."""
         import torch
 
@@ -23,7 +28,7 @@ class ValueNorm(Signal):
         def run(_start, tokens):
             norms = []  # [B, Hkv, T] per layer
             for state in states:
-                state.observer = lambda q, k, v, scale: norms.append(v.float().norm(order, dim=-1))
+                state.observer = lambda q, k, v, scale, sink_logits: norms.append(v.float().norm(self.order, dim=-1))
             model.get_decoder()(input_ids=tokens, use_cache=False)
             return norms
 
@@ -34,9 +39,6 @@ class ValueNorm(Signal):
             sums = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)
             run_own_batches(run, add, blocks, batch_size, model.device, progress)
         sums.add_up()  # over the ranks of torchrun
-        facts = {**(metadata or {}), "order": order}
+        facts = {**(metadata or {}), "order": self.order}
         tokens = blocks.tokens.size
         return self.table(sums.means(), window, passes=1.0, tokens=tokens, name=name, metadata=facts)
-
-
-VALUE_NORM = ValueNorm()

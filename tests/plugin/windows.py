@@ -36,6 +36,3 @@ class WindowsTarget(ExportTarget):
         if sum(row.count(None) for row in windows) != hybrid.layout.num_global:
             raise TargetError("windows.json has another number of global heads")
         return "its windows are those of the layout"
-
-
-WINDOWS = WindowsTarget()

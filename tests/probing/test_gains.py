@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ from spkv_nas.model.attach import detach
 from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.windows import full_attention
+from spkv_nas.probing.gains import gains
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.probing.signals.ablation import CLOSING, OPENING
 
 WINDOW = 6
-opening, closing = OPENING.measure, CLOSING.measure
+opening, closing = (partial(gains, name, opens=opens) for name, opens in (("opening", True), ("closing", False)))
 Signal = Callable[..., HeadScores]
 
 
@@ -178,7 +179,7 @@ def test_gates_and_windows_do_not_count(blocks: TokenBlocks) -> None:
 def test_refused_inputs(blocks: TokenBlocks) -> None:
     model = tiny_model(vocab_size=300)
     with pytest.raises(UserError, match="no keys beyond a window of 40 keys"):
-        opening(model, blocks, 40)
+        measure_signal("opening", model, blocks, window=40)
     with pytest.raises(UserError, match="--granularity must be head or layer; found 'block'"):
         closing(model, blocks, WINDOW, granularity="block")
     with pytest.raises(UserError, match="--max-heads 1 is too small: give at least 2, the heads of a layer"):

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 import zipfile
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from helpers import tiny_model
 from paths import ROOT, TESTS
 from transformers import PreTrainedTokenizerBase
 
+import spkv_nas
 from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import KINDS
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.entry import check_options, shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.data.splits import load_text
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing import registry
-from spkv_nas.probing.registry import SIGNALS, check_options, signal_options
-from spkv_nas.probing.signal import Option, Signal
-from spkv_nas.stages.entry_flags import takers_note
+from spkv_nas.probing.flags import Steps
+from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signal import Signal
+from spkv_nas.stages.entry_flags import takers_note, with_options_of
 from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.options.probe import ProbeOptions
-from spkv_nas.stages.signal_flags import with_signal_options
 
 PLUGIN = TESTS / "plugin"
 
@@ -107,7 +110,7 @@ def test_the_command_line_takes_an_export_target_of_a_package(
     Layout(("GL", "LL", "LG", "GG"), 6).write(tmp_path / "layout.yaml")
     arguments = ("export", tmp_path / "layout.yaml", "--model", tmp_path / "dense", "--out", tmp_path / "out")
     help_text = re.sub(r"[│\s]+", " ", output(installed, "export", "--help"))
-    assert re.search(r"--indent .*Spaces of indentation\. Applies to windows\. .*default: 0", help_text)
+    assert re.search(r"--indent .*Spaces of indentation\. Applies to windows\. .*default: \(0\)", help_text)
     done = run(installed, *arguments, "--to", "spkv", "--indent", "2")
     assert done.returncode == 2
     assert "an export to spkv has no option 'indent'" in done.stderr
@@ -124,13 +127,13 @@ def test_the_tutorial_shows_this_package() -> None:
 
 def test_what_every_signal_declares() -> None:
     assert RECOMMENDED in SIGNALS.names
-    options = {option.name: option for option in signal_options()}
+    options = shared_options(SIGNALS)
     declared = {field.name for field in fields(ProbeOptions)}
     for signal in SIGNALS:
         assert not signal.help.endswith(".")
         assert signal.kind in KINDS
         assert len(signal.help) * len(signal.unit) > 0
-        assert {option.name for option in signal.options} <= options.keys() <= declared
+        assert signal.options().keys() <= options.keys() <= declared
         assert signal.work((4, 2), 4096, 512).tokens <= 4096
 
 
@@ -149,38 +152,61 @@ def test_what_every_signal_declares() -> None:
     ],
 )
 def test_passes(signal: str, options: dict[str, object], passes: float, tokens: int) -> None:
-    work = SIGNALS[signal].work((4, 2), 4096, 512, **options)
+    work = SIGNALS[signal].with_options(options).work((4, 2), 4096, 512)
     assert (work.passes * work.effort, work.tokens) == (passes, tokens)
 
 
+@dataclass(frozen=True)
 class _Other(Signal):
     name, help = "other", "another"
-
-    def __init__(self, *options: Option) -> None:
-        self.options = options
 
     def measure(self, *arguments: Any, **options: Any) -> HeadScores:
         raise AssertionError("only its options are read")
 
 
-def _with(monkeypatch: pytest.MonkeyPatch, *options: Option) -> None:
-    monkeypatch.setitem(registry.SIGNALS.entries, "other", _Other(*options))
+@dataclass(frozen=True)
+class _Steps(_Other):
+    steps: Steps = 7
+
+
+@dataclass(frozen=True)
+class _OtherSteps(_Other):
+    steps: Annotated[int, Flag("Other steps.")] = 7
+
+
+@dataclass(frozen=True)
+class _Data(_Other):
+    data: Annotated[int, Flag("Numbers.")] = 7
 
 
 def test_signals_may_share_an_option_but_not_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    duo = SIGNALS["duo"].option("steps")
-    assert duo is not None
-    _with(monkeypatch, Option("steps", int, duo.flag, 7))
-    steps = next(option for option in signal_options() if option.name == "steps")
-    assert takers_note(list(steps.declared)) == "Applies to density, head-gates, duo and other."
+    monkeypatch.setitem(registry.SIGNALS.entries, "other", _Steps())
+    steps = shared_options(SIGNALS)["steps"]
+    assert takers_note([*steps.declared]) == "Applies to density, head-gates, duo and other."
     assert steps.default_text == "density: 160; head-gates: 50; duo: 200; other: 7"
-    check_options("other", steps=3)
-    _with(monkeypatch, Option("steps", int, Flag("Other steps.")))
-    with pytest.raises(UserError, match="density and other declare --steps with different flags"):
-        signal_options()
+    check_options(SIGNALS, SIGNALS["other"], {"steps": 3})
+    monkeypatch.setitem(registry.SIGNALS.entries, "other", _OtherSteps())
+    with pytest.raises(UserError, match="signals density and other declare --steps with different flags"):
+        shared_options(SIGNALS)
 
 
 def test_an_option_cannot_have_the_name_of_one_of_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    _with(monkeypatch, Option("data", int, Flag("Numbers.")))
+    monkeypatch.setitem(registry.SIGNALS.entries, "other", _Data())
     with pytest.raises(UserError, match=r"signal other has an option 'data', which is one of probe itself"):
-        with_signal_options(type("Options", (SubjectOptions,), {}))
+        with_options_of(SIGNALS, "probe")(type("Options", (SubjectOptions,), {}))
+
+
+def test_a_signal_of_a_package_is_one_class_with_its_options(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """It is measured by its class alone, with the options that its fields are."""
+    specification = importlib.util.spec_from_file_location("value_norm", PLUGIN / "value_norm.py")
+    assert specification is not None
+    assert specification.loader is not None
+    package = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(package)
+    model = tiny_model(vocab_size=300)
+    blocks = spkv_nas.build_blocks(["the fox jumps over the dog. " * 20], tiny_tokenizer, block_size=32)
+    tables = [spkv_nas.probe(model, blocks, signal=package.ValueNorm(order), window=4) for order in (1.0, 2.0)]
+    assert [table.metadata["order"] for table in tables] == [1.0, 2.0]
+    assert (tables[0].values > tables[1].values).all()
+    with pytest.raises(UserError, match=r"order must be at least 1; found 0\.5"):
+        spkv_nas.probe(model, blocks, signal=package.ValueNorm(), window=4, order=0.5)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.entry import check_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.signals.measure.attention_mass import attention_mass
@@ -25,7 +26,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout, full_attention
 from spkv_nas.probing.duo import AlphaMixture, duo, sums_of_squares
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.probing.registry import SIGNALS, check_options
+from spkv_nas.probing.registry import SIGNALS
 
 WINDOW, LENGTH = 6, 40
 OTHER_SIGNALS = SIGNALS.names[1:]
@@ -158,7 +159,7 @@ class TestMeasure:
         with pytest.raises(
             UserError, match="--steps does not apply to --signal retrieval; it applies to density, head-gates"
         ):
-            check_options("retrieval", steps=3)
+            check_options(SIGNALS, SIGNALS["retrieval"], {"steps": 3})
         assert not attention_layers(model)
 
 

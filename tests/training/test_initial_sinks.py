@@ -70,7 +70,9 @@ class TestFirstValues:
         tensors: list[list[tuple[Tensor, Tensor, float]]] = [[] for _ in range(4)]
         with torch.no_grad(), full_attention(model) as states:
             for calls, state in zip(tensors, states, strict=True):
-                state.observer = lambda q, k, v, scale, calls=calls: calls.append((q.double(), k.double(), scale))
+                state.observer = lambda q, k, v, scale, sink_logits, calls=calls: calls.append(
+                    (q.double(), k.double(), scale)
+                )
             model(input_ids=torch.from_numpy(blocks.spread(4).tokens).long())
         for layer, [(q, k, scale)] in enumerate(tensors):
             for head in range(4):
@@ -84,7 +86,7 @@ class TestFirstValues:
         actual = measure_initial_sinks(model, self.LAYOUT, blocks)[0]
         calls: list[tuple[Tensor, Tensor, float]] = []
         with torch.no_grad(), full_attention(model) as states:
-            states[0].observer = lambda q, k, v, scale: calls.append((q.double(), k.double(), scale))
+            states[0].observer = lambda q, k, v, scale, sink_logits: calls.append((q.double(), k.double(), scale))
             model(input_ids=torch.from_numpy(blocks.tokens).long())
         [(q, k, scale)] = calls
         for head in range(4):

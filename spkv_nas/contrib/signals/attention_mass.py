@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.kinds import ATTENTION_UNIT
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
 
 
+@dataclass(frozen=True)
 class AttentionMass(Signal):
     """Attention weight on keys outside the window."""
 
@@ -18,11 +20,11 @@ class AttentionMass(Signal):
     unit = ATTENTION_UNIT
     takes_sinks = True
 
-    def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
         """Measure the mass in one pass."""
         from spkv_nas.contrib.signals.measure.attention_mass import attention_mass
 
-        return attention_mass(model, blocks, window, **options)
+        return attention_mass(model, blocks, window, **run)
 
 
 ATTENTION_MASS = AttentionMass()

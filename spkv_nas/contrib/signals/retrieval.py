@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.kinds import ATTENTION_UNIT
-from spkv_nas.probing.flags import SEED_OPTION
+from spkv_nas.probing.flags import Seed
 from spkv_nas.probing.signal import Signal
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
 
 
+@dataclass(frozen=True)
 class Retrieval(Signal):
     """Attention weight on the earlier copy of the token to predict."""
 
     name, help = "retrieval", "attention on the token to copy, in repeated random strings"
     unit = ATTENTION_UNIT
     takes_sinks = True
-    options = (SEED_OPTION,)
+    reads_blocks = False  # but random strings
 
-    def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
+    seed: Seed = 0
+
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
         """Measure the score, with needles drawn by ``seed``."""
         from spkv_nas.contrib.signals.measure.retrieval import retrieval
 
-        return retrieval(model, blocks, window, **options)
+        return retrieval(model, blocks, window, seed=self.seed, **run)
 
 
 RETRIEVAL = Retrieval()

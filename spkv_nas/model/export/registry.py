@@ -7,6 +7,7 @@ The order counts: without a choice, ``export`` takes the first target that can e
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from spkv_nas.base.errors import UserError
@@ -15,7 +16,7 @@ from spkv_nas.model.export.granite_swa import GRANITE_SWA
 from spkv_nas.model.export.mlx import MLX
 from spkv_nas.model.export.native import NATIVE
 from spkv_nas.model.export.spkv import SPKV
-from spkv_nas.model.export.target import ExportTarget, TargetFlag
+from spkv_nas.model.export.target import ExportTarget
 
 AUTO = "auto"  # choose the first target that can express the layout
 
@@ -25,25 +26,6 @@ TARGETS: Registry[ExportTarget] = Registry(
     ExportTarget,  # type: ignore[type-abstract]
     (NATIVE, GRANITE_SWA, SPKV, MLX),
 )
-
-
-def target_flags() -> dict[str, tuple[TargetFlag, list[str]]]:
-    """Return the options of all targets on the command line: flag and names of the targets that take it, by name.
-
-    Raises:
-        UserError: two targets declare an option of one name with different flags or defaults.
-    """
-    flags: dict[str, tuple[TargetFlag, list[str]]] = {}
-    for target in TARGETS:
-        for name, declared in target.flags.items():
-            shared, takers = flags.setdefault(name, (declared, []))
-            if shared != declared:
-                raise UserError(
-                    f"export targets {takers[0]} and {target.name} declare the option '{name}' with different flags or "
-                    f"defaults\nrename the option of {target.name}, or reuse the flag of {takers[0]}"
-                )
-            takers.append(target.name)
-    return flags
 
 
 def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any], engine: str | None = None) -> list[ExportTarget]:
@@ -62,9 +44,12 @@ def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any], engine: s
         chosen = [TARGETS[to]]
     else:
         raise UserError(f"unknown export target '{to}'; expected one of {', '.join((AUTO, *TARGETS.names))}")
-    configured = [target.with_options(options) for target in chosen]
+    targets = [(target, {field.name for field in fields(target)}) for target in chosen]  # type: ignore[arg-type]
     for name in options:
-        if not any(name in target.option_names for target in configured):
-            names = " or ".join(target.name for target in configured)
-            raise UserError(f"an export to {names} has no option '{name}'\nleave it out")
-    return configured
+        if not any(name in names for _, names in targets):
+            listed = " or ".join(target.name for target, _ in targets)
+            raise UserError(f"an export to {listed} has no option '{name}'\nleave it out")
+    return [
+        target.with_options({name: value for name, value in options.items() if name in names})
+        for target, names in targets
+    ]

@@ -1,23 +1,22 @@
 """Base class of export targets: the forms in which a checkpoint with a layout can be written.
 
-A target is a frozen dataclass in one file, whose fields are its options; one that is annotated with a ``Flag`` is an
-option of the ``export`` command too. Its module imports no torch, so that the command line can list targets; heavier
-imports belong into its methods. ``registry.py`` lists the built-in targets, and
-a package adds its own by an entry point::
+A target is a frozen dataclass in one file, whose fields are its options (``base.entry``). Its module imports no torch,
+so that the command line can list targets; heavier imports belong into its methods. ``registry.py`` lists the built-in
+targets, and a package adds its own by an entry point::
 
     [project.entry-points."spkv_nas.export_targets"]
-    windows = "my_package.export:WINDOWS"
+    windows = "my_package.export:WindowsTarget"
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, ClassVar
 
-from spkv_nas.base.flag import Flag
+from spkv_nas.base.entry import Entry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,26 +84,13 @@ class Written:
     hashes: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class TargetFlag:
-    """Option of a target on the command line: type of its values, flag, and default."""
-
-    type: Any
-    flag: Flag
-    default: Any
-
-
-class ExportTarget(ABC):
+class ExportTarget(Entry, ABC):
     """Form in which a checkpoint with a layout can be written. Subclasses are frozen dataclasses of options.
 
     Attributes:
-        name: by which ``export --to`` chooses it.
-        help: what the form is for, as a phrase.
         engine: name of the only engine that the form is for; ``export`` takes it for that engine, or by its name.
     """
 
-    name: ClassVar[str]
-    help: ClassVar[str]
     engine: ClassVar[str | None] = None
 
     def form(self, config: PreTrainedConfig, layout: Layout) -> str:
@@ -146,22 +132,3 @@ class ExportTarget(ABC):
             UserError: the reader could not be run.
         """
         return None
-
-    @property
-    def option_names(self) -> set[str]:
-        """Return the names of this target's options."""
-        return {field.name for field in fields(self)}  # type: ignore[arg-type]  # every target is a dataclass
-
-    @property
-    def flags(self) -> dict[str, TargetFlag]:
-        """Return the options that are annotated with a ``Flag``, by name."""
-        declared: dict[str, TargetFlag] = {}
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            if name in self.option_names and get_origin(hint) is Annotated and isinstance(hint.__metadata__[0], Flag):
-                declared[name] = TargetFlag(hint.__origin__, hint.__metadata__[0], getattr(self, name))
-        return declared
-
-    def with_options(self, options: Mapping[str, Any]) -> ExportTarget:
-        """Return a copy of this target with those of ``options`` that it has."""
-        target_options = {name: value for name, value in options.items() if name in self.option_names}
-        return replace(self, **target_options)  # type: ignore[type-var]  # as above

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.kinds import GAIN, NATS
-from spkv_nas.base.flag import Flag
+from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_SIZE
 from spkv_nas.probing.flags import GRANULARITIES, HEAD
-from spkv_nas.probing.signal import Option, Signal, Work
+from spkv_nas.probing.signal import Signal, Work
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
@@ -20,6 +21,7 @@ _MAX_HEADS = Flag(
 )
 
 
+@dataclass(frozen=True)
 class Ablation(Signal):
     """Gain of each head, switched alone.
 
@@ -29,19 +31,19 @@ class Ablation(Signal):
 
     kind, unit = GAIN, NATS
     computes_logits, takes_sinks, cached_layers = True, True, 1.0
-    options = (Option("granularity", str, _GRANULARITY, HEAD), Option("max_heads", int, _MAX_HEADS, shown="all"))
+    opens: ClassVar[bool]
 
-    def __init__(self, name: str, help: str, *, opens: bool) -> None:
-        """Name the ablation."""
-        self.name, self.help, self.opens = name, help, opens
+    granularity: Annotated[str, _GRANULARITY] = HEAD
+    max_heads: Annotated[int | None, _MAX_HEADS] = default(None, "all")
 
-    def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
         """Measure the gains with ``granularity`` and ``max_heads``."""
         from spkv_nas.probing.gains import gains
 
-        return gains(self.name, model, blocks, window, opens=self.opens, **options)
+        options: dict[str, Any] = {"granularity": self.granularity, "max_heads": self.max_heads}
+        return gains(self.name, model, blocks, window, opens=self.opens, **options, **run)
 
-    def work(self, grid: Grid, tokens: int, block_size: int, **options: Any) -> Work:
+    def work(self, grid: Grid, tokens: int, block_size: int) -> Work:
         """Return the passes that all heads take, measured singly."""
         return Work(ablation_passes(grid), tokens)
 
@@ -52,5 +54,20 @@ def ablation_passes(grid: Grid) -> float:
     return 1.0 + (num_layers + 1) / 2 * num_heads
 
 
-OPENING = Ablation("opening", "NLL saved by making one head global in an all-local model", opens=True)
-CLOSING = Ablation("closing", "NLL lost by making one head local in an all-global model", opens=False)
+@dataclass(frozen=True)
+class Opening(Ablation):
+    """Make single heads global in an all-local model."""
+
+    name, help = "opening", "NLL saved by making one head global in an all-local model"
+    opens = True
+
+
+@dataclass(frozen=True)
+class Closing(Ablation):
+    """Make single heads local in an all-global model."""
+
+    name, help = "closing", "NLL lost by making one head local in an all-global model"
+    opens = False
+
+
+OPENING, CLOSING = Opening(), Closing()

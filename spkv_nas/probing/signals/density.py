@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, PRICED_STEPS
 from spkv_nas.artifacts.kinds import DENSITY as KIND
 from spkv_nas.artifacts.kinds import DENSITY_UNIT
-from spkv_nas.base.flag import Flag
+from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_WHOLE
-from spkv_nas.probing.flags import BUDGET_OPTION, SEED_OPTION, STEPS
-from spkv_nas.probing.signal import Option, Signal
+from spkv_nas.probing.flags import Budget, Seed, Steps
+from spkv_nas.probing.signal import Signal
+from spkv_nas.proposal.budget import PAPER_BUDGET
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
@@ -23,6 +24,7 @@ _ABLATION_TOKENS = Flag(
 )
 
 
+@dataclass(frozen=True)
 class Density(Signal):
     """Share of keys that the gates keep; on a model without gates, ``probe`` trains them first."""
 
@@ -30,22 +32,23 @@ class Density(Signal):
     kind, unit = KIND, DENSITY_UNIT
     needs_gates = True
     stage_name = "probe"
-    options = (
-        Option("tau", float, _TAU, shown="the checkpoint's"),
-        Option("ablation_tokens", int, _ABLATION_TOKENS, ABLATION_TOKENS, is_measured=False),
-        # Of the gates that a model has yet to learn
-        Option("steps", int, STEPS, PRICED_STEPS, is_measured=False),
-        replace(BUDGET_OPTION, is_measured=False),
-        replace(SEED_OPTION, is_measured=False),
-    )
+    reads_blocks = False  # the gates have their own window, and open gates have a density, too
+    used_by_command = ("ablation_tokens", "steps", "budget", "seed")
 
-    def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
+    tau: Annotated[float | None, _TAU] = default(None, "the checkpoint's")
+    ablation_tokens: Annotated[int, _ABLATION_TOKENS] = ABLATION_TOKENS
+    # Of the gates that a model has yet to learn
+    steps: Steps = PRICED_STEPS
+    budget: Budget = default(None, PAPER_BUDGET)
+    seed: Seed = 0
+
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
         """Measure the density at ``tau``; the window is that of the gates."""
         from spkv_nas.probing.density import probe
 
-        return probe(model, blocks, **options)
+        return probe(model, blocks, tau=self.tau, **run)
 
-    def cost(self, stages: Stages, tokens: int, **options: Any) -> StageCost:
+    def cost(self, stages: Stages, tokens: int) -> StageCost:
         """Return the cost of a pass with gates and without logits."""
         return stages.measure(self.stage_name, tokens, gated=True, scored=False)
 

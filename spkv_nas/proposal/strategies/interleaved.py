@@ -5,6 +5,7 @@ These are the patterns A and B of the SP-KV paper, "Designing Stronger Hybrids".
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
 
 
+@dataclass(frozen=True)
 class InterleavedFirst(Strategy):
     """Start each period with its global layer (pattern A)."""
 
@@ -28,6 +30,7 @@ class InterleavedFirst(Strategy):
         return interleaved_first(*scores.grid, budget)
 
 
+@dataclass(frozen=True)
 class InterleavedLast(Strategy):
     """End each period with its global layer (pattern B)."""
 

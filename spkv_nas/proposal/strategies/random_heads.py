@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
 
 
+@dataclass(frozen=True)
 class RandomHeads(Strategy):
     """Draw the heads uniformly without replacement (pattern C)."""
 

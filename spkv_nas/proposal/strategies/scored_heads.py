@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spkv_nas.proposal.ranking import Mask, densest
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
 
 
+@dataclass(frozen=True)
 class Densest(Strategy):
     """Take the heads of highest score (pattern D)."""
 
@@ -22,6 +24,7 @@ class Densest(Strategy):
         return densest(scores.values, budget)
 
 
+@dataclass(frozen=True)
 class Sparsest(Strategy):
     """Take the heads of lowest score."""
 

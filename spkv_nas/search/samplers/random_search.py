@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from spkv_nas.search.trials import Result
 
 
+@dataclass(frozen=True)
 class RandomSearch(Sampler):
     """Draw all sets of heads of the budget with equal probability."""
 

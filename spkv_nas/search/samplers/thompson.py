@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.search.sampler import Sampler
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from spkv_nas.search.trials import Result
 
 
+@dataclass(frozen=True)
 class ThompsonSampling(Sampler):
     """Draw head weights from their posterior given all scores, and take the best layout for them."""
 

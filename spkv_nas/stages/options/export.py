@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
+from spkv_nas.base.entry import shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.model.export.engines import ENGINES, check_engine_name
-from spkv_nas.model.export.registry import AUTO, TARGETS, target_flags
+from spkv_nas.model.export.registry import AUTO, TARGETS
 from spkv_nas.serving.programs import PROGRAMS
 from spkv_nas.stages import flags
-from spkv_nas.stages.entry_flags import add_field, takers_note
-
-Options = TypeVar("Options")
-
-
-def with_target_options(options_class: type[Options]) -> type[Options]:
-    """Declare every option of an export target as a field of a class that becomes a dataclass.
-
-    Raises:
-        UserError: an option has the name of another field.
-    """
-    for name, (declared, takers) in target_flags().items():
-        field = default(declared.default, note=takers_note(takers))
-        owner = f"export target {takers[0]}"
-        add_field(options_class, name, declared.type, declared.flag, field, owner=owner, command="export")
-    return options_class
-
+from spkv_nas.stages.entry_flags import with_options_of
 
 Out = Annotated[Path, Flag("Output folder; must not exist.")]
 ExportTo = Annotated[
@@ -64,7 +49,7 @@ Link = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-@with_target_options
+@with_options_of(TARGETS, "export")
 class ExportOptions:
     """Export a checkpoint with a layout as a Hugging Face folder, in a native architecture where one fits.
 
@@ -84,9 +69,9 @@ class ExportOptions:
 
     @property
     def target_options(self) -> dict[str, Any]:
-        """Return the options of targets that differ from their defaults, by name."""
-        values = {name: (getattr(self, name), declared.default) for name, (declared, _) in target_flags().items()}
-        return {name: value for name, (value, unset) in values.items() if value != unset}
+        """Return the options of targets that the user set, by name."""
+        values = {name: getattr(self, name) for name in shared_options(TARGETS)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def check(options: ExportOptions) -> None:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from spkv_nas.artifacts import defaults
+from spkv_nas.base.entry import check_options, shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import default
 from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages import flags
+from spkv_nas.stages.entry_flags import with_options_of
 from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
-from spkv_nas.stages.signal_flags import with_signal_options
 
 _SCORING = ", ".join(signal.name for signal in SIGNALS if signal.computes_logits)
 
 
 @dataclass(frozen=True, kw_only=True)
-@with_signal_options
+@with_options_of(SIGNALS, "probe")
 class ProbeOptions(SubjectOptions, Trains):
     """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
 
@@ -47,13 +48,11 @@ def check(options: ProbeOptions) -> None:
     """Check the options that its signal takes, and either recipe or model."""
     from spkv_nas.evaluation.thresholds import check_tau
     from spkv_nas.probing.flags import parse_sinks
-    from spkv_nas.probing.registry import check_options, signal_options
     from spkv_nas.stages.checks import check_recipe
     from spkv_nas.stages.subject import Subject
 
-    signal = options.signal or (DENSITY.name if options.recipe is not None else None)
-    if signal is not None:  # else the default depends on the model's config
-        check_options(signal, **{option.name: getattr(options, option.name) for option in signal_options()})
+    if options.signal is not None or options.recipe is not None:  # else the default depends on the model's config
+        chosen_signal(options)
     check_tau(options.tau)
     parse_sinks(options.sinks)
     if options.recipe is None:
@@ -64,23 +63,23 @@ def check(options: ProbeOptions) -> None:
         check_recipe(options.recipe)
 
 
-def chosen_options(options: ProbeOptions) -> dict[str, Any]:
-    """Return the options of the signal that the user set. Raises ``UserError`` for one that it does not take."""
-    from spkv_nas.probing.registry import check_options, signal_options
+def chosen_signal(options: ProbeOptions) -> Signal:
+    """Return the signal with its options; the default is density with gates or a recipe, else head gates.
 
-    values = {option.name: getattr(options, option.name) for option in signal_options()}
-    check_options(chosen_signal(options), **values)
-    return {name: value for name, value in values.items() if value is not None}
+    Raises:
+        UserError: there is no such signal, or it does not take an option that is given.
+    """
+    if options.signal is None and options.recipe is None:
+        from spkv_nas.model.checkpoint import read_gates
+        from spkv_nas.stages.subject import Subject
+
+        has_gates = read_gates(Subject.of(options, REFERENCE, "probe on").source) is not None
+        return _with_options(options, DENSITY.name if has_gates else defaults.RECOMMENDED)
+    return _with_options(options, options.signal or DENSITY.name)
 
 
-def chosen_signal(options: ProbeOptions) -> str:
-    """Return the options' signal, or the default: density with gates or a recipe, else head gates."""
-    from spkv_nas.model.checkpoint import read_gates
-    from spkv_nas.stages.subject import Subject
-
-    if options.signal is not None:
-        return options.signal
-    if options.recipe is not None:
-        return DENSITY.name
-    has_gates = read_gates(Subject.of(options, REFERENCE, "probe on").source) is not None
-    return DENSITY.name if has_gates else defaults.RECOMMENDED
+def _with_options(options: ProbeOptions, name: str) -> Signal:
+    """Return the signal of a name with the options that are given."""
+    signal, given = SIGNALS[name], {option: getattr(options, option) for option in shared_options(SIGNALS)}
+    check_options(SIGNALS, signal, given)
+    return signal.with_options({option: value for option, value in given.items() if value is not None})

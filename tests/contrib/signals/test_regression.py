@@ -20,6 +20,7 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
 from spkv_nas.model.checkpoint import save
+from spkv_nas.probing.measure import measure_signal
 
 WINDOW = 6
 
@@ -151,7 +152,7 @@ class TestTable:
         with pytest.raises(UserError, match="distinct layouts; found 1 with 8 of 8 heads global"):
             regression(loud(), blocks, WINDOW, budget=8)
         with pytest.raises(UserError, match="no keys beyond a window of 40 keys"):
-            regression(loud(), blocks, 40)
+            measure_signal("regression", loud(), blocks, window=40)
 
     def test_scores_that_no_head_explains_are_called_out(
         self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch

@@ -13,12 +13,13 @@ from helpers import tiny_model
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.entry import shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export.export import export
-from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets, target_flags
+from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets
 from spkv_nas.model.export.spkv import SpkvTarget
 
 FOR_ALL = [target for target in TARGETS.built_in if target.engine is None]
@@ -119,20 +120,28 @@ class Bits(SpkvTarget):
 
 @dataclass(frozen=True)
 class OtherBits(SpkvTarget):
-    """A target whose option has the name of another's and another default."""
+    """A target whose option has the name of another's and another flag."""
 
     name = "other"
+    bits: Annotated[int, Flag("Bits of a weight.", low=4)] = 8
+
+
+@dataclass(frozen=True)
+class MoreBits(Bits):
+    """A target with another default."""
+
+    name = "more-bits"
     bits: Annotated[int, Flag("Bits of a weight.", low=2)] = 16
 
 
 def test_two_targets_cannot_declare_an_option_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TARGETS.entries, "bits", Bits())
-    assert target_flags()["bits"][1] == ["bits"]
+    assert [*shared_options(TARGETS)["bits"].declared] == ["bits"]
     monkeypatch.setitem(TARGETS.entries, "other", OtherBits())
-    with pytest.raises(UserError, match="export targets bits and other declare the option 'bits' with"):
-        target_flags()
-    monkeypatch.setitem(TARGETS.entries, "other", Bits())
-    assert target_flags()["bits"][1] == ["bits", "bits"]
+    with pytest.raises(UserError, match="export targets bits and other declare --bits with different flags"):
+        shared_options(TARGETS)
+    monkeypatch.setitem(TARGETS.entries, "other", MoreBits())
+    assert shared_options(TARGETS)["bits"].default_text == "bits: 8; more-bits: 16"
 
 
 def test_a_target_for_one_engine_is_taken_for_it_alone() -> None:

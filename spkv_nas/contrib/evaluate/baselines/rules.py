@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT
 from spkv_nas.contrib.evaluate.baselines.protocol import Chunk, Protocol, See, chunked_attention
-from spkv_nas.model.attention import attention_layers, layer_state
+from spkv_nas.model.attention import attention_layers, layer_state, refuse_learned_sinks
 from spkv_nas.model.windows import full_attention
 
 
@@ -102,7 +102,8 @@ def _see_input(hidden: list[Tensor]) -> Callable[[nn.Module, Any, dict[str, Any]
 def _observer(reader: Reading, layer: int, hidden: list[Tensor], native: int) -> Any:
     """Return the attention replacement that applies the rule to one layer, whose window in the checkpoint is given."""
 
-    def observe(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
+    def observe(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor | None:
+        refuse_learned_sinks(sink_logits)
         if k.shape[2] > native:
             raise UserError(
                 f"blocks of {k.shape[2]} tokens are longer than the model's own sliding window of {native} keys, which "

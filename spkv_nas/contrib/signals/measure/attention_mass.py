@@ -23,7 +23,7 @@ from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
-from spkv_nas.probing.heads import HeadSums, attention_weights, check_window, signal_table
+from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
 
 @torch.inference_mode()
@@ -53,9 +53,8 @@ def attention_mass(
         progress: called with (blocks done, total) of this rank.
 
     Raises:
-        UserError: the blocks are not longer than the window, or the model cannot be hooked.
+        UserError: the model cannot be hooked.
     """
-    check_window(blocks, window, sinks)
     with full_attention(model) as states:
         collected = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)
 
@@ -90,7 +89,7 @@ def _observer(masses: list[Tensor], state: LayerState, window: int, sinks: int) 
     """Return an attention observer that appends one layer's masses [B, Hkv, T - w] to ``masses``."""
     local_window = layout_window(state, window, is_global=False)
 
-    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
+    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
         parts = []
         shown: Any = {"window": state.checkpoint_window, "start": window, "sink_logits": sink_logits}
         for query, weights in attention_weights(q, k, scale, **shown):

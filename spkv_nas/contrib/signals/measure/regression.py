@@ -36,7 +36,7 @@ from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
 from spkv_nas.model.windows import full_attention
-from spkv_nas.probing.heads import HeadMeans, check_window, domain_means, signal_table
+from spkv_nas.probing.heads import HeadMeans, domain_means, signal_table
 from spkv_nas.proposal.budget import parse_budget
 
 _MIN_LAYOUTS = 10  # minimum number of layouts
@@ -78,12 +78,11 @@ def regression(
         progress: called with (blocks done, total) of this rank, over all layouts.
 
     Raises:
-        UserError: the blocks are not longer than the window, there are too few layouts, or an NLL is not finite.
+        UserError: there are too few layouts, or an NLL is not finite.
 
     Warns:
         UserWarning: the sum of the heads' gains hardly explains the layouts' NLLs.
     """
-    check_window(blocks, window, sinks)
     with full_attention(model) as states:
         grid, layers = (len(states), states[0].num_kv_heads), candidate_layers(states)
     # Draw layouts and add cached ones

@@ -236,7 +236,7 @@ def _observer(scores: list[Tensor], state: LayerState, source: Tensor, query_pos
         query_positions: positions of the m - 1 queries.
     """
 
-    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None = None) -> None:
+    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
         shown: Any = {"window": state.checkpoint_window, "start": query_positions.start, "sink_logits": sink_logits}
         parts = [weights for _, weights in attention_weights(q, k, scale, **shown)]
         rows = torch.cat([torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2)

@@ -1,0 +1,159 @@
+"""Describe an entry of a registry: a class whose typed fields are its options.
+
+An entry is a frozen dataclass in one file, of which the registry holds an instance with the default options::
+
+    @dataclass(frozen=True)
+    class ValueNorm(Signal):
+        name, help = "value-norm", "mean norm of a head's values"
+
+        order: Annotated[float, Flag("Order p of the norm.", low=1)] = 2.0
+
+A field annotated with a ``Flag`` is an option of the entry's command as well; ``flag.default`` gives it a wording for a
+default that depends on other values. This module imports nothing heavy, because ``--help`` needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+
+from spkv_nas.base.arguments import convert
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import SHOWN, Flag
+from spkv_nas.base.registry import Registry
+
+Configured = TypeVar("Configured", bound="Entry")
+
+
+@dataclass(frozen=True)
+class EntryOption:
+    """Option of an entry on the command line.
+
+    Attributes:
+        type: type of its values.
+        flag: help text and bounds. Entries that share an option share its flag.
+        default_text: the default as the help shows it.
+    """
+
+    type: Any
+    flag: Flag
+    default_text: str
+
+
+class Entry:
+    """Entry of a registry. Subclasses are frozen dataclasses, whose fields are their options.
+
+    Attributes:
+        name: by which users choose it.
+        help: phrase that says what it is, without a full stop.
+        title: the name in words, as sentences and headings show it.
+    """
+
+    name: ClassVar[str]
+    help: ClassVar[str]
+    title: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        """Make a title of a name."""
+        if "name" in cls.__dict__ and "title" not in cls.__dict__:
+            cls.title = cls.name.replace("-", " ")
+
+    @classmethod
+    def options(cls) -> dict[str, EntryOption]:
+        """Return the options that are annotated with a ``Flag``, by name."""
+        hints, declared = get_type_hints(cls, include_extras=True), dict[str, EntryOption]()
+        for field in fields(cls):  # type: ignore[arg-type]  # every entry is a dataclass
+            hint = hints[field.name]
+            if get_origin(hint) is Annotated and isinstance(flag := get_args(hint)[1], Flag):
+                number = field.default
+                text = f"{number:,}" if isinstance(number, int) else str(number)
+                declared[field.name] = EntryOption(get_args(hint)[0], flag, field.metadata.get(SHOWN) or text)
+        return declared
+
+    def with_options(self: Configured, values: Mapping[str, Any]) -> Configured:
+        """Return a copy with other options; those that are None stay.
+
+        Raises:
+            UserError: a value is of another type, or out of bounds.
+        """
+        hints = get_type_hints(type(self))
+        flags = {name: option.flag for name, option in self.options().items()}
+        given = {name: value for name, value in values.items() if value is not None}
+        changed = {name: _checked(name, hints[name], flags.get(name), value) for name, value in given.items()}
+        return replace(self, **changed)  # type: ignore[type-var]  # as above
+
+
+def _checked(name: str, kind: Any, flag: Flag | None, value: Any) -> Any:
+    """Return a value as an option's type. Raises ``UserError`` for another type, or outside of its bounds."""
+    if isinstance(value, int) and str in (kind, *get_args(kind)):
+        return str(value)  # a budget of 18, or of "25%"
+    value = convert(name, kind, value)
+    if flag is not None and isinstance(value, int | float):
+        if flag.low is not None and value < flag.low:
+            raise UserError(f"{name} must be at least {flag.low:g}; found {value}")
+        if flag.high is not None and value > flag.high:
+            raise UserError(f"{name} must be at most {flag.high:g}; found {value}")
+    return value
+
+
+@dataclass(frozen=True)
+class SharedOption:
+    """Option of one or several entries of a registry, as one flag of a command.
+
+    Attributes:
+        name: name of the field; its dashed form is the flag.
+        declared: the option of each entry that takes it, by the entry's name.
+    """
+
+    name: str
+    declared: dict[str, EntryOption]
+
+    @property
+    def type(self) -> Any:
+        """Return the type of its values."""
+        return next(iter(self.declared.values())).type
+
+    @property
+    def flag(self) -> Flag:
+        """Return its help text and bounds."""
+        return next(iter(self.declared.values())).flag
+
+    @property
+    def default_text(self) -> str:
+        """Return its default, or the defaults of its entries, as the help shows them."""
+        texts = {name: option.default_text for name, option in self.declared.items()}
+        if len({*texts.values()}) == 1:
+            return next(iter(texts.values()))
+        return "; ".join(f"{name}: {text}" for name, text in texts.items())
+
+
+def shared_options(registry: Registry[Any]) -> dict[str, SharedOption]:
+    """Return the options of all entries of a registry by name, in the order of the entries.
+
+    Raises:
+        UserError: two entries declare an option of one name with different types or flags.
+    """
+    shared: dict[str, SharedOption] = {}
+    for entry in registry:
+        for name, option in entry.options().items():
+            others = shared.setdefault(name, SharedOption(name, {})).declared
+            for other, declared in others.items():
+                if (declared.type, declared.flag) != (option.type, option.flag):
+                    raise UserError(
+                        f"{registry.noun}s {other} and {entry.name} declare --{name.replace('_', '-')} with different "
+                        f"flags\nrename the option of {entry.name}, or reuse the flag of {other}"
+                    )
+            others[entry.name] = option
+    return shared
+
+
+def check_options(registry: Registry[Any], entry: Entry, values: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` for an option that is given, but that only other entries of the registry take."""
+    for name, shared in shared_options(registry).items():
+        if values.get(name) is not None and name not in entry.options():
+            noun = registry.noun.rpartition(" ")[2]
+            raise UserError(
+                f"--{name.replace('_', '-')} does not apply to --{noun} {entry.name}; "
+                f"it applies to {', '.join(shared.declared)}"
+            )
