@@ -260,20 +260,17 @@ def measure() -> None:
     """Measure the scores of ``verdict-scores.npz``: layouts on the embedded model, text of the installed packages."""
     from spkv_nas.base.files import write_npz
     from spkv_nas.base.progress import SILENT
-    from spkv_nas.stages.verdict.contenders import contenders
+    from spkv_nas.stages.judging import prepare
     from spkv_nas.stages.verdict.options import VerdictOptions
-    from spkv_nas.stages.verdict.stage import prepare
+    from spkv_nas.stages.verdict.stage import contenders
 
     files = [str(ROOT.parent / "layouts" / "stdlib-21x3" / f"{layout}.yaml") for layout in LAYOUTS]
-    options = VerdictOptions(
-        candidates=files,
-        margin=",".join(f"{criterion}={100 * margin:g}" for criterion, margin in MARGINS.items()),
-        data=["installed"],
-        lm_tasks="stdlib_completions",
-        name="verdict-scores",
-    )
-    dense, candidates = contenders(options, SILENT)
-    trial = prepare(options, dense, candidates, SILENT)
+    words = {"tasks": ":names=stdlib_completions"}  # options of criteria
+    margins = [f"{name}={100 * margin:g}{words.get(name, '')}" for name, margin in MARGINS.items()]
+    options = VerdictOptions(candidates=files, margin=",".join(margins), data=["installed"], name="verdict-scores")
+    candidates = contenders(files, options.model, SILENT)
+    trial = prepare(options, candidates, [], SILENT).trial
+    dense = trial.store.contender
     scores = {}
     for criterion, rounds in trial.samples.items():
         for candidate in candidates:

@@ -10,6 +10,7 @@ from .evaluation.score import score as score
 from .evaluation.separators import measure_separator as measure_separator
 from .evaluation.sweep import Evaluation as Evaluation
 from .evaluation.sweep import evaluate as evaluate
+from .evaluation.verdict.verdict import verdict as verdict
 from .model.attach import attach_gates as attach_gates
 from .model.attach import detach as detach
 from .model.checkpoint import load as load
@@ -27,6 +28,7 @@ from .proposal.coverage import coverage as coverage
 from .proposal.propose import propose as propose
 from .report.pictures import plot_head_scores as plot_head_scores
 from .report.pictures import plot_layout as plot_layout
+from .search.critical_budget import critical_budget as critical_budget
 from .search.study import Study as Study
 from .search.trials import LayoutCost as LayoutCost
 from .stages.study import search_layouts as search_layouts

@@ -28,6 +28,7 @@ from spkv_nas.cli import evaluate
 from spkv_nas.cli.demo import demo
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command, runner
 from spkv_nas.stages.command_group import COMMAND_GROUPS
+from spkv_nas.stages.critical_budget.command import critical_budget
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.compare import CompareOptions
@@ -61,6 +62,8 @@ ORDER = (  # of --help: the workflow, then what goes beside it; groups of COMMAN
     "train-hybrid",
     "evaluate",
     "verdict",
+    "critical-budget",
+    "critical-budget",
     "report",
     "generate",
     "export",
@@ -128,6 +131,7 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     report,
     runner(ScoreOptions),
     verdict,
+    critical_budget,
     generate,
     plan,
     attention,
@@ -182,8 +186,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code.
 
     Exit codes: 0 on success, 1 for a bug, 2 for an error that the user can fix, 130 after Ctrl-C and 143 after SIGTERM
-    (training saves a checkpoint first); ``verdict`` returns its answer. Errors print their message; with ``--debug``
-    they print the traceback.
+    (training saves a checkpoint first); ``verdict`` and ``critical-budget`` return their
+    answer. Errors print their message; with ``--debug`` they print the traceback.
 
     Args:
         arguments: those of the command line; by default ``sys.argv[1:]``.

@@ -38,14 +38,21 @@ def score(
     Raises:
         UserError: if there is no text or no layout, a layout does not fit the model, or two have the same name.
     """
+    named, reporter = by_name(layouts), Reporter.of(progress)
+    full, *scores = zero_shot(model, [None, *named.values()], blocks, batch_size=batch_size, reporter=reporter)
+    rows = score_table(named, dict(zip(named, scores, strict=True)), full, {})
+    return rows.drop(columns="coverage_percent")
+
+
+def by_name(layouts: Layout | Sequence[Layout] | Mapping[str, Layout]) -> Mapping[str, Layout]:
+    """Return layouts by name: without names, each is called by its strategy.
+
+    Raises:
+        UserError: there is none, or two have the same name.
+    """
     if isinstance(layouts, Layout):
         layouts = [layouts]
-    by_name = (
-        layouts if isinstance(layouts, Mapping) else {layout.strategy or layout.hash: layout for layout in layouts}
-    )
-    if not by_name or len(by_name) < len(layouts):
-        raise UserError("give at least one layout, each under a distinct name: score(model, blocks, {name: layout})")
-    reporter = Reporter.of(progress)
-    full, *scores = zero_shot(model, [None, *by_name.values()], blocks, batch_size=batch_size, reporter=reporter)
-    rows = score_table(by_name, dict(zip(by_name, scores, strict=True)), full, {})
-    return rows.drop(columns="coverage_percent")
+    named = layouts if isinstance(layouts, Mapping) else {layout.strategy or layout.hash: layout for layout in layouts}
+    if not named or len(named) < len(layouts):
+        raise UserError("give at least one layout, each under a distinct name: {name: layout}")
+    return named

@@ -25,6 +25,7 @@ from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data import config
+from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.config import AUTO, Bos
 from spkv_nas.data.sources import Document, as_documents
 from spkv_nas.data.tokenizer import Boundaries, boundaries, default_separator, encode
@@ -127,6 +128,19 @@ def measure_separator(
         {name: float(values.sum()) / count for name, values in sums.items()},
         min(float(values.sum()) for values in alone) / count,
     )
+
+
+def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
+    """Tokenize texts into blocks of the default size, or of the model's context length if shorter.
+
+    Raises:
+        UserError: there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise UserError("strings need the model's tokenizer: give tokenizer=tokenizer, or blocks of build_blocks")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    size, texts = min(BLOCK_SIZE, positions or BLOCK_SIZE), list(texts)
+    return build_blocks(texts, tokenizer, size, separator=measure_separator(model, tokenizer, texts, size).best)
 
 
 def shared_separator(

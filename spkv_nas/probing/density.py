@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -24,8 +23,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.batches import run_own_batches
-from spkv_nas.data.blocks import TokenBlocks, build_blocks
-from spkv_nas.evaluation.separators import measure_separator
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.separators import text_blocks
 from spkv_nas.model.attention import LayerState, layer_states
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.hooks import watch_logits
@@ -89,19 +88,6 @@ def probe(
     counter.finish()
     table = _table(counter, blocks, config, tau, name, {**_price(config), **(metadata or {})})
     return table if config.target_density is None else _with_reached(table, config, states)
-
-
-def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
-    """Tokenize texts into blocks of the default size, or of the model's context length if shorter.
-
-    Raises:
-        UserError: there is no tokenizer.
-    """
-    if tokenizer is None:
-        raise UserError("texts need the model's tokenizer: probe(model, texts, tokenizer=tokenizer)")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    size, texts = min(BLOCK_SIZE, positions or BLOCK_SIZE), list(texts)
-    return build_blocks(texts, tokenizer, size, separator=measure_separator(model, tokenizer, texts, size).best)
 
 
 def _table(

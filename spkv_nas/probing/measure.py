@@ -21,10 +21,10 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import check_blocks
+from spkv_nas.evaluation.separators import text_blocks
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import default_window, full_attention
-from spkv_nas.probing.density import text_blocks
 from spkv_nas.probing.heads import check_window
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal

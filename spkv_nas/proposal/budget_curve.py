@@ -42,8 +42,8 @@ class BudgetCurve:
         table: densities at the threshold used to choose the layouts.
         rows: one row per budget with columns budget, num_global, coverage, worst_domain (lowest per-domain coverage),
             coverage_low and coverage_high (95 % interval), random (expected coverage of as many random heads),
-            kv_bytes; NaN where unknown. With an engine also no_dearer, the largest number of global heads that takes no
-            more memory.
+            kv_bytes; NaN where unknown. With an engine also max_heads_same_memory, the largest number of global
+            heads that takes no more memory.
         layouts: layouts by name, such as "densest-18".
         knee: knee of the curve.
     """
@@ -123,7 +123,7 @@ def budget_curve(
             }
         )
         if requirements.serving is not None:
-            rows[-1]["no_dearer"] = requirements.no_dearer(table, layout.num_global, window)
+            rows[-1]["max_heads_same_memory"] = requirements.max_heads_same_memory(table, layout.num_global, window)
         layouts[layout.strategy] = layout
         if progress is not None:
             progress(number, len(budgets))

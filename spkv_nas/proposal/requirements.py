@@ -177,13 +177,13 @@ class Requirements:
                 return None
             limit = Limit(fitting)
 
-    def no_dearer(self, table: HeadScores, num_global: int, window: int | None) -> int:
+    def max_heads_same_memory(self, table: HeadScores, num_global: int, window: int | None) -> int:
         """Return the largest number of global heads that takes no more memory in the engine than ``num_global``."""
         cost = self.cache_cost(table, window)
         if not isinstance(cost, EngineCost):
             return num_global
         stride = table.num_kv_heads if self.constraints.granularity == "layer" else 1
-        return cost.no_dearer(num_global, table.num_heads, stride=stride)
+        return cost.max_heads_same_memory(num_global, table.num_heads, stride=stride)
 
     def memory(self, table: HeadScores, num_global: int, window: int | None) -> str | None:
         """Describe the cache memory of ``num_global`` global heads; None without a context.
@@ -210,7 +210,7 @@ class Requirements:
             f"{room}{used} {what} at {cost.context:,} tokens x {cost.batch}, {settings}head dimension {cost.head_dim}, "
             f"{cost.dtype}; {full} with all heads global, {local} with all heads local"
         )
-        if (larger := self.no_dearer(table, num_global, window)) > num_global:
+        if (larger := self.max_heads_same_memory(table, num_global, window)) > num_global:
             sentence += f"\n{larger} global heads take no more memory there than {num_global}: --budget {larger}"
         return sentence
 

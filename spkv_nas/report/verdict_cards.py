@@ -8,20 +8,13 @@ from typing import Any
 
 import pandas as pd
 
+from spkv_nas.evaluation.verdict.registry import CRITERIA
 from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by
 from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import Band, Chart, Line, Mark, Points, Rule, Shape, Tone, numbers
 from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
 from spkv_nas.report.section import Row, Section
 
-_TITLES = {
-    "nll": "NLL by document",
-    "longppl": "NLL of key tokens (LongPPL)",
-    "agreement": "Disagreement of greedy tokens",
-    "acceptance": "Rejection by speculative sampling",
-    "ruler": "RULER",
-    "tasks": "Downstream tasks",
-}
 _MARKS: dict[str, tuple[Shape, Tone]] = {
     "passes": ("circle", "accent"),
     "fails": ("diamond", "second"),
@@ -73,7 +66,7 @@ def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
         summary = listed([f"{row['candidate']} {row['answer']}" for _, row in group.iterrows()], _MAX_NAMED)
         yield Chart(
             f"{prefix}-{criterion}",
-            _TITLES.get(str(criterion), str(criterion)),
+            _title(str(criterion)),
             f"Loss by {criterion}, margin {margin:g} {unit}: "
             + "; ".join(_tip(row, noun) for _, row in group.iterrows())
             + ".",
@@ -83,6 +76,11 @@ def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
             note=f"Criterion {criterion}, margin {margin:g} {unit}: {summary}.",
             height=_HEIGHT + _ROW * len(group),
         )
+
+
+def _title(criterion: str) -> str:
+    """Return the heading of a card; the name of a criterion whose package is not installed."""
+    return CRITERIA[criterion].title if criterion in CRITERIA.names else criterion
 
 
 def _marks(group: pd.DataFrame, left: float, right: float, margin: float, noun: str) -> Iterable[Mark]:

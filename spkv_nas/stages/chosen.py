@@ -71,7 +71,8 @@ def chosen_table(options: OfProbe, reporter: Reporter = SILENT) -> HeadScores:
         if names:
             break
     # List the commands to choose from
-    commands = [next_line(command_line(replace(options, probe=name))) for name in list(records)[:_MAX_LISTED]]  # type: ignore[type-var]  # every one is a dataclass
+    named = [replace(options, probe=name) for name in list(records)[:_MAX_LISTED]]  # type: ignore[type-var]
+    commands = [next_line(command_line(each)) for each in named]
     more = ["..."] if len(records) > _MAX_LISTED else []
     raise UserError("\n".join([f"{folder} has {len(records)} probes: choose one with --probe NAME", *commands, *more]))
 

@@ -331,7 +331,8 @@ def show_budgets(result: BudgetsResult) -> None:
     # Choose the columns that have data
     columns = ["budget", *(["heads"] if (rows["num_global"] != rows["budget"]).any() else []), "coverage %"]
     columns += [*(["from", "to"] if has_intervals else []), "worst domain %", *(["memory"] if has_memory else [])]
-    columns += ["no dearer"] if "no_dearer" in rows else []
+    has_more = "max_heads_same_memory" in rows
+    columns += ["heads, same memory"] if has_more else []
     interval_note = f"; from, to: {100 * LEVEL:.0f} % interval" if has_intervals else ""
     grid = Table(*columns, title=f"{escape(table.name)} at tau {table.tau:g}{interval_note}")
     # Print every step-th row, the knee and the last row
@@ -347,14 +348,16 @@ def show_budgets(result: BudgetsResult) -> None:
             "to": f"{100 * row.coverage_high:.2f}",
             "worst domain %": f"{100 * row.worst_domain:.2f}",
             "memory": format_bytes(int(row.kv_bytes)) if has_memory else "",
-            "no dearer": str(row.no_dearer) if "no_dearer" in rows and row.no_dearer > row.num_global else "",
+            "heads, same memory": str(more)
+            if has_more and (more := row.max_heads_same_memory) > row.num_global
+            else "",
         }
         grid.add_row(*(cells[column] for column in columns))
     out.print(grid)
     # Knee, caution, files
     out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
-    if "no_dearer" in rows:
-        say("no dearer: the largest number of global heads that takes no more memory in the engine")
+    if has_more:
+        say("heads, same memory: the largest number of global heads that takes no more memory in the engine")
     if result.caution is not None:
         say(result.caution)
     print_path("curve", result.figure or result.folder / "budgets.csv")

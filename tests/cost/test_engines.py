@@ -169,10 +169,10 @@ class TestBudgets:
         assert request_bytes == sorted(set(request_bytes))
 
     def test_twelve_layers_cost_what_nine_do(self) -> None:
-        assert [COST.no_dearer(number, 21) for number in (8, 9, 10, 21)] == [8, 12, 11, 21]
-        assert COST.no_dearer(27, 63) == 36
-        assert COST.no_dearer(9 * 3, 63, stride=3) == 36
-        assert COST.no_dearer(30, 63) == 33
+        assert [COST.max_heads_same_memory(number, 21) for number in (8, 9, 10, 21)] == [8, 12, 11, 21]
+        assert COST.max_heads_same_memory(27, 63) == 36
+        assert COST.max_heads_same_memory(9 * 3, 63, stride=3) == 36
+        assert COST.max_heads_same_memory(30, 63) == 33
 
     def test_the_largest_budget_fits_and_the_next_step_does_not(self) -> None:
         memory = COST.total(8, 21)

@@ -13,7 +13,7 @@ from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.verdict.decision import Levels, decide
-from spkv_nas.evaluation.verdict.paired_test import (
+from spkv_nas.evaluation.verdict.loss_tests import (
     Evidence,
     MeanDrop,
     MeanShortfall,

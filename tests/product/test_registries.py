@@ -11,11 +11,11 @@ from paths import ROOT
 from spkv_nas.base.registry import Registry
 from spkv_nas.cli.evaluate import EVALUATIONS
 from spkv_nas.cost.engines.registry import ENGINES
+from spkv_nas.evaluation.verdict.registry import CRITERIA
 from spkv_nas.model.export.registry import TARGETS
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.search.registry import SAMPLERS
-from spkv_nas.stages.verdict.registry import CRITERIA
 
 PAGES: list[tuple[Registry[Any], str]] = [
     (SIGNALS, "guides/scores"),

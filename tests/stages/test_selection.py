@@ -26,8 +26,7 @@ from spkv_nas.stages.propose import propose
 from spkv_nas.stages.score import score
 from spkv_nas.stages.search import search
 from spkv_nas.stages.verdict.options import VerdictOptions
-from spkv_nas.stages.verdict.output import document
-from spkv_nas.stages.verdict.stage import VerdictResult, verdict
+from spkv_nas.stages.verdict.stage import VerdictResult, document, verdict
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 

@@ -210,9 +210,9 @@ class TestPropose:
     ) -> None:
         shown = self.propose(capsys, *options, "--budget", "24..36:3")
         rows = pd.read_csv(workspace / "layouts" / "p" / "budgets.csv").set_index("budget")
-        assert rows["no_dearer"].to_dict() == {24: 24, 27: 36, 30: 33, 33: 33, 36: 36}
+        assert rows["max_heads_same_memory"].to_dict() == {24: 24, 27: 36, 30: 33, 33: 33, 36: 36}
         assert rows["kv_bytes"][27] == rows["kv_bytes"][36] > rows["kv_bytes"][33]
-        assert "no dearer: the largest number of global heads that takes no more memory in the engine" in shown
+        assert "heads, same memory: the largest number of global heads that takes no more memory in the engine" in shown
 
     @pytest.mark.parametrize(
         ("changed", "message"),

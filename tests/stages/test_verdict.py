@@ -23,8 +23,7 @@ from spkv_nas.model.windows import apply_layout
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.probe import probe
 from spkv_nas.stages.verdict.options import VerdictOptions
-from spkv_nas.stages.verdict.output import document
-from spkv_nas.stages.verdict.stage import VerdictResult, verdict
+from spkv_nas.stages.verdict.stage import VerdictResult, document, verdict
 
 
 @pytest.fixture
@@ -72,11 +71,11 @@ class TestAnswers:
     ) -> None:
         """Continue stored rounds with another number of questions, and give the answer of a new workspace."""
         save(tiny_model(vocab_size=300, max_position_embeddings=1024), tiny_tokenizer, Path("long"))
-        ruler = {"model": "long", "margin": "ruler=1", "lengths": "400", "tasks": "niah_single_1", "data": None}
+        margin, long = "ruler=1:lengths=400:tasks=niah_single_1:questions=", {"model": "long", "data": None}
         for number in (20, 40):
-            run("mixed.yaml", **ruler, questions=number)
-        first = run("mixed.yaml", "full.yaml", **ruler, questions=40).rows
-        anew = run("mixed.yaml", "full.yaml", **ruler, questions=40, workspace=Path("anew")).rows
+            run("mixed.yaml", **long, margin=f"{margin}{number}")
+        first = run("mixed.yaml", "full.yaml", **long, margin=f"{margin}40").rows
+        anew = run("mixed.yaml", "full.yaml", **long, margin=f"{margin}40", workspace=Path("anew")).rows
         assert first.equals(anew)
         assert set(first["num_samples"]) == {40}
 
@@ -104,8 +103,8 @@ class TestAnswers:
 
     def test_generated_answers(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         save(tiny_model(vocab_size=300, max_position_embeddings=512), tiny_tokenizer, folder / "long")
-        ruler_options = {"margin": "ruler=40", "lengths": "400", "tasks": "niah_single_1", "questions": 32}
-        result = run("full.yaml", model="long", data=None, **ruler_options)
+        margin = "ruler=40:lengths=400:tasks=niah_single_1:questions=32"
+        result = run("full.yaml", model="long", data=None, margin=margin)
         assert result.num_left_out is None, "no text judges"
         (row,) = result.rows.to_dict("records")
         assert (row["criterion"], row["answer"], row["loss"], row["unit"]) == ("ruler", "passes", 0.0, "points")
@@ -143,9 +142,13 @@ class TestCommand:
         [
             ({"margin": "nll=0"}, "above 0 and below 100"),
             ({"margin": "nll"}, "above 0 and below 100"),
-            ({"margin": "speed=1"}, "unknown criterion 'speed'; expected one of nll, agreement, "),
+            ({"margin": "speed=1"}, "unknown criterion 'speed'; expected one of nll, "),
             ({"margin": "nll=1,nll=2"}, "two margins"),
-            ({"margin": "ruler=2"}, "needs --lengths"),
+            ({"margin": "nll=1:length=2"}, "criterion nll has no option 'length'; it has none"),
+            ({"margin": "ruler=2"}, "needs lengths"),
+            ({"margin": "ruler=2:length=4k"}, "criterion ruler has no option 'length'; it has lengths, tasks, "),
+            ({"margin": "ruler=2:lengths=4k:questions=0"}, "questions=0 is not between 1 and"),
+            ({"margin": "ruler=2:lengths=4k:questions=few"}, "questions=few: Input should be a valid integer"),
             ({"risk": "60%"}, "up to 50%"),
             ({"data": None}, "--against needs --data"),
         ],

@@ -74,4 +74,4 @@ class TestContinuations:
 
     def test_a_continuation_as_long_as_a_block(self, folder: Path) -> None:
         with pytest.raises(UserError, match="leaves no prompt in a block of 32 tokens"):
-            run("full.yaml", margin="agreement=2", new_tokens=32)
+            run("full.yaml", margin="agreement=2:new-tokens=32")

@@ -104,7 +104,7 @@ class EngineCost(CacheCost):
             sinks=self.sinks,
         )
 
-    def no_dearer(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:
+    def max_heads_same_memory(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:
         """Return the largest number of global heads that takes no more memory than ``num_global``.
 
         Args:

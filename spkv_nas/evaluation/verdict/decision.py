@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spkv_nas.base.sequential import holm
-from spkv_nas.evaluation.verdict.paired_test import Evidence
+from spkv_nas.evaluation.verdict.loss_tests import Evidence
 
 Answer = Literal["passes", "fails", "open"]
 

@@ -64,7 +64,7 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch:
 
 
 def test_full_attention_passes_and_local_layers_fail(folder: Path) -> None:
-    result = run("full.yaml", "three-to-one.yaml", margin="tasks=20", lm_tasks="writing", include=["mine"])
+    result = run("full.yaml", "three-to-one.yaml", margin="tasks=20:names=writing:include=mine")
     assert result.answers == {"full": "passes", "three-to-one": "fails"}
     full, local = result.rows.to_dict("records")
     assert (full["criterion"], full["unit"], full["loss"]) == ("tasks", "points", 0.0)
@@ -73,9 +73,7 @@ def test_full_attention_passes_and_local_layers_fail(folder: Path) -> None:
 
 
 def test_an_interrupted_verdict_gives_the_same_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_resumes(
-        TaskRounds, monkeypatch, "three-to-one.yaml", margin="tasks=50", lm_tasks="writing,shots", include=["mine"]
-    )
+    check_resumes(TaskRounds, monkeypatch, "three-to-one.yaml", margin="tasks=50:names=writing,shots:include=mine")
 
 
 def test_scores_are_those_of_the_task(folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -127,12 +125,12 @@ def test_the_order_is_random_and_of_equal_shares(folder: Path, tiny_tokenizer: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lm_tasks": None}, "needs --lm-tasks"),
-        ({"lm_tasks": "none"}, "unknown task 'none'"),
-        ({"lm_tasks": "reading"}, "word_perplexity, is no mean of scores from 0 to 1"),
-        ({"include": ["nowhere"]}, "folder of tasks not found: nowhere"),
+        ("include=mine", "needs names"),
+        ("names=none:include=mine", "unknown task 'none'"),
+        ("names=reading:include=mine", "word_perplexity, is no mean of scores from 0 to 1"),
+        ("names=choices:include=nowhere", "folder of tasks not found: nowhere"),
     ],
 )
-def test_mistakes(folder: Path, options: dict[str, Any], message: str) -> None:
+def test_mistakes(folder: Path, options: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        run("full.yaml", margin="tasks=2", **{"lm_tasks": "choices", "include": ["mine"]} | options)
+        run("full.yaml", margin=f"tasks=2:{options}")

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spkv_nas.evaluation.verdict.paired_test import RelativeRise
-from spkv_nas.stages.verdict.criterion import Criterion, Setting
+from spkv_nas.artifacts.defaults import LONGPPL_SHORT
+from spkv_nas.base.flag import default
+from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
+from spkv_nas.evaluation.verdict.loss_tests import RelativeRise
+from spkv_nas.stages import flags
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.verdict.rounds import Rounds
 
 
-def _key_tokens(setting: Setting) -> Rounds:
-    """Return the documents of the text whose parts in a block are longer than the short context."""
-    from spkv_nas.contrib.evaluate.longppl.reading import Criterion as KeyTokens
-    from spkv_nas.contrib.evaluate.longppl.rounds import KeyTokenRounds
-    from spkv_nas.model.checkpoint import checkpoint_hash
+@dataclass(frozen=True)
+class KeyTokenNLL(Criterion):
+    """Rise of the NLL of key tokens."""
 
-    options = setting.options
-    criterion = KeyTokens.of(setting.blocks.block_size, options.short_context)
-    identity = f"{setting.text_hash} {checkpoint_hash(options.model)} {criterion}"
-    return KeyTokenRounds(setting.blocks, criterion, identity)
+    name, title = "longppl", "NLL of key tokens (LongPPL)"
+    help = "rise of the NLL of key tokens, which need a long context, in percent"
+    test = RelativeRise()
+
+    short_context: flags.ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a block")
+
+    def prepare(self, setting: Setting) -> Rounds:
+        """Return the documents of the text whose parts in a block are longer than the short context."""
+        from spkv_nas.contrib.evaluate.longppl.reading import Criterion as KeyTokens
+        from spkv_nas.contrib.evaluate.longppl.rounds import KeyTokenRounds
+
+        criterion = KeyTokens.of(setting.blocks.block_size, self.short_context)
+        return KeyTokenRounds(setting.blocks, criterion, f"{setting.text_hash} {setting.identity} {criterion}")
 
 
-LONGPPL = Criterion("longppl", "documents", RelativeRise(), _key_tokens)
+LONGPPL = KeyTokenNLL()

@@ -46,7 +46,7 @@ class KeyTokenRounds:
         if not self._documents:
             raise UserError(
                 f"no document has more than the short context of {self.criterion.short} tokens in a block\n"
-                "use longer text, a larger --block-size, or a smaller --short-context"
+                "use longer text, a larger --block-size, or a smaller short-context"
             )
 
     @property

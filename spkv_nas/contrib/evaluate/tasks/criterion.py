@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.evaluation.verdict.paired_test import MeanDrop
-from spkv_nas.stages.verdict.criterion import Criterion, Setting
-from spkv_nas.stages.verdict.options import VerdictOptions
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
+from spkv_nas.evaluation.verdict.loss_tests import MeanDrop
+from spkv_nas.stages import flags
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.verdict.rounds import Rounds
 
-
-def _samples(setting: Setting) -> Rounds:
-    """Return the samples of the tasks, each of a random task."""
-    from spkv_nas.contrib.evaluate.tasks.rounds import TaskRounds
-    from spkv_nas.contrib.evaluate.tasks.suite import load_suite, quiet_libraries
-
-    options, reporter = setting.options, setting.reporter
-    if not reporter.verbose:
-        quiet_libraries()
-    reporter.announce("loading tasks and their data")
-    suite = load_suite(
-        str(options.lm_tasks),
-        options.include or [],
-        options.data_sets or [],
-        allow_code=options.allow_code,
-        caution=reporter.caution,
-    )
-    return TaskRounds(suite, setting.tokenizer, seed=options.seed, allow_code=options.allow_code)
+TaskNames = Annotated[str | None, Flag("Comma-separated lm-eval tasks, such as stdlib_completions, which is built in.")]
 
 
-def _check_tasks(options: VerdictOptions) -> None:
-    """Check that tasks are named and that their folders exist."""
-    from spkv_nas.stages.checks import check_exist
+@dataclass(frozen=True)
+class TaskSamples(Criterion):
+    """Drop of the mean score over tasks."""
 
-    if options.lm_tasks is None:
-        raise UserError("--margin tasks=... needs --lm-tasks: comma-separated lm-eval tasks, such as hellaswag,gsm8k")
-    check_exist(options.include or (), "folder of tasks")
+    name, help, title = "tasks", "drop of the mean score of lm-eval's tasks, in points of 100", "Downstream tasks"
+    noun, reads_text = "samples", False
+    test = MeanDrop()
+
+    names: TaskNames = None
+    data_sets: flags.DataSets = default(None, "the Hub or its cache")
+    include: flags.Include = None
+    allow_code: flags.AllowCode = False
+
+    def check(self) -> None:
+        """Check that tasks are named and that their folders exist."""
+        from spkv_nas.stages.checks import check_exist
+
+        if self.names is None:
+            raise UserError(
+                "--margin tasks=... needs names, comma-separated lm-eval tasks, such as tasks=2:names=hellaswag,gsm8k"
+            )
+        check_exist(self.include or (), "folder of tasks")
+
+    def prepare(self, setting: Setting) -> Rounds:
+        """Return the samples of the tasks, each of a random task."""
+        from spkv_nas.contrib.evaluate.tasks.rounds import TaskRounds
+        from spkv_nas.contrib.evaluate.tasks.suite import load_suite, quiet_libraries
+
+        if not setting.reporter.verbose:
+            quiet_libraries()
+        setting.reporter.announce("loading tasks and their data")
+        suite = load_suite(
+            str(self.names),
+            self.include or [],
+            self.data_sets or [],
+            allow_code=self.allow_code,
+            caution=setting.reporter.caution,
+        )
+        return TaskRounds(suite, setting.tokenizer, seed=setting.seed, allow_code=self.allow_code)
 
 
-TASKS = Criterion("tasks", "samples", MeanDrop(), _samples, _check_tasks, reads_text=False)
+TASKS = TaskSamples()

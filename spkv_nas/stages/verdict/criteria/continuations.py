@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.evaluation.verdict.paired_test import MeanShortfall
-from spkv_nas.stages.verdict.criterion import Criterion, Setting
+from spkv_nas.base.flag import default
+from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
+from spkv_nas.evaluation.verdict.loss_tests import MeanShortfall
+from spkv_nas.stages.options.evaluate.agreement import NewTokens
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.verdict.rounds import Rounds
 
 
-def _continuations(temperature: float, setting: Setting) -> Rounds:
-    """Return one continuation per document, which the dense model writes at a temperature; 0: greedily."""
-    from spkv_nas.evaluation.verdict.continuation_rounds import ContinuationRounds, one_per_document
-    from spkv_nas.model.checkpoint import checkpoint_hash
+@dataclass(frozen=True)
+class Agreement(Criterion):
+    """Share of tokens of the dense model's greedy continuations that a candidate does not predict."""
 
-    options, length = setting.options, setting.blocks.block_size
-    new_tokens = options.new_tokens or length // 2
-    if new_tokens >= length:
-        raise UserError(f"--new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
-    seed = f" seed {options.seed}" if temperature else ""
-    identity = f"{setting.text_hash} {checkpoint_hash(options.model)} {new_tokens} temperature {temperature}{seed}"
-    blocks = one_per_document(setting.blocks, new_tokens)
-    return ContinuationRounds(setting.tokenizer, blocks, new_tokens, temperature, options.seed, identity)
+    name, title = "agreement", "Disagreement of greedy tokens"
+    help = "greedy tokens that differ from the dense model's, in points of 100"
+    test = MeanShortfall()
+    temperature: ClassVar[float] = 0.0
+
+    new_tokens: NewTokens = default(None, "half a block")
+
+    def prepare(self, setting: Setting) -> Rounds:
+        """Return one continuation per document, which the dense model writes; by default half a block."""
+        from spkv_nas.evaluation.verdict.continuation_rounds import ContinuationRounds, one_per_document
+
+        length, temperature = setting.blocks.block_size, self.temperature
+        new_tokens = self.new_tokens or length // 2
+        if new_tokens >= length:
+            raise UserError(f"new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
+        seed = f" seed {setting.seed}" if temperature else ""
+        identity = f"{setting.text_hash} {setting.identity} {new_tokens} temperature {temperature}{seed}"
+        blocks = one_per_document(setting.blocks, new_tokens)
+        return ContinuationRounds(setting.tokenizer, blocks, new_tokens, temperature, setting.seed, identity)
 
 
-AGREEMENT = Criterion("agreement", "documents", MeanShortfall(), partial(_continuations, 0.0))
-ACCEPTANCE = Criterion("acceptance", "documents", MeanShortfall(), partial(_continuations, 1.0))
+@dataclass(frozen=True)
+class Acceptance(Agreement):
+    """Share of tokens that the dense model samples and that speculative sampling rejects of a candidate's draft."""
+
+    name, title = "acceptance", "Rejection by speculative sampling"
+    help = "sampled tokens that speculative sampling rejects, in points of 100"
+    temperature = 1.0
+
+
+AGREEMENT, ACCEPTANCE = Agreement(), Acceptance()

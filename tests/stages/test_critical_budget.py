@@ -1,4 +1,4 @@
-"""Test ``verdict --budgets``: the critical budget of a model on text that it wrote itself, and what it refuses."""
+"""Test ``critical-budget``: the critical budget of a model on text that it wrote itself, and what it refuses."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
 from spkv_nas.evaluation.verdict.rounds import DocumentRounds
 from spkv_nas.model.checkpoint import save
+from spkv_nas.stages.critical_budget.options import CriticalBudgetOptions
+from spkv_nas.stages.critical_budget.stage import BudgetResult, critical_budget, document
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.probe import probe
-from spkv_nas.stages.verdict.budget_output import document
-from spkv_nas.stages.verdict.budgets import BudgetVerdict, critical_budget
-from spkv_nas.stages.verdict.options import VerdictOptions
 
 TOKENS = 48  # per document
 NUM_HEADS = 8
@@ -73,13 +72,13 @@ def folder(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     for name in ("dense", "text"):
         Path(name).symlink_to(model_folder / name)
     table = make_table(np.arange(NUM_HEADS, 0, -1.0).reshape(4, 2) / NUM_HEADS)
-    table.write(tmp_path / "probes" / "mine")
+    replace(table, window=4).write(tmp_path / "probes" / "mine")
     return tmp_path
 
 
-def run(reporter: Reporter = SILENT, **options: Any) -> BudgetVerdict:
-    chosen = {"budgets": "1..8", "probe": "mine", "model": "dense", "data": ["text"], "block_size": TOKENS, "window": 4}
-    return critical_budget(VerdictOptions(**chosen | {"margin": "nll=10%"} | options), reporter)
+def run(reporter: Reporter = SILENT, **options: Any) -> BudgetResult:
+    chosen = {"budgets": ["1..8"], "probe": "mine", "model": "dense", "data": ["text"], "block_size": TOKENS}
+    return critical_budget(CriticalBudgetOptions(**chosen | {"margin": "nll=10%"} | options), reporter)
 
 
 class TestAnswer:
@@ -120,13 +119,13 @@ class TestAnswer:
             assert (row.low >= row.margin) == (row.result == "fails")
 
     def test_no_budget_passes(self, folder: Path) -> None:
-        result = run(budgets="1..3")
+        result = run(budgets=["1..3"])
         assert (result.passes, result.fails, result.answer) == (None, 3, "fails")
         assert result.memory is None
         assert not result.next
 
     def test_budgets_that_were_not_looked_at_may_pass(self, folder: Path) -> None:
-        result = run(budgets="1..5", margin="nll=1%,longppl=99%", short_context=8)
+        result = run(budgets=["1..5"], margin="nll=1%,longppl=99%:short-context=8")
         sentence = document(result)["sentences"][0]
         unseen = [budget for budget in result.budgets if budget not in result.answers]
         assert result.answer == "fails"
@@ -140,7 +139,7 @@ class TestAnswer:
 
     def test_layouts_are_those_of_propose(self, folder: Path) -> None:
         result = run()
-        main(["propose", "--probe", "mine", "--budget", str(result.passes), "--window", "4"])
+        main(["propose", "--probe", "mine", "--budget", str(result.passes)])
         record = CRITICAL_BUDGET.read(result.folder)
         assert record is not None
         layout = Layout.read("layouts/p/densest.yaml")
@@ -148,9 +147,21 @@ class TestAnswer:
         assert record[1]["critical_budget"] == layout.num_global == result.passes
 
     def test_constraints_skip_budgets_with_the_same_layout(self, folder: Path) -> None:
-        result = run(budgets="2..8", granularity="layer")
+        result = run(budgets=["2..8"], granularity="layer")
         assert list(result.budgets) == [2, 4, 6, 8]
         assert "--granularity layer" in result.next[0].command
+
+    def test_layouts_from_files(self, folder: Path) -> None:
+        """Layouts that ``propose`` writes with constraints, sinks and another window are judged as they are."""
+        options = ["--window", "6", "--sinks", "1", "--min-per-layer", "1"]
+        main(["propose", "--probe", "mine", "--budget", "4..8", *options])
+        files = sorted(map(str, Path("layouts/p/budgets").glob("*.yaml")))
+        result = run(budgets=files)
+        assert list(result.budgets) == [4, 5, 6, 7, 8]
+        assert result.file is not None
+        assert Layout.read(result.file).heads == result.layouts[result.critical.passes or 0].heads
+        assert {(layout.window, layout.sinks) for layout in result.layouts} == {(6, 1)}
+        assert not result.next
 
 
 class TestResuming:
@@ -191,20 +202,20 @@ class TestChoice:
 
 
 class TestCommand:
-    TEXT = ("--against", "dense", "--data", "text", "--block-size", str(TOKENS), "--window", "4", "--margin", "nll=10%")
+    TEXT = ("--against", "dense", "--data", "text", "--block-size", str(TOKENS), "--margin", "nll=10%")
 
     def test_sentences_exit_codes_and_document(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        main(["verdict", "--budgets", "1..8", "--probe", "mine", *self.TEXT, "--context", "1k"])
+        main(["critical-budget", "1..8", "--probe", "mine", *self.TEXT, "--context", "1k"])
         shown = " ".join(capsys.readouterr().out.split())
         assert "6 of 8 KV heads pass: the loss is below 10 % (nll); 4 are too few; 5 is open" in shown
         assert "for all 8 budgets together, of which" in shown
         with pytest.raises(SystemExit) as failed:
-            main(["verdict", "--budgets", "1..3", "--probe", "mine", *self.TEXT, "--json"])
+            main(["critical-budget", "1..3", "--probe", "mine", *self.TEXT, "--json"])
         assert failed.value.code == 1
         document = json.loads(capsys.readouterr().out)
         assert (document["answer"], document["largest_failing"]) == ("fails", 3)
         with pytest.raises(SystemExit) as undecided:
-            main(["verdict", "--budgets", "5", "--probe", "mine", *self.TEXT])
+            main(["critical-budget", "5", "--probe", "mine", *self.TEXT])
         assert undecided.value.code == 3
 
     def test_memory(self, folder: Path) -> None:
@@ -221,16 +232,16 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ("dense --budgets 1..8", "leave out the candidates"),
-            ("", "no candidates"),
-            ("dense --context 1k", "--context applies to --budgets only"),
-            ("dense --granularity layer", "--granularity applies to --budgets only"),
-            ("--budgets 8..1", "descending"),
-            ("--budgets 1..9", "the model has 8 KV heads"),
-            ("--budgets 1..8 --engine sglang", "whole layers only"),
-            ("--budgets 1..8 --tau match-budget", "needs a single budget"),
+            ("", "Missing argument"),
+            ("4 none.yaml", "layout not found: none.yaml"),
+            ("4 dense.yaml", "give either budgets or layout files"),
+            ("8..1", "descending"),
+            ("1..9", "the model has 8 KV heads"),
+            ("1..8 --engine sglang", "whole layers only"),
+            ("1..8 --page-size 16", "--page-size needs --engine"),
         ],
     )
     def test_mistakes(self, folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
         text = ["--against", "dense", "--data", "text", "--block-size", str(TOKENS)]
-        assert message in fails(capsys, "verdict", *arguments.split(), *text)
+        Layout(("GG",) * 4, window=4).write("dense.yaml")
+        assert message in fails(capsys, "critical-budget", *arguments.split(), *text)

@@ -1,0 +1,139 @@
+"""Put the layouts of a verdict on models, and keep the scores that were measured with them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.arrays import Array, read_arrays
+from spkv_nas.base.files import write_npz
+from spkv_nas.evaluation.verdict.rounds import Rounds
+from spkv_nas.model.checkpoint import checkpoint_hash
+from spkv_nas.model.config_section import gate_config
+from spkv_nas.model.modes import gate_mode
+from spkv_nas.model.windows import layout_applied
+
+Arrays = dict[str, NDArray[Any]]
+_SCORE = Array("score", "number", "samples", low=-1.0)
+_REMEDY = "remove it and run the command again"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Candidate or dense model.
+
+    Attributes:
+        name: name in the verdict.
+        source: checkpoint with its weights; empty for a model in memory.
+        layout: layout that is put on them; None: the checkpoint as it is, with hard gates if it has any.
+        chosen: the layout that was selected, which is the candidate or was trained into it.
+    """
+
+    name: str
+    source: str = ""
+    layout: Layout | None = None
+    chosen: Layout | None = None
+
+    @property
+    def content(self) -> tuple[str, str]:
+        """Return what it is apart from its name: the checkpoint, and the content of the layout on it."""
+        return self.source, "" if self.layout is None else self.layout.content
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[None]:
+        """Put the layout on the checkpoint's model inside the ``with`` block."""
+        as_it_is = nullcontext() if gate_config(model) is None else gate_mode(model, "hard")
+        with as_it_is if self.layout is None else layout_applied(model, self.layout):
+            yield
+
+
+@dataclass
+class ScoreStore:
+    """Scores of all contenders, and what the dense model prepared for them, by criterion and round.
+
+    At most two models are in memory: the dense one, and the last other one.
+
+    Attributes:
+        dense: the dense model.
+        contender: the dense model as a contender.
+        folder: folder of the scores; None: they are kept in memory alone.
+        load: loads the model of another checkpoint.
+        setting: device and dtype that all are measured with.
+    """
+
+    dense: PreTrainedModel
+    contender: Contender = field(default_factory=lambda: Contender("dense"))
+    folder: Path | None = None
+    load: Callable[[str], PreTrainedModel] | None = None
+    setting: tuple[str, ...] = ()
+    _other: tuple[str, PreTrainedModel] | None = field(default=None, init=False)
+    _kept: dict[tuple[str, str], Arrays] = field(default_factory=dict, init=False)
+
+    def score(self, contender: Contender, rounds: Rounds, number: int) -> NDArray[np.float64]:
+        """Return the scores of the samples that rounds 0 to ``number`` - 1 complete, from files where they exist.
+
+        Raises:
+            UserError: a file is damaged, or a model cannot be loaded or measured.
+        """
+        key = self._key(contender, rounds)
+        return rounds.scores([self._round(contender, rounds, index, key) for index in range(number)])
+
+    def _round(self, contender: Contender, rounds: Rounds, index: int, key: str) -> NDArray[np.float64]:
+        """Return what a round measured."""
+
+        def measure() -> Arrays:
+            """Measure the round, after its preparation, as a layout is put on the dense model itself."""
+            prepared = self._prepared(rounds, index)
+            model = self._model(contender.source)
+            with contender.applied(model):
+                return {_SCORE.name: rounds.measure(index, model, prepared)}
+
+        return self._get(key, f"round-{index:05d}", (_SCORE,), measure)[_SCORE.name]
+
+    def _prepared(self, rounds: Rounds, index: int) -> Arrays:
+        """Return what the dense model prepared for a round."""
+
+        def prepare() -> Arrays:
+            with self.contender.applied(self.dense):
+                return rounds.prepare(index, self.dense)
+
+        if not rounds.prepared:
+            return {}
+        return self._get(self._key(self.contender, rounds), f"prepared-{index:05d}", rounds.prepared, prepare)
+
+    def _get(self, key: str, name: str, arrays: tuple[Array, ...], make: Callable[[], Arrays]) -> Arrays:
+        """Return arrays from memory or their file; if they are new, make and write them."""
+        if (key, name) not in self._kept:
+            file = None if self.folder is None else self.folder / key / f"{name}.npz"
+            if file is not None and not file.is_file():
+                made = make()
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_npz(file, made)
+            self._kept[key, name] = make() if file is None else read_arrays(file, arrays, _REMEDY)
+        return self._kept[key, name]
+
+    def _key(self, contender: Contender, rounds: Rounds) -> str:
+        """Return the name of a folder for a contender and a criterion's samples, on this device and dtype."""
+        source, content = contender.content
+        checkpoint = checkpoint_hash(source) if source else ""
+        words = (checkpoint, content, *self.setting, rounds.identity)
+        return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+
+    def _model(self, source: str) -> PreTrainedModel:
+        """Return the model of a checkpoint, loading it if need be."""
+        if source == self.contender.source:
+            return self.dense
+        if self._other is None or self._other[0] != source:
+            assert self.load is not None
+            self._other = None  # frees its memory first
+            self._other = source, self.load(source)
+        return self._other[1]

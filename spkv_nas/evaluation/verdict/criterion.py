@@ -1,0 +1,161 @@
+"""Base class of the criteria of a verdict, each a class in one file, whose fields are its options.
+
+Such as::
+
+    @dataclass(frozen=True)
+    class Rank(Criterion):
+        name, help, title = "rank", "rise of the mean rank of the next token, in percent", "Rank of the next token"
+        test = RelativeRise()
+        most: Annotated[int, Flag("Largest rank that counts.", low=1)] = 1000
+
+        def prepare(self, setting):
+            return RankRounds(setting.blocks, setting.text_hash, self.most)
+
+``--margin rank=2:most=100`` sets its option. ``registry.py`` lists the built-in criteria; a package adds its own by an
+entry point. The command line imports all of them, so a criterion imports torch inside its methods.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import SHOWN, Flag
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.verdict.loss_tests import PairedTest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from spkv_nas.data.blocks import TokenBlocks
+    from spkv_nas.evaluation.verdict.rounds import Rounds
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Models and text that every candidate of a verdict is measured with.
+
+    Attributes:
+        dense: the model to keep up with.
+        known_tokenizer: tokenizer of all models; None if it was not given.
+        text: blocks of the text, its documents in random order, on none of which a candidate was selected; None if
+            no criterion reads text.
+        seed: random seed of samples.
+        identity: identity of the dense model; empty for a model in memory.
+        reporter: receives messages.
+    """
+
+    dense: PreTrainedModel
+    known_tokenizer: PreTrainedTokenizerBase | None
+    text: TokenBlocks | None
+    seed: int = 0
+    identity: str = ""
+    reporter: Reporter = SILENT
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer. Raises ``UserError`` if it was not given."""
+        if self.known_tokenizer is None:
+            raise UserError("a criterion of the margin generates text, so it needs tokenizer, the model's tokenizer")
+        return self.known_tokenizer
+
+    @property
+    def blocks(self) -> TokenBlocks:
+        """Return the text, for a criterion that reads it."""
+        assert self.text is not None
+        return self.text
+
+    @cached_property
+    def text_hash(self) -> str:
+        """Return the identity of the text: a hash of its tokens and their documents."""
+        key = hashlib.sha256(str(self.blocks.tokens.shape).encode())
+        for array in (self.blocks.tokens, self.blocks.document):
+            key.update(np.ascontiguousarray(array).data)
+        return key.hexdigest()
+
+
+@dataclass(frozen=True)
+class Criterion(ABC):
+    """Criterion by which candidates are compared with the dense model, sample by sample.
+
+    Subclasses are frozen dataclasses. Each field is an option with a default, annotated with its ``Flag``; values are
+    int, float, str, bool or a list of str, for which the option is repeated.
+
+    Attributes:
+        name: name in ``--margin``.
+        help: what its loss is and in which unit, as a phrase.
+        title: heading of its card on the page.
+        test: paired test of its scores.
+        noun: what a sample is, in the plural.
+        reads_text: whether its samples are documents of the text (``--data``).
+    """
+
+    name: ClassVar[str]
+    help: ClassVar[str]
+    title: ClassVar[str]
+    test: ClassVar[PairedTest]
+    noun: ClassVar[str] = "documents"
+    reads_text: ClassVar[bool] = True
+
+    @abstractmethod
+    def prepare(self, setting: Setting) -> Rounds:
+        """Return the samples, in rounds. Raises ``UserError`` if there are none."""
+
+    def check(self) -> None:  # noqa: B027  # most have nothing to check
+        """Check the options before anything is loaded. Raises ``UserError``."""
+
+    @classmethod
+    def options(cls) -> dict[str, tuple[Any, Flag]]:
+        """Return the type and the flag of each option, by the name in ``--margin``."""
+        hints = get_type_hints(cls, include_extras=True)
+        return {
+            field.name.replace("_", "-"): (hints[field.name].__origin__, hints[field.name].__metadata__[0])
+            for field in fields(cls)
+        }
+
+    @classmethod
+    def options_help(cls) -> str:
+        """Return the name, the help and the default of each option; empty without options."""
+        defaults = [field.metadata.get(SHOWN) or field.default for field in fields(cls)]
+        texts = [
+            f"{name}: {flag.help}" + ("" if default in (None, False) else f" Default: {default}.")
+            for (name, (_, flag)), default in zip(cls.options().items(), defaults, strict=True)
+        ]
+        return " ".join(texts)
+
+    def with_options(self, words: Sequence[str]) -> Criterion:
+        """Return this criterion with options such as "lengths=512,4k"; a list has one word for each item.
+
+        Raises:
+            UserError: an option is unknown, or its value is of another type or out of bounds.
+        """
+        texts: dict[str, list[str]] = {}
+        options = self.options()
+        for word in words:
+            name, _, text = word.partition("=")
+            if name not in options:
+                known = f"it has {', '.join(options)}" if options else "it has none"
+                raise UserError(f"--margin: criterion {self.name} has no option '{name}'; {known}")
+            texts.setdefault(name, []).append(text)
+        return replace(self, **{name.replace("-", "_"): _value(name, *options[name], texts[name]) for name in texts})
+
+
+def _value(name: str, kind: Any, flag: Flag, texts: list[str]) -> Any:
+    """Return the value of an option from its words, of which the last counts unless it takes a list."""
+    from pydantic import TypeAdapter, ValidationError
+
+    takes_list = any(get_origin(each) is list for each in (kind, *get_args(kind)))
+    try:
+        value = TypeAdapter(kind).validate_python(texts if takes_list else texts[-1])
+    except ValidationError as error:
+        raise UserError(f"--margin: {name}={texts[-1]}: {error.errors()[0]['msg']}") from error
+    if (flag.low is not None and value < flag.low) or (flag.high is not None and value > flag.high):
+        raise UserError(f"--margin: {name}={value} is not between {flag.low:,} and {flag.high:,}")
+    return value

@@ -1,0 +1,51 @@
+"""Declare the options of the ``critical-budget`` command, and check them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.stages import flags
+from spkv_nas.stages.judging import JudgingOptions, check_judging, is_layout
+from spkv_nas.stages.options import LONGEST, ONLY_PROBE, EngineOptions
+
+Budgets = Annotated[
+    list[str],
+    Flag(
+        "Numbers of global heads: a range (4..40, 5%..50%; 4..40:2 has step 2) or a list, whose layouts are those that "
+        "propose makes of --probe. Or layout files (YAML), such as layouts/NAME/budgets/*.yaml.",
+        metavar="RANGE|LAYOUT...",
+        argument=True,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalBudgetOptions(EngineOptions, JudgingOptions):
+    """Options of the ``critical-budget`` command: the layouts, and the cache whose memory they save."""
+
+    budgets: Budgets
+    probe: flags.OptionalProbe = default(None, f"{ONLY_PROBE}, or that of the layouts")
+    granularity: flags.Granularity = default("head", note="Applies to a range of budgets.")
+    context: flags.OptionalContext = default(None, LONGEST)
+    batch: flags.Batch = 1
+    kv_dtype: flags.KvDtype = default(None, "the model's")
+
+
+def check(options: CriticalBudgetOptions) -> None:
+    """Check the margins, the risk, the text, the budgets or layout files, and the engine."""
+    from spkv_nas.base.errors import UserError
+    from spkv_nas.proposal.budget import parse_budgets
+    from spkv_nas.stages.checks import check_exist
+    from spkv_nas.stages.chosen import chosen_table
+    from spkv_nas.stages.engines import check_engine_options
+
+    check_judging(options)
+    check_engine_options(options, kv_bytes=None)
+    files = [text for text in options.budgets if is_layout(text)]
+    check_exist(files, "layout")
+    if files and len(files) < len(options.budgets):
+        raise UserError("give either budgets or layout files, not both")
+    if not files:
+        parse_budgets(",".join(options.budgets), chosen_table(options).num_candidates)

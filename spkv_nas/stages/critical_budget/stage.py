@@ -1,0 +1,328 @@
+"""Find the smallest budget of global heads whose layout keeps up: to ``reports/<name>/critical-budget.csv``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
+from spkv_nas.base.console import out, print_path
+from spkv_nas.base.device import dtype_name
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.units import format_bytes
+from spkv_nas.cost.formulas import CacheCost
+from spkv_nas.evaluation.verdict.contenders import Contender
+from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, by_budget, find_critical_budget
+from spkv_nas.evaluation.verdict.margins import parse_risk
+from spkv_nas.evaluation.verdict.words import basis
+from spkv_nas.model.checkpoint import read_size, saved_dtype
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.proposal.budget import parse_budgets
+from spkv_nas.proposal.budget_curve import budget_curve
+from spkv_nas.proposal.constraints import Constraints
+from spkv_nas.proposal.propose import price_advice, with_sinks
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.stages.checks import check
+from spkv_nas.stages.chosen import chosen_table
+from spkv_nas.stages.commands import Suggestion
+from spkv_nas.stages.contexts import choose_context
+from spkv_nas.stages.critical_budget.options import CriticalBudgetOptions
+from spkv_nas.stages.engines import chosen_engine
+from spkv_nas.stages.judging import format_interval, format_loss, is_layout, origin, prepare
+from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.selection import probe_of
+
+
+@dataclass(frozen=True)
+class Memory:
+    """KV cache at the critical budget.
+
+    Attributes:
+        cost: sizes of the cache.
+        engine: engine whose allocator counts it; None: keys and values alone.
+        full: bytes with full attention.
+        used: bytes at the critical budget.
+        max_heads_same_memory: largest number of global heads that takes no more memory.
+    """
+
+    cost: CacheCost
+    engine: str | None
+    full: int
+    used: int
+    max_heads_same_memory: int
+
+
+@dataclass(frozen=True)
+class BudgetResult(CriticalBudget):
+    """Result of ``critical-budget``.
+
+    Attributes:
+        name: name of the results.
+        against: the dense checkpoint.
+        probe: name of the head scores that the layouts are selected by.
+        num_heads: KV heads that can be global.
+        memory: cache at the critical budget; None if no budget passes.
+        num_left_out: number of documents that a layout was selected on, which were left out; None: no text was read.
+        records: what selected the layouts.
+        unrecorded: layouts whose selection documents are not known, or not all of them.
+        file: layout file of the critical budget; None if no budget passes, or if the layouts are not from files.
+        folder: folder of the table.
+        next: commands to run next.
+    """
+
+    name: str
+    against: str
+    probe: str
+    num_heads: int
+    memory: Memory | None
+    num_left_out: int | None
+    records: Sequence[str]
+    unrecorded: Sequence[str]
+    file: Path | None
+    folder: Path
+    next: tuple[Suggestion, ...]
+
+
+def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT) -> BudgetResult:
+    """Bisect budgets of global heads for the smallest whose layout keeps up with the dense model.
+
+    Raises:
+        UserError: all documents were used to select a layout, the budgets are invalid, or something cannot be read.
+    """
+    quiet_transformers(reporter)
+    check(options)
+    # Make or read the layouts before any document is looked at
+    files = _files(options)
+    table = _table(options, list(files.values()), reporter)
+    requirements = _requirements(options, list(files.values()))
+    layouts = list(files.values()) or _made(options, table, requirements)
+    window = layouts[0].window
+    table = with_sinks(table, layouts[0].sinks)
+    cost = requirements.cache_cost(table, window)
+    assert cost is not None  # there is a default context
+    # Look at budgets, on documents that the heads were not scored on
+    candidates = [Contender(layout.strategy, options.model, layout, layout) for layout in by_budget(layouts)]
+    prepared = prepare(options, candidates, list(files), reporter)
+    found = find_critical_budget(prepared.trial, candidates, parse_risk(options.risk), reporter)
+    smallest, memory = found.layout, None
+    if smallest is not None:
+        number = smallest.num_global
+        if (reason := price_advice(table, number)) is not None:
+            reporter.caution(reason)
+        full, used = (cost.total(heads, table.num_heads) for heads in (table.num_candidates, number))
+        engine = None if requirements.serving is None else requirements.serving.engine.title
+        memory = Memory(cost, engine, full, used, requirements.max_heads_same_memory(table, number, window))
+    # Write the table; the layouts come from one probe, so it is named in their place
+    unrecorded = [f"the layouts of {table.name}"] if prepared.selected.unknown else []
+    folder = options.folders.report_dir(prepared.name)
+    rows = found.rows.assign(kv_bytes=[cost.total(heads, table.num_heads) for heads in found.rows["num_global"]])
+    record = {**_record(found, candidates, table), **origin(options, prepared, candidates), "unrecorded": unrecorded}
+    CRITICAL_BUDGET.write(folder, rows, record, reporter)
+    return BudgetResult(
+        **vars(replace(found, rows=rows)),
+        name=prepared.name,
+        against=options.model,
+        probe=table.name,
+        num_heads=table.num_candidates,
+        memory=memory,
+        num_left_out=prepared.num_left_out,
+        records=prepared.selected.by,
+        unrecorded=unrecorded,
+        file=next((file for file, layout in files.items() if layout is smallest), None),
+        folder=folder,
+        next=() if smallest is None or files else (_proposal(options, table, smallest),),
+    )
+
+
+def _files(options: CriticalBudgetOptions) -> dict[Path, Layout]:
+    """Return the layouts that the options name, by their file, each under its own name; empty for budgets."""
+    if not is_layout(options.budgets[0]):
+        return {}
+    proposal = Proposal.read(map(Path, options.budgets))
+    proposal.warn_of_windows()
+    return {proposal.files[name]: replace(layout, strategy=name) for name, layout in proposal.layouts.items()}
+
+
+def _table(options: CriticalBudgetOptions, layouts: Sequence[Layout], reporter: Reporter) -> HeadScores:
+    """Return the table that chooses the layouts, or that chose those from files."""
+    if options.probe is None and layouts:
+        options = replace(options, probe=probe_of(options.folders, layouts))
+    return chosen_table(options, reporter)
+
+
+def _requirements(options: CriticalBudgetOptions, layouts: Sequence[Layout]) -> Requirements:
+    """Return the granularity of the layouts, and the cache; its sizes default to the model's."""
+    size, dtype = read_size(options.model), saved_dtype(options.model)
+    layerwise = all(layout.is_layerwise for layout in layouts) if layouts else options.granularity == "layer"
+    return Requirements(
+        Constraints(granularity="layer" if layerwise else "head"),
+        context=choose_context(options.context, size.positions),
+        batch=options.batch,
+        head_dim=size.shape.head_dim,
+        kv_dtype=options.kv_dtype or ("bfloat16" if dtype is None else dtype_name(dtype)),
+        serving=chosen_engine(options),
+    )
+
+
+def _made(options: CriticalBudgetOptions, table: HeadScores, requirements: Requirements) -> list[Layout]:
+    """Return the layouts of ``propose`` at each budget."""
+    budgets = parse_budgets(",".join(options.budgets), table.num_candidates)
+    return list(budget_curve(table, requirements, budgets).layouts.values())
+
+
+def _proposal(options: CriticalBudgetOptions, table: HeadScores, layout: Layout) -> Suggestion:
+    """Suggest the command that writes the layout of the critical budget."""
+    proposal = ProposeOptions(
+        budget=str(layout.num_global),
+        probe=options.probe or table.name,
+        granularity=options.granularity,
+        workspace=options.workspace,
+    )
+    return Suggestion.of(proposal, "write the layouts of this budget")
+
+
+def _record(found: CriticalBudget, candidates: Sequence[Contender], table: HeadScores) -> dict[str, Any]:
+    """Return the record of the table, the budgets and their answers, and the layout of the critical one."""
+    return {
+        "probe": table.name,
+        "probe_hash": table.content_hash,
+        "budgets": found.budgets,
+        "critical_budget": found.passes,
+        "largest_failing": found.fails,
+        "heads": None if found.layout is None else list(found.layout.heads),
+        "window": found.layouts[0].window,
+        "sinks": found.layouts[0].sinks,
+        "answers": {candidates[look.position].name: look.answer for look in found.critical.looks},
+    }
+
+
+def show(result: BudgetResult) -> None:
+    """Print the budgets that were looked at, the critical budget, what it saves, and what the answer rests on."""
+    title = f"{escape(result.probe)}: loss against {escape(result.against)}"
+    grid = Table("global heads", "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title)
+    for row in result.rows.sort_values("num_global", kind="stable").itertuples():
+        grid.add_row(
+            str(row.num_global),
+            str(row.look),
+            escape(row.criterion),
+            format_loss(row.loss),
+            format_interval(row.low, row.high),
+            f"{row.margin:g} {row.unit}",
+            f"{row.num_samples} {result.nouns[row.criterion]}",
+            row.result,
+        )
+    out.print(grid)
+    for line in _sentences(result):
+        out.print(line)
+    print_path("critical budget", result.folder / "critical-budget.csv")
+    if result.file is not None:
+        print_path("layout", result.file)
+
+
+def document(result: BudgetResult) -> dict[str, Any]:
+    """Return what ``--json`` prints: the critical budget, the budgets that were looked at, and the sentences."""
+    return {
+        "name": result.name,
+        "against": result.against,
+        "probe": result.probe,
+        "answer": result.answer,
+        "critical_budget": result.passes,
+        "largest_failing": result.fails,
+        "open": open_budgets(result),
+        "num_heads": result.num_heads,
+        "budgets": list(result.budgets),
+        "answers": {str(budget): answer for budget, answer in result.answers.items()},
+        "criteria": result.rows.astype(object).where(result.rows.notna(), None),
+        "memory": result.memory,
+        "sentences": [Text.from_markup(line).plain for line in _sentences(result)],
+        "risk": result.risk,
+        "left_out": {"documents": result.num_left_out, "selected_by": result.records},
+        "unrecorded": result.unrecorded,
+        "layout": result.layout,
+        "folder": result.folder,
+    }
+
+
+def open_budgets(result: BudgetResult) -> list[int]:
+    """Return the budgets between the largest that fails and the smallest that passes: open, or not looked at."""
+    low = -1 if result.critical.fails is None else result.critical.fails
+    high = len(result.budgets) if result.critical.passes is None else result.critical.passes
+    return list(result.budgets[low + 1 : high])
+
+
+def _sentences(result: BudgetResult) -> list[str]:
+    """Return the answer, what it saves, and what it rests on."""
+    number, looks = len(result.budgets), len(result.critical.looks)
+    shared = f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
+    rests_on = escape(basis(result.risk, shared, result.num_left_out, result.records, result.unrecorded))
+    return [*filter(None, (_answer(result), _order(result), _saving(result))), rests_on]
+
+
+def _answer(result: BudgetResult) -> str:
+    """Return the critical budget with the interval around it."""
+    passes, fails, unknown = result.passes, result.fails, open_budgets(result)
+    margins, any_margin = (word.join(map(escape, result.margins)) for word in (" and ", " or "))
+    if passes is not None:
+        answer = f"[bold]{passes} of {result.num_heads} KV heads pass[/bold]: the loss is below {margins}"
+    elif result.answer == "fails":
+        smaller = [budget for budget in result.budgets if budget not in result.answers]
+        others = f"; {', '.join(map(str, smaller))} not looked at, so they may pass" if smaller else ""
+        return f"[bold]{fails} of {result.num_heads} KV heads fail[/bold]: the loss is above {any_margin}{others}"
+    else:
+        answer = f"[bold]open[/bold]: no budget of the range is known to keep the loss below {margins}"
+    parts = [answer]
+    if fails is not None:
+        parts.append(f"{fails} are too few")
+    if unknown:
+        unseen = [budget for budget in unknown if budget not in result.answers]
+        note = f" ({', '.join(map(str, unseen))} not looked at)" if unseen else ""
+        verb = "is" if len(unknown) == 1 else "are"
+        parts.append(f"{_range(unknown)} {verb} open{note}")
+        rows = result.rows[result.rows["num_global"].isin(unknown)]
+        if len(rows) and (rows["num_samples"] >= rows["criterion"].map(result.num_samples)).all():
+            parts.append("every sample was used: more text may decide")
+    if passes == result.budgets[0]:
+        parts.append("it is the smallest of the range")
+    return "; ".join(parts)
+
+
+def _range(budgets: list[int]) -> str:
+    """Format budgets that follow each other in the range."""
+    return str(budgets[0]) if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}"
+
+
+def _order(result: BudgetResult) -> str:
+    """Name budgets above the critical one that do not pass; empty without any."""
+    if result.passes is None:
+        return ""
+    larger = [
+        f"{budget} {answer if answer == 'fails' else 'is open'}"
+        for budget, answer in result.answers.items()
+        if budget > result.passes and answer != "passes"
+    ]
+    return f"larger budgets do not all pass: {', '.join(larger)}" if larger else ""
+
+
+def _saving(result: BudgetResult) -> str:
+    """Return what the critical budget saves; empty without one."""
+    memory = result.memory
+    if memory is None:
+        return ""
+    cost, what = memory.cost, "of keys and values" if memory.engine is None else f"in {memory.engine}"
+    saved = 100.0 * (1.0 - memory.used / memory.full)
+    sentence = (
+        f"it needs {format_bytes(memory.used)} {what} at {cost.context:,} tokens x {cost.batch}, {cost.dtype}, instead "
+        f"of {format_bytes(memory.full)}: {saved:.1f} % less"
+    )
+    if result.passes is not None and memory.max_heads_same_memory > result.passes:
+        sentence += f"; {memory.max_heads_same_memory} global heads take no more memory there"
+    return sentence

@@ -1,0 +1,208 @@
+"""Options, samples and records of the commands that decide with an error rate: ``verdict`` and ``critical-budget``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.progress import Reporter
+from spkv_nas.evaluation.verdict.margins import Margins, criteria_help, parse_margins, parse_risk
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import DENSE, SubjectOptions
+
+if TYPE_CHECKING:
+    from spkv_nas.data.blocks import TokenBlocks
+    from spkv_nas.evaluation.alarms import Circumstances
+    from spkv_nas.evaluation.verdict.contenders import Contender
+    from spkv_nas.evaluation.verdict.trial import Trial
+    from spkv_nas.stages.checkpoints import Loaded
+    from spkv_nas.stages.selection import Selected
+    from spkv_nas.stages.subject import Subject
+
+EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
+
+Dense = Annotated[
+    str, Flag("Checkpoint to keep up with; layouts are tried on its weights.", ("--against",), "CHECKPOINT")
+]
+Margin = Annotated[
+    str,
+    Flag(
+        "Largest loss allowed, by criterion, with the criterion's options after colons: nll=1%,ruler=2:lengths=512,4k. "
+        f"{criteria_help()}.",
+        metavar="NAME=LOSS[:OPTION=VALUE...],...",
+    ),
+]
+Risk = Annotated[str, Flag("Largest probability of a wrong pass, and of a wrong failure, such as 5%.", metavar="N%")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgingOptions(SubjectOptions):
+    """Options of the commands that compare candidates with a dense model until the answer is known."""
+
+    model: Dense = DENSE
+    margin: Margin = "nll=1%"
+    risk: Risk = "5%"
+    max_tokens: flags.OptionalMaxTokens = default(None, "one block per document, at least 128 blocks")
+    seed: flags.Seed = 0
+
+
+def is_layout(candidate: str) -> bool:
+    """Return whether a candidate is a layout file rather than a checkpoint."""
+    return candidate.lower().endswith((".yaml", ".yml"))
+
+
+def check_judging(options: JudgingOptions) -> Margins:
+    """Check the margins with the criteria's options, the risk, the dense model and the text; return the margins."""
+    from spkv_nas.stages.subject import Subject
+
+    parse_risk(options.risk)
+    margins = parse_margins(options.margin)
+    if _reads_text(margins) and not options.model.startswith(EMBEDDED_PREFIX) and not options.data:
+        raise UserError("--against needs --data: files or folders with text that no candidate was selected on")
+    Subject.of(options, DENSE, "judge on", reads_text=_reads_text(margins)).check()
+    for criterion, _ in margins:
+        criterion.check()
+    return margins
+
+
+def _reads_text(margins: Margins) -> bool:
+    """Return whether a criterion reads text."""
+    return any(criterion.reads_text for criterion, _ in margins)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Samples and models of a command, with what they were selected from.
+
+    Attributes:
+        trial: criteria with their samples, and the models.
+        name: name of the results.
+        selected: documents that the candidates were selected on, which the samples do not have.
+        num_left_out: number of these documents in the text; None: no criterion reads text.
+    """
+
+    trial: Trial
+    name: str
+    selected: Selected
+    num_left_out: int | None
+
+
+def prepare(
+    options: JudgingOptions, candidates: Sequence[Contender], files: Sequence[Path], reporter: Reporter
+) -> Prepared:
+    """Load the dense model, and the documents that no candidate was selected on; prepare the samples of each criterion.
+
+    Args:
+        options: options of the command.
+        candidates: candidates; their layouts are looked up in the workspace.
+        files: layout files, beside which there may be documents that layouts were selected on.
+        reporter: receives messages and progress.
+
+    Raises:
+        UserError: a layout was selected on all documents of the text, or something cannot be read.
+    """
+    from spkv_nas.base.device import measuring_device
+    from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
+    from spkv_nas.evaluation.verdict.criterion import Setting
+    from spkv_nas.evaluation.verdict.trial import Trial
+    from spkv_nas.model.checkpoint import checkpoint_hash
+    from spkv_nas.stages.checkpoints import load
+    from spkv_nas.stages.selection import Selected, find_selected, probe_of
+    from spkv_nas.stages.subject import Subject
+
+    options.folders.check_writable()
+    margins = parse_margins(options.margin)
+    subject = Subject.of(options, DENSE, "judge on", reads_text=_reads_text(margins))
+    model, tokenizer = load(options, options.model, reporter)
+    # Read the documents that no candidate was selected on
+    chosen = {each.name: each.chosen for each in candidates if each.chosen is not None}
+    text, selected, num_left_out, circumstances = None, Selected(), None, None
+    if _reads_text(margins):
+        selected = find_selected(options.folders, chosen, near=files)
+        text, num_left_out, circumstances = _text(options, subject, (model, tokenizer), selected, reporter)
+    # Prepare the samples of every criterion
+    store = ScoreStore(
+        model,
+        Contender("dense", options.model),
+        options.folders.run_dir(subject.family) / "verdict",
+        lambda source: load(options, source, reporter)[0],
+        (str(options.dtype), str(measuring_device(options.device))),
+    )
+    setting = Setting(model, tokenizer, text, options.seed, checkpoint_hash(options.model), reporter)
+    trial = Trial.of(margins, setting, store, circumstances)
+    name = options.name or probe_of(options.folders, chosen.values()) or subject.name
+    return Prepared(trial, name, selected, num_left_out)
+
+
+def _text(
+    options: JudgingOptions, subject: Subject, loaded: Loaded, selected: Selected, reporter: Reporter
+) -> tuple[TokenBlocks, int, Circumstances]:
+    """Return the text in random order, how many documents it left out, and the circumstances of measurements on it."""
+    from spkv_nas.evaluation.alarms import check_text
+    from spkv_nas.evaluation.micro_batch import check_positions, require_logits
+    from spkv_nas.evaluation.verdict.trial import text_in_random_order
+    from spkv_nas.model.windows import default_window
+
+    model, tokenizer = loaded
+    separator = subject.separator(model, tokenizer, reporter)
+    _, whole = subject.read(tokenizer, separator.best, reporter)
+    check_positions(model, whole.block_size, "--block-size")
+    require_logits(model, 1, whole.block_size)
+    text = text_in_random_order(
+        whole,
+        seed=options.seed,
+        selected=selected.documents,
+        by=", ".join(selected.among(whole)),
+        max_tokens=options.max_tokens,
+    )
+    with reporter.bar("checking the text"):
+        circumstances, _ = check_text(model, text, default_window(model, text.block_size), separator)
+    return text, selected.count(whole), circumstances
+
+
+def origin(options: JudgingOptions, prepared: Prepared, candidates: Sequence[Contender]) -> dict[str, Any]:
+    """Return what the records of both commands say: the candidates, the risk, the text, and what was left out."""
+    from spkv_nas.base.version import environment
+    from spkv_nas.model.checkpoint import model_origin
+
+    dense = model_origin(options.model)
+    return {
+        "candidates": {each.name: each.source for each in candidates},
+        "risk": parse_risk(options.risk),
+        "margin": options.margin,
+        "against": dense.pop("model"),
+        **{f"against_{key}": value for key, value in dense.items()},
+        "data": None if prepared.num_left_out is None else options.data or "held-out text of the embedded models",
+        "seed": options.seed,
+        "nouns": prepared.trial.nouns,
+        "num_samples": prepared.trial.num_samples,
+        "left_out": {"documents": prepared.num_left_out, "selected_by": list(prepared.selected.by)},
+        "unrecorded": list(prepared.selected.unknown),
+        "layouts": {
+            each.name: {
+                "heads": " ".join(each.chosen.heads),
+                "window": each.chosen.window,
+                "sinks": each.chosen.sinks,
+                "trained": each.layout is None,
+            }
+            for each in candidates
+            if each.chosen is not None
+        },
+        "environment": environment(),
+    }
+
+
+def format_loss(number: float) -> str:
+    """Format a loss or an end of its interval; a dash if it is not determined."""
+    return "-" if number != number else f"{number:+.3g}"
+
+
+def format_interval(low: float, high: float) -> str:
+    """Format an interval of the loss; "not known yet" if neither end is determined."""
+    ends = format_loss(low), format_loss(high)
+    return "not known yet" if ends == ("-", "-") else " to ".join(ends)
