@@ -42,7 +42,7 @@ def test_full_attention_passes_and_local_layers_fail(folder: Path) -> None:
 
 
 def test_an_interrupted_verdict_gives_the_same_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_resumes(KeyTokenRounds, monkeypatch, "three-to-one.yaml", margin="longppl=99%", short_context=12)
+    check_resumes(KeyTokenRounds, monkeypatch, "three-to-one.yaml", margin="longppl=99%:short-context=12")
 
 
 def test_scores_are_sums_over_the_parts_of_documents(blocks: TokenBlocks) -> None:
@@ -78,4 +78,4 @@ def test_no_document_is_long_enough(blocks: TokenBlocks) -> None:
 
 def test_a_short_context_as_long_as_a_block(folder: Path) -> None:
     with pytest.raises(UserError, match=r"short context \(32 tokens\) must be shorter than a text"):
-        run("full.yaml", margin="longppl=1%", short_context=32)
+        run("full.yaml", margin="longppl=1%:short-context=32")
