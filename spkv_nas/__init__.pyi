@@ -32,3 +32,4 @@ from .search.critical_budget import critical_budget as critical_budget
 from .search.study import Study as Study
 from .search.trials import LayoutCost as LayoutCost
 from .stages.study import search_layouts as search_layouts
+from .training.in_memory import train_hybrids as train_hybrids

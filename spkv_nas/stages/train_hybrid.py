@@ -40,7 +40,7 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     for line in recipe.warnings() if options.reference else ():
         reporter.caution(f"warning: {line}")
     # Retrain and compare
-    return hybrids.train_hybrids(
+    return hybrids.train_by_recipe(
         recipe,
         proposal.layouts,
         proposal.table(table),

@@ -66,6 +66,11 @@ data:
 """
 
 
+def finished_model_rate(num_parameters: int) -> float:
+    """Return the learning rate at which a finished model of N parameters without embeddings is retrained."""
+    return _digits(min(_MODEL_SHARE * peak_learning_rate(num_parameters), _MAX_MODEL_RATE), 2)
+
+
 @dataclass(frozen=True)
 class Draft:
     """Inputs of a starter recipe, from which its settings are derived by the rules above.
@@ -143,8 +148,7 @@ class Draft:
     def text_of_recipe(self) -> str:
         """Return the commented YAML text of the recipe."""
         # Learning rates
-        peak = peak_learning_rate(self.size.without_embeddings)
-        rate = _digits(min(_MODEL_SHARE * peak, _MAX_MODEL_RATE), 2)
+        rate = finished_model_rate(self.size.without_embeddings)
         multiplier = _digits(predictor_learning_rate(self.size.without_embeddings) / rate, 2)
         # Optional keys
         memory, separator = "", ""

@@ -9,7 +9,7 @@ is compared with that model before any layout is trained (``training.harm``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ class Comparison:
         }
 
 
-def train_hybrids(
+def train_by_recipe(
     recipe: Recipe,
     layouts: dict[str, Layout],
     table: HeadScores,
@@ -97,10 +97,7 @@ def train_hybrids(
     device: str | None = None,
     reporter: Reporter = SILENT,
 ) -> Comparison:
-    """Train full attention, SP-KV and every layout, and write the report after each run.
-
-    The control, full attention, is trained first; the reporter announces how much retraining changed its NLL, and every
-    layout that retraining made worse. Finished runs are reused. Equal layouts are trained once, under the first name.
+    """Train full attention, SP-KV and every layout by a recipe, and write the report after each run.
 
     Args:
         recipe: recipe of the dense checkpoint and its branches.
@@ -116,15 +113,60 @@ def train_hybrids(
     Raises:
         UserError: a layout does not fit the scores, or has the name of a baseline.
     """
-    # Check layouts and measure them without training
     join_processes(recipe, device)
     workspace.check_writable()
     covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # raises if a layout does not fit
+    check_layout_names(layouts)
+    context = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
+
+    def write(compared: Comparison) -> None:
+        on_main(partial(_write, workspace, compared, context, table, layouts))
+
+    return compare(
+        context,
+        layouts,
+        covered,
+        workspace.report_dir(table.name),
+        num_seeds=num_seeds,
+        reference=reference,
+        finished_run=write,
+    )
+
+
+def compare(
+    context: BranchContext,
+    layouts: dict[str, Layout],
+    covered: dict[str, float],
+    folder: Path,
+    *,
+    num_seeds: int = 1,
+    reference: bool = True,
+    finished_run: Callable[[Comparison], None] = lambda _: None,
+) -> Comparison:
+    """Train full attention, SP-KV and every layout from one dense checkpoint, and compare them.
+
+    The control, full attention, is trained first; the reporter announces how much retraining changed its NLL, and every
+    layout that retraining made worse. Finished runs are reused. Equal layouts are trained once, under the first name.
+
+    Args:
+        context: recipe, text and dense checkpoint of the branches.
+        layouts: layouts by name.
+        covered: coverage by layout.
+        folder: folder of the report.
+        num_seeds: number of repetitions, each with its own data order and initial predictors.
+        reference: True to train the SP-KV reference too.
+        finished_run: called with the comparison so far after each run.
+
+    Raises:
+        UserError: a layout does not fit the model, or has the name of a baseline.
+    """
+    # Measure layouts without training
+    recipe, reporter = context.recipe, context.reporter
     names = _distinct(layouts, reporter)
     layouts = {name: layouts[name] for name in names}
     variants = hybrid_variants(layouts, reference=reference)
-    context = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
     untrained, circumstances, sentence = zero_shot_scores(context, layouts)
+    # Find what is finished
     runs = [(name, seed) for seed in range(recipe.seed, recipe.seed + num_seeds) for name in variants]
     finished_runs = {(name, seed) for name, seed in runs if context.is_trained(variants[name], seed)}
     reporter.reused(len(finished_runs), len(runs), "runs")
@@ -138,12 +180,12 @@ def train_hybrids(
         finished[name].append(branch)
         _report_harm(name, branch, untrained, context)
         models.append(TrainedModel(name, seed, variant.layout.hash if variant.layout else "", branch.checkpoint))
-        # Update the report
-        rows = comparison_rows(finished, variants, covered, untrained, context.recipe, names)
+        # Compare what is finished
+        rows = comparison_rows(finished, variants, covered, untrained, recipe, names)
         documents = {DENSE: untrained[DENSE], **_by_document(finished)}
         sentence = sentence or _control_alarm(recipe, circumstances, documents)
-        compared = Comparison(rows, tuple(models), workspace.report_dir(table.name), documents, sentence)
-        on_main(partial(_write, workspace, compared, context, table, layouts))
+        compared = Comparison(rows, tuple(models), folder, documents, sentence)
+        finished_run(compared)
     return compared
 
 

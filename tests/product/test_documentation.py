@@ -69,7 +69,7 @@ LIMITS = (  # options that keep a command short, by what it contains; the last o
     ("evaluate baselines", "--methods streaming --max-tokens 8192"),
     ("calibrate", "--context 1k"),
 )
-LEARNING = re.compile(r"((?:head_gates|learn_gates)\(.*)\)")  # calls in Python that get few steps
+LEARNING = re.compile(r"((?:head_gates|learn_gates|train_hybrids)\(.*)\)")  # calls in Python that get few steps
 RECIPE = """\
 name: mine
 model: {path: path/to/model}

@@ -52,6 +52,13 @@ class TestArguments:
             "propose": {"table": scores},
             "coverage": {"table": scores, "layout": LAYOUT},
             "search_layouts": {**measured, "table": scores},
+            "train_hybrids": {
+                **measured,
+                "tokenizer": tiny_tokenizer,
+                "heldout": blocks,
+                "layouts": LAYOUT,
+                "folder": tmp_path,
+            },
             "plot_layout": {"layout": LAYOUT},
             "plot_head_scores": {"scores": scores},
         }

@@ -95,7 +95,7 @@ class TestCommands:
         def stop(*_: object, **__: object) -> None:
             raise UserError("before any training")
 
-        monkeypatch.setattr(train_stage.hybrids, "train_hybrids", stop)
+        monkeypatch.setattr(train_stage.hybrids, "train_by_recipe", stop)
         recipe = write_project(tmp_path / "project")
         fails(capsys, "train-hybrid", *workspace, "--recipe", recipe)
         messages = MessageLog()

@@ -180,7 +180,7 @@ def test_gates_that_are_not_trained_warn_of_nothing(
     table, layout = tmp_path / "mine.csv", tmp_path / "mine.yaml"
     table.write_text("layer,kv_head,density\n" + "".join(f"{i // 2},{i % 2},0.5\n" for i in range(4)))
     Layout(("GL", "LG"), 8, "mine").write(layout)
-    monkeypatch.setattr("spkv_nas.training.hybrids.train_hybrids", stop)
+    monkeypatch.setattr("spkv_nas.training.hybrids.train_by_recipe", stop)
     command = ["train-hybrid", layout, "--probe", table, "--recipe", recipe_file, "--workspace", tmp_path]
     assert "gates can hardly close" in fails(capsys, *command)
     assert "gates can hardly close" not in fails(capsys, *command, "--no-reference")

@@ -1,0 +1,125 @@
+"""Retrain the layouts of a model in memory, on blocks of text, and compare them: ``train-hybrid`` for Python."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.defaults import FIRST_STEPS
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import StrPath
+from spkv_nas.base.progress import Progress, Reporter
+from spkv_nas.base.replace import new_folder
+from spkv_nas.base.schema import validate
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.micro_batch import check_blocks
+from spkv_nas.evaluation.score import by_name
+from spkv_nas.model.checkpoint import read_size, save
+from spkv_nas.model.config_section import checkpoint_layout, gate_config
+from spkv_nas.training.branches import BranchContext
+from spkv_nas.training.corpus import Corpus, join_processes
+from spkv_nas.training.first_recipe import finished_model_rate
+from spkv_nas.training.harm import WARMUP_SHARE
+from spkv_nas.training.hybrids import Comparison, compare
+from spkv_nas.training.recipe import Recipe
+
+
+def train_hybrids(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    blocks: TokenBlocks,
+    heldout: TokenBlocks,
+    layouts: Layout | Sequence[Layout] | Mapping[str, Layout],
+    folder: StrPath,
+    *,
+    steps: int = FIRST_STEPS,
+    batch_size: int = 8,
+    learning_rate: float | None = None,
+    distill: float = 0.5,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Retrain full attention and every layout from the weights of ``model``, and compare them on held-out text.
+
+    All learn from the same blocks in the same order. The model is left unchanged; it, the retrained models and their
+    logs are written to ``folder``, where finished runs are reused and interrupted ones resume::
+
+        scores = spkv_nas.head_gates(model, blocks, budget="25%")
+        layouts = spkv_nas.propose(scores)
+        compared = spkv_nas.train_hybrids(model, tokenizer, blocks, heldout, layouts, "retrained")
+        print(compared.rows[["strategy", "zero_shot_nll", "nll", "delta_control_percent"]])
+        hybrid, tokenizer = spkv_nas.load(compared.models[-1].checkpoint)
+
+    Args:
+        model: dense model, without gates or a layout.
+        tokenizer: the model's tokenizer.
+        blocks: text to train on.
+        heldout: other text, in blocks of the same length, to evaluate on.
+        layouts: one layout, several, or several by name; without names each is called by its strategy.
+        folder: folder for the checkpoints, created if missing.
+        steps: optimizer steps of each run.
+        batch_size: blocks per step.
+        learning_rate: peak learning rate; by default the one of ``spkv-nas init`` for a finished model of this size.
+        distill: share of the loss that is the divergence from the dense model's predictions, in [0, 1]; the NLL has the
+            rest.
+        seed: seed of the data order.
+        progress: called with (steps done, total) of each run.
+
+    Returns:
+        The comparison: ``rows`` is a data frame of the unchanged dense model, full attention retrained in the same way
+        (the control), and each layout; ``models`` has their checkpoints, ``documents`` the held-out NLL by document.
+
+    Raises:
+        UserError: the model has gates or a layout, a layout does not fit it, the blocks differ in length, or there is
+            too little text.
+    """
+    # Check the model and the text
+    if gate_config(model) is not None or checkpoint_layout(model) is not None:
+        raise UserError("layouts are retrained from a dense model: call spkv_nas.detach(model) first")
+    for part in (blocks, heldout):
+        check_blocks(model, part)
+    if blocks.block_size != heldout.block_size:
+        raise UserError(
+            f"the blocks have {blocks.block_size} tokens, the held-out ones {heldout.block_size}: build both with the "
+            "same block_size"
+        )
+    # Write the dense model that all runs start from
+    named, runs = dict(by_name(layouts)), Path(folder)
+    dense = runs / "dense"
+
+    def write() -> None:
+        with new_folder(dense) as new:
+            save(model, tokenizer, new)
+
+    on_main(write)
+    # Describe the training
+    key = hashlib.sha256()
+    blocks.feed(key)
+    heldout.feed(key)
+    rate = learning_rate or finished_model_rate(read_size(str(dense)).without_embeddings)
+    settings = {
+        "name": "hybrids",
+        "seed": seed,
+        "model": {"path": str(dense)},
+        "data": {"sources": [f"blocks {key.hexdigest()[:16]}"], "block_size": blocks.block_size},
+        "branch": {
+            "steps": steps,
+            "batch_size": batch_size,
+            "learning_rate": rate,
+            "warmup_steps": round(WARMUP_SHARE * steps),
+            "distill": {"weight": distill} if distill else None,
+        },
+        "evaluation": {"batch_size": batch_size},
+    }
+    recipe = validate(Recipe, settings, "train_hybrids").resolve_precision(model.device.type)
+    join_processes(recipe, model.device.type)
+    # Train and compare
+    corpus = Corpus(tokenizer, blocks, heldout)
+    context = BranchContext(recipe, corpus, dense, runs, model.device.type, Reporter.of(progress))
+    return compare(context, named, dict.fromkeys(named, math.nan), runs, reference=False)
