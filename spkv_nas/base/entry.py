@@ -67,7 +67,7 @@ class Entry:
             hint = hints[field.name]
             if get_origin(hint) is Annotated and isinstance(flag := get_args(hint)[1], Flag):
                 number = field.default
-                text = f"{number:,}" if isinstance(number, int) else str(number)
+                text = f"{number:,}" if isinstance(number, int) and not isinstance(number, bool) else str(number)
                 declared[field.name] = EntryOption(get_args(hint)[0], flag, field.metadata.get(SHOWN) or text)
         return declared
 

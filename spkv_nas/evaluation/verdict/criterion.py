@@ -1,4 +1,4 @@
-"""Base class of the criteria of a verdict, each a class in one file, whose fields are its options.
+"""Base class of the criteria of a verdict, each a class in one file, whose fields are its options (``base.entry``).
 
 Such as::
 
@@ -20,14 +20,15 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
 import numpy as np
 
+from spkv_nas.base.entry import Entry
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.flag import SHOWN, Flag
+from spkv_nas.base.flag import Flag
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.verdict.loss_tests import PairedTest
 
@@ -82,24 +83,18 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Criterion(ABC):
+class Criterion(Entry, ABC):
     """Criterion by which candidates are compared with the dense model, sample by sample.
 
-    Subclasses are frozen dataclasses. Each field is an option with a default, annotated with its ``Flag``; values are
-    int, float, str, bool or a list of str, for which the option is repeated.
+    Subclasses are frozen dataclasses; values of their options are int, float, str, bool or a list of str, for which the
+    option is repeated. The title is the heading of its card on the page.
 
     Attributes:
-        name: name in ``--margin``.
-        help: what its loss is and in which unit, as a phrase.
-        title: heading of its card on the page.
         test: paired test of its scores.
         noun: what a sample is, in the plural.
         reads_text: whether its samples are documents of the text (``--data``).
     """
 
-    name: ClassVar[str]
-    help: ClassVar[str]
-    title: ClassVar[str]
     test: ClassVar[PairedTest]
     noun: ClassVar[str] = "documents"
     reads_text: ClassVar[bool] = True
@@ -108,43 +103,34 @@ class Criterion(ABC):
     def prepare(self, setting: Setting) -> Rounds:
         """Return the samples, in rounds. Raises ``UserError`` if there are none."""
 
-    def check(self) -> None:  # noqa: B027  # most have nothing to check
+    def check(self) -> None:  # most have nothing to check
         """Check the options before anything is loaded. Raises ``UserError``."""
-
-    @classmethod
-    def options(cls) -> dict[str, tuple[Any, Flag]]:
-        """Return the type and the flag of each option, by the name in ``--margin``."""
-        hints = get_type_hints(cls, include_extras=True)
-        return {
-            field.name.replace("_", "-"): (hints[field.name].__origin__, hints[field.name].__metadata__[0])
-            for field in fields(cls)
-        }
 
     @classmethod
     def options_help(cls) -> str:
         """Return the name, the help and the default of each option; empty without options."""
-        defaults = [field.metadata.get(SHOWN) or field.default for field in fields(cls)]
-        texts = [
-            f"{name}: {flag.help}" + ("" if default in (None, False) else f" Default: {default}.")
-            for (name, (_, flag)), default in zip(cls.options().items(), defaults, strict=True)
-        ]
-        return " ".join(texts)
+        return " ".join(
+            f"{name.replace('_', '-')}: {option.flag.help}"
+            + ("" if option.default_text in ("None", "False") else f" Default: {option.default_text}.")
+            for name, option in cls.options().items()
+        )
 
-    def with_options(self, words: Sequence[str]) -> Criterion:
+    def with_words(self, words: Sequence[str]) -> Criterion:
         """Return this criterion with options such as "lengths=512,4k"; a list has one word for each item.
 
         Raises:
             UserError: an option is unknown, or its value is of another type or out of bounds.
         """
         texts: dict[str, list[str]] = {}
-        options = self.options()
+        options = {name.replace("_", "-"): option for name, option in self.options().items()}
         for word in words:
             name, _, text = word.partition("=")
             if name not in options:
                 known = f"it has {', '.join(options)}" if options else "it has none"
                 raise UserError(f"--margin: criterion {self.name} has no option '{name}'; {known}")
             texts.setdefault(name, []).append(text)
-        return replace(self, **{name.replace("-", "_"): _value(name, *options[name], texts[name]) for name in texts})
+        values = {name: _value(name, options[name].type, options[name].flag, texts[name]) for name in texts}
+        return replace(self, **{name.replace("-", "_"): value for name, value in values.items()})
 
 
 def _value(name: str, kind: Any, flag: Flag, texts: list[str]) -> Any:

@@ -30,7 +30,7 @@ def parse_margins(text: str) -> Margins:
             raise UserError(f"--margin {loss}: expected NAME=LOSS with a loss above 0 and below 100")
         if name in margins:
             raise UserError(f"--margin {text}: {name} has two margins")
-        margins[name] = criterion.with_options(options), number
+        margins[name] = criterion.with_words(options), number
     return list(margins.values())
 
 
