@@ -17,7 +17,6 @@ LEARNING_TOKENS = 2048  # per step, of priced gates and of head gates
 FROZEN_STEP_PASSES = 3  # of head gates and duo: unchanged model, mixture forward, backward without weight gradients
 HEAD_GATE_STEPS = 50  # 25 and 100 steps choose the same heads, except one in eighteen (reports/study)
 DUO_STEPS, DUO_STEP_BLOCKS = 200, 2
-REGRESSION_LAYOUTS = 200  # number of random layouts to score
 SCORING_TOKENS = 12_288  # tokens of text for signals that score layouts
 STRONG_SINK = 0.3  # share of a head's attention on the first tokens above which it has an attention sink
 SINK_TOKENS = 2048  # tokens of text that attention sinks are measured on
@@ -29,16 +28,10 @@ SOLUTIONS_APART = 4  # heads in which two of several solutions differ
 # evaluation
 SCORE_TOKENS = 32_768  # tokens of text that layouts are scored on
 TAU_POINTS = 13  # thresholds in a range, endpoints included
-RULER_SAMPLES = 100  # per task and length
-LONGPPL_SHORT, LONGPPL_ALPHA, LONGPPL_BETA = 4096, 2.0, -2.0  # values of the LongPPL authors
-LONGPPL_LENGTH = 1 << 15  # maximum tokens per text
-BASELINE_TOKENS = 16_384  # tokens of text to evaluate on
+LONGPPL_SHORT = 4096  # value of the LongPPL authors
 AGREEMENT_TOKENS = 16_384  # tokens of prompts and continuations
 DRAFT_TOKENS = "1,2,4,8"  # tokens that a model drafts for each pass of the dense model
-BASELINE_CHUNK = 16  # tokens between two evictions, as in the paper
 
 # training and cost
 FIRST_STEPS = 160  # per model in a generated recipe
-PALINDROME_STEPS, PALINDROME_BATCH, PALINDROME_WINDOW = 500, 32, 32
-LADDER_DENSITY = 0.2  # density in the figure of FLOPs over the ladder
 SAMPLER = "surrogate"  # of a search

@@ -21,20 +21,6 @@ def check_tau(tau: float | None) -> None:
         raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
 
 
-def check_sweep(tau: float | None, taus: str | None, num_taus: int | None) -> list[float] | None:
-    """Parse the options ``--tau``, ``--taus`` and ``--num-taus`` into thresholds; None without a sweep.
-
-    Raises:
-        UserError: if a threshold is outside [0, 1], the range is malformed, or options exclude each other.
-    """
-    if tau is not None and taus is not None:
-        raise UserError("give --tau for one threshold or --taus for several, not both")
-    if num_taus is not None and taus is None:
-        raise UserError("--num-taus needs a range --taus LOW..HIGH")
-    check_tau(tau)
-    return None if taus is None else parse_taus(taus, num_taus)
-
-
 def parse_taus(text: str, num_taus: int | None = None) -> list[float]:
     """Parse thresholds, ascending.
 

@@ -81,14 +81,6 @@ def hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[An
     return nullcontext()
 
 
-def with_open_gates(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Return a context in which a model's gates, if it has any, are open."""
-    from spkv_nas.model.config_section import gate_config
-    from spkv_nas.model.modes import gate_mode
-
-    return nullcontext() if gate_config(model) is None else gate_mode(model, "open")
-
-
 def origin(source: str, model: PreTrainedModel, tau: float | None) -> dict[str, Any]:
     """Return the record of which checkpoint was evaluated, at which dtype and threshold."""
     from spkv_nas.model.checkpoint import model_origin

@@ -14,6 +14,7 @@ from paths import ROOT
 from spkv_nas.base import version
 from spkv_nas.base.version import COMMIT_FILE, checkout_commit, environment
 
+TASK = "spkv_nas/contrib/evaluate/tasks/assets/stdlib_completions.jsonl"
 NAME = COMMIT_FILE.relative_to(ROOT).as_posix()
 
 
@@ -38,7 +39,7 @@ def test_a_build_knows_its_commit(tmp_path: Path) -> None:
             assert wheel.read(NAME).decode().strip() == commit
             assert wheel.read("spkv_nas/assets/constraints.txt") == (ROOT / "constraints.txt").read_bytes()
             names = set(wheel.namelist())
-        assert {"spkv_nas/__init__.pyi", "spkv_nas/py.typed", "spkv_kernels/api.py"} <= names
+        assert {"spkv_nas/__init__.pyi", "spkv_nas/py.typed", "spkv_kernels/api.py", TASK} <= names
         assert not any(name.startswith(("tests/", "reports/")) for name in names)
     assert not COMMIT_FILE.exists()
 

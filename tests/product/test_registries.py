@@ -1,11 +1,13 @@
-"""Test that every entry of an extension point is documented, wherever else it is listed."""
+"""Test that every entry of an extension point is documented, and that those of ``contrib`` are registered."""
 
 from __future__ import annotations
 
 import re
+from importlib.metadata import distribution
 from typing import Any
 
 import pytest
+import tomllib
 from paths import ROOT
 
 from spkv_nas.base.registry import Registry
@@ -16,7 +18,9 @@ from spkv_nas.model.export.registry import TARGETS
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.search.registry import SAMPLERS
+from spkv_nas.stages.command_group import COMMAND_GROUPS
 
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
 PAGES: list[tuple[Registry[Any], str]] = [
     (SIGNALS, "guides/scores"),
     (STRATEGIES, "guides/layouts"),
@@ -36,3 +40,17 @@ def test_every_entry_is_on_its_page(registry: Registry[Any], page: str) -> None:
     missing = [entry.name for entry in registry if not re.search(rf"(?<![\w-]){entry.name}(?![\w-])", code)]
     assert not missing
     assert registry.built_in
+
+
+def test_entry_points_are_installed() -> None:
+    """If not: ``make .venv/.installed``."""
+    installed = {(point.group, point.name): point.value for point in distribution("spkv-nas").entry_points}
+    declared = {(group, name): value for group, names in DECLARED.items() for name, value in names.items()}
+    assert declared.items() <= installed.items()
+
+
+@pytest.mark.parametrize("registry", [SIGNALS, EVALUATIONS, CRITERIA, COMMAND_GROUPS], ids=lambda one: one.group)
+def test_entries_of_contrib_are_registered(registry: Registry[Any]) -> None:
+    """By the names of their entry points, after the built-in ones."""
+    names = [entry.name for entry in registry.built_in]
+    assert registry.names == (*names, *sorted(DECLARED[registry.group]))

@@ -22,7 +22,6 @@ from spkv_nas.cost.engines.registry import ENGINES
 from spkv_nas.stages import flags
 
 DEFAULT_PROBE = EMBEDDED.name  # name of the embedded reference's probe
-PAPER = "paper"  # default name of results about the paper's model ladder
 REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
 ONLY_PROBE, EMBEDDED_RECIPE = "the only one in the workspace", "the embedded models' recipe"
 LONGEST = "128k, or the model's maximum if shorter"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from spkv_nas.artifacts import defaults
+from spkv_nas.artifacts.defaults import TAU_POINTS
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_WINDOW
+from spkv_nas.contrib import defaults
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT, METHODS, PROTOCOLS
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.options import CHECKPOINT_TAU
@@ -49,14 +50,13 @@ class BaselinesOptions(SubjectOptions):
     against: flags.Against = default(note="Must be an SP-KV checkpoint (with gates).")
     tau: flags.Tau = default(None, CHECKPOINT_TAU, note="Applies to --against.")
     taus: flags.OptionalTaus = default(note="Applies to --against.")
-    num_taus: flags.NumTaus = default(None, str(defaults.TAU_POINTS))
+    num_taus: flags.NumTaus = default(None, str(TAU_POINTS))
     seed: flags.Seed = default(0, note="Draws random keys and initializes kvzap's networks.")
 
 
 def check(options: BaselinesOptions) -> None:
     """Check the lists of settings, the checkpoints and the text."""
-    from spkv_nas.contrib.evaluate.baselines.choices import parse_densities, parse_methods, parse_sinks
-    from spkv_nas.evaluation.thresholds import check_sweep
+    from spkv_nas.contrib.evaluate.baselines.choices import check_sweep, parse_densities, parse_methods, parse_sinks
     from spkv_nas.model.source import check_checkpoint
     from spkv_nas.stages.subject import Subject
 

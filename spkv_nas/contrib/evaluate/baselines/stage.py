@@ -11,13 +11,20 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import BASELINE_CHUNK, BASELINE_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.contrib.evaluate.baselines.choices import EXPECTED, KVZAP, parse_densities, parse_methods, parse_sinks
+from spkv_nas.contrib.defaults import BASELINE_CHUNK, BASELINE_TOKENS
+from spkv_nas.contrib.evaluate.baselines.choices import (
+    EXPECTED,
+    KVZAP,
+    check_sweep,
+    parse_densities,
+    parse_methods,
+    parse_sinks,
+)
 from spkv_nas.contrib.evaluate.baselines.expected_attention import Rotation
 from spkv_nas.contrib.evaluate.baselines.kvzap import fit_kvzap
 from spkv_nas.contrib.evaluate.baselines.options import BaselinesOptions
@@ -30,7 +37,6 @@ from spkv_nas.contrib.evaluate.baselines.run_baselines import (
     measure,
     measure_sp_kv,
 )
-from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.model.checkpoint import load_on, model_origin
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.transformers_logging import quiet_transformers

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from spkv_nas.artifacts import defaults
+from spkv_nas.artifacts.defaults import LONGPPL_SHORT
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_BLOCK_SIZE
+from spkv_nas.contrib import defaults
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
 from spkv_nas.stages.options import SubjectOptions
@@ -30,7 +31,7 @@ class LongPPLOptions(CheckpointOptions, SubjectOptions):
         None, f"the models' maximum, at most {defaults.LONGPPL_LENGTH >> 10}k", note="Here the maximum per text."
     )
     evaluator: Evaluator = default(None, "--against, or the model")
-    short_context: flags.ShortContext = default(None, f"{defaults.LONGPPL_SHORT:,}, at most 1/4 of a text")
+    short_context: flags.ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a text")
     stride: Stride = default(None, "1/4 of --short-context")
     alpha: Alpha = default(None, f"{defaults.LONGPPL_ALPHA:g}")
     beta: Beta = default(None, f"{defaults.LONGPPL_BETA:g}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
@@ -13,7 +14,6 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.defaults import LONGPPL_LENGTH
 from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.console import out, print_path, say
@@ -22,6 +22,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.special_tokens import tokens_before
 from spkv_nas.base.version import environment
+from spkv_nas.contrib.defaults import LONGPPL_LENGTH
 from spkv_nas.contrib.evaluate.longppl.options import LongPPLOptions
 from spkv_nas.contrib.evaluate.longppl.reading import (
     Criterion,
@@ -39,7 +40,7 @@ from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.checkpoints import check_pair, hard, identity, load, origin, with_open_gates
+from spkv_nas.stages.checkpoints import check_pair, hard, identity, load, origin
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.names import model_name, result_name
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
@@ -123,7 +124,8 @@ def _keys(
     options: LongPPLOptions, source: str, length: int, criterion: Criterion, samples: Path, reporter: Reporter
 ) -> tuple[list[LongText], list[Spans], dict[str, Any]]:
     """Return the texts, the spans of their key tokens, and the evaluator's origin; finished spans are reused."""
-    from spkv_nas.model.modes import evaluation_mode
+    from spkv_nas.model.config_section import gate_config
+    from spkv_nas.model.modes import evaluation_mode, gate_mode
 
     loaded = model, tokenizer = load(options, source, reporter)
     check_positions(model, length, "--block-size")
@@ -135,7 +137,8 @@ def _keys(
         spans = key_spans(*loaded, text.text, criterion)
         return {"text": number, "name": text.name, "spans": spans, "keys": [text.text[a:b] for a, b in spans]}
 
-    with evaluation_mode(model), with_open_gates(model), reporter.bar("finding key tokens") as progress:
+    open_gates = nullcontext() if gate_config(model) is None else gate_mode(model, "open")
+    with evaluation_mode(model), open_gates, reporter.bar("finding key tokens") as progress:
         lines = _lines(sample_file(samples, "keys", answer_identity), texts, line, progress)
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**origin(source, model, None), "tau": None}

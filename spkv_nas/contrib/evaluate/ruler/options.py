@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from spkv_nas.artifacts import defaults
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
+from spkv_nas.contrib import defaults
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
 

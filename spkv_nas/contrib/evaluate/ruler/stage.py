@@ -14,13 +14,13 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.defaults import RULER_SAMPLES
 from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter
 from spkv_nas.base.units import parse_context
 from spkv_nas.base.version import environment
+from spkv_nas.contrib.defaults import RULER_SAMPLES
 from spkv_nas.contrib.evaluate.ruler.answers import Answers, Cell, answer, ruler_table, sample_if_it_fits
 from spkv_nas.contrib.evaluate.ruler.options import RulerOptions
 from spkv_nas.data.ruler.material import Material

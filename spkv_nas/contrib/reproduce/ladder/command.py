@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spkv_nas.artifacts.defaults import LADDER_DENSITY
 from spkv_nas.base.flag import default
 from spkv_nas.base.progress import Reporter
+from spkv_nas.contrib.defaults import LADDER_DENSITY, PAPER
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import PAPER, InWorkspace
+from spkv_nas.stages.options import InWorkspace
 from spkv_nas.stages.result import Result
 
 

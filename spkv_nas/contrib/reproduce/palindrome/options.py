@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spkv_nas.artifacts import defaults
 from spkv_nas.base.flag import default
+from spkv_nas.contrib import defaults
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import Trains
 

@@ -22,7 +22,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
-from spkv_nas.artifacts.defaults import PALINDROME_BATCH, PALINDROME_STEPS, PALINDROME_WINDOW
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import read_json, write_json
@@ -31,6 +30,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.base.version import environment
+from spkv_nas.contrib.defaults import PALINDROME_BATCH, PALINDROME_STEPS, PALINDROME_WINDOW
 from spkv_nas.contrib.reproduce.palindrome.measures import GateWatch, take_measures
 from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, Palindromes
 from spkv_nas.model.attach import attach_gates

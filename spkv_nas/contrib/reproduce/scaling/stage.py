@@ -12,10 +12,10 @@ from rich.table import Table
 from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.contrib.defaults import PAPER
 from spkv_nas.contrib.reproduce.scaling.chart import scaling_chart
 from spkv_nas.contrib.reproduce.scaling.scaling_law import describe_laws, fit_runs, read_runs, write_laws
 from spkv_nas.report.figures import save_figure
-from spkv_nas.stages.options import PAPER
 
 
 @dataclass(frozen=True)

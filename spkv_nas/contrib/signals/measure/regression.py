@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import REGRESSION_LAYOUTS
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import GAIN, NATS
@@ -33,6 +32,7 @@ from spkv_nas.artifacts.local_layers import candidate_layers
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress, Reporter
+from spkv_nas.contrib.defaults import REGRESSION_LAYOUTS
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
 from spkv_nas.model.windows import full_attention
