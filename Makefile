@@ -1,28 +1,37 @@
 # Two commands do everything: `make demo` and `make test`. `make test-slow` runs the tests that `make test` leaves out,
-# `make test-vllm` runs tests in vLLM, `make attack` tries to break the commands, and `make docs` builds the documentation.
+# `make test-vllm` runs tests in vLLM, `make attack` tries to break the commands, `make docs` builds the documentation,
+# and `make nightly` runs all of them at length.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ROUNDS ?= 1
 SHARE  ?= 100
+# Tests of a file, or of a class, stay in one process, which then makes their fixtures once
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: demo test test-slow test-vllm attack docs lint clean
+.PHONY: demo test quick test-slow test-vllm attack nightly docs lint clean
 
 demo: $(STAMP)  ## probe -> propose -> train-hybrid -> report on the embedded reference
 	$(BIN)/spkv-nas demo
 
-test: $(STAMP) lint  ## lint, types, and the quick CPU tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+test: $(STAMP)  ## lint and types beside the quick CPU tests
+	$(MAKE) --jobs 2 lint quick
+
+quick: $(STAMP)
+	$(PYTEST) --dist loadfile -m "not slow"
 
 test-slow: $(STAMP)  ## the other CPU tests: long trainings, several processes, whole pages; SHARE: percent of them
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow --share $(SHARE)
+	$(PYTEST) --dist loadscope -m slow --share $(SHARE)
 
 test-vllm: $(STAMP)  ## tests in vLLM, in an environment of its own; skipped where that cannot be installed
 	bash .ci/vllm
 
 attack: $(STAMP)  ## kills, full disks, races, damage; ROUNDS: percent of the full numbers
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/attack -m attack --rounds $(ROUNDS)
+
+nightly: test docs test-slow test-vllm  ## everything, with a longer attack: hours
+	$(MAKE) attack ROUNDS=10
 
 docs: $(STAMP)  ## docs/_build/html/index.html, which opens from disk; a warning is an error
 	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs docs/_build/html
@@ -33,7 +42,6 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/mypy
-	$(BIN)/mypy reports/*.py reports/study/run.py docs/generate_reference.py
 
 # lm-eval alone: what its own command prints tables with refuses the pinned python-dateutil; the rest is in [dev].
 $(STAMP): pyproject.toml constraints.txt

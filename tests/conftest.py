@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import os
+import shutil
 import zlib
 
 if gc.isenabled():
@@ -30,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.model.checkpoint import save
+from spkv_nas.model.export import plain_logits, verify_export
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
@@ -96,6 +99,19 @@ def blocks() -> TokenBlocks:
 
 
 @pytest.fixture
+def verified_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare exports with plain transformers in this process, which saves the start of another."""
+
+    def run(arguments: list[str], folder: Path, seconds: float) -> None:
+        requests, answers = map(Path, arguments)
+        answers.write_text(
+            json.dumps([plain_logits._answered(request) for request in json.loads(requests.read_text())])
+        )
+
+    monkeypatch.setattr(verify_export, "_run_program", run)
+
+
+@pytest.fixture
 def text(tmp_path: Path) -> Path:
     """Folder of ten short documents."""
     folder = tmp_path / "text"
@@ -106,13 +122,26 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the corpus, in ``runs``, and the ``dense`` run of ``write_project``'s recipe, trained once."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = Recipe.read(write_project(folder / "project"))
+    train_dense(recipe, load_corpus(recipe, folder / "project", folder / "runs"), folder / "dense", device="cpu")
+    return folder
+
+
 @pytest.fixture
-def corpus(recipe: Recipe, recipe_file: Path, tmp_path: Path) -> Corpus:
+def corpus(trained: Path, recipe: Recipe, recipe_file: Path, tmp_path: Path) -> Corpus:
+    if recipe == Recipe.read(trained / "project" / "recipe.yaml"):
+        shutil.copytree(trained / "runs", tmp_path / "runs")
     return load_corpus(recipe, recipe_file.parent, tmp_path / "runs")
 
 
 @pytest.fixture
-def dense(recipe: Recipe, corpus: Corpus, tmp_path: Path) -> Path:
+def dense(trained: Path, recipe: Recipe, corpus: Corpus, tmp_path: Path) -> Path:
+    if recipe == Recipe.read(trained / "project" / "recipe.yaml"):
+        shutil.copytree(trained / "dense", tmp_path / "dense")
     return train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
 
 

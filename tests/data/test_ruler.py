@@ -13,7 +13,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from marks import slow_after
+from marks import slow
 from paths import TESTS
 from ruler_bytes import digest, embedded_tokenizer
 from scipy.stats import kstest
@@ -80,8 +80,11 @@ def samples(task: str, length: int, number: int, *where: object) -> list[Sample]
     return [generate(task, 0, index, length, *where) for index in range(number)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("length", slow_after(2, LENGTHS))
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("task", "length"),
+    [(task, LENGTHS[number % 2]) for number, task in enumerate(TASKS)]
+    + [slow((task, LENGTHS[2 + number % 2])) for number, task in enumerate(TASKS)],
+)
 def test_samples_fill_but_never_exceed_the_length(
     task: str, length: int, tokenizer: PreTrainedTokenizerBase, material: Material
 ) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 import operator_cases
 import pytest
 import torch
+from marks import pairwise
 from operator_cases import GATES, SHAPES, inputs, relative_error, run, with_sink_logits
 from spkv_kernels import attention
 from spkv_kernels.cpu import bands, compaction
@@ -16,18 +17,14 @@ check = partial(operator_cases.check, backend="cpu")
 SINKS = [1, 4, 40, 600]
 
 
-@pytest.mark.parametrize("sinks", [0, *SINKS])
-@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
-@pytest.mark.parametrize(("shape", "window"), SHAPES)
-def test_cpu_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: int, gate: str, sinks: int) -> None:
+@pytest.mark.parametrize(("shape", "window", "sinks", "gate"), pairwise(SHAPES, [0, *SINKS], ["none", "soft", "hard"]))
+def test_cpu_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: int, sinks: int, gate: str) -> None:
     check(with_sink_logits(inputs(shape, gate)), window, sinks=sinks)
 
 
-@pytest.mark.parametrize("sinks", SINKS)
-@pytest.mark.parametrize("gate", ["hard", "all", "nothing"])
-@pytest.mark.parametrize(("shape", "window"), SHAPES)
+@pytest.mark.parametrize(("shape", "window", "sinks", "gate"), pairwise(SHAPES, SINKS, ["hard", "all", "nothing"]))
 def test_compacted_hard_gates_agree(
-    shape: tuple[int, int, int, int, int], window: int, gate: str, sinks: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int, int, int], window: int, sinks: int, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compaction, "_COMPACT_FROM", 1)
     check(inputs(shape, gate), window, sinks=sinks)

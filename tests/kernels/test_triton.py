@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from marks import slow_after
+from marks import slow
 from operator_cases import GATES, check, eager, inputs, relative_error, run
 from paths import ROOT
 from spkv_kernels import attention
@@ -31,15 +31,18 @@ SHAPES = [  # float32 tiles are 64 x 32 forward and 32 x 32 backward at these he
 ]
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("shape", "window"), slow_after(3, SHAPES))
+QUICK = ["T1-none", "T<w-tiny", "G3-w1-soft", "G3-w1-hard", "G3-w1-all"]
+CASES = [pytest.param(*shape.values, gate, id=f"{shape.id}-{gate}") for shape in SHAPES for gate in GATES]
+
+
+@pytest.mark.parametrize(("shape", "window", "gate"), [case if case.id in QUICK else slow(case) for case in CASES])
 def test_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: int, gate: str) -> None:
     check(inputs(shape, gate), window, "triton", device=DEVICE)
 
 
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_windows_per_head(gate: str) -> None:
-    check(inputs((1, 6, 3, 110, 16), gate), torch.tensor([16, 1 << 30, 109]), "triton", device=DEVICE)
+    check(inputs((1, 3, 3, 70, 16), gate), torch.tensor([16, 1 << 30, 69]), "triton", device=DEVICE)
 
 
 @pytest.mark.slow
@@ -217,7 +220,7 @@ class TestAheadOfTime:
     @pytest.mark.parametrize(
         ("arch", "modes", "options"),
         [
-            pytest.param(90, ["soft", "hard"], "--dtype bfloat16 --size 128", id="every kernel once"),
+            pytest.param(90, ["soft"], "--dtype bfloat16 --size 64 --kernel fwd", id="forward"),
             pytest.param(80, ["hard"], "", id="sm80", marks=pytest.mark.slow),
             pytest.param(90, ["soft", "hard"], "", id="sm90", marks=pytest.mark.slow),
         ],
@@ -229,8 +232,8 @@ class TestAheadOfTime:
         completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert completed.returncode == 0, completed.stderr
         rows = [json.loads(line) for line in completed.stdout.splitlines()]
-        cases = 1 if options else 2 * 3  # two dtypes, three sizes
-        assert len(rows) == cases * (3 * len(modes) + 1), "three kernels a mode, and far keys"
+        # Three kernels a mode, and far keys, for two dtypes and three sizes
+        assert len(rows) == (1 if options else 2 * 3 * (3 * len(modes) + 1))
         for row in rows:
             assert row["shared"] <= row["shared_limit"], row
             assert row["spilled"] == 0 or row["D"] > 128 or arch != 90, row

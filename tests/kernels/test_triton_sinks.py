@@ -17,10 +17,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-SHAPE = (1, 4, 2, 100, 16)
+SHAPE = (1, 4, 2, 70, 16)
 CASES = [  # shape, windows, sinks: queries are tiled by 32 in float32, sink tokens by 16 to 32
     pytest.param(SHAPE, [7, 20], [4, 0], id="some heads"),
-    pytest.param((1, 3, 3, 71, 24), [9, 1 << 30, 16], [40, 4, 1], id="more than the window, global, one"),
+    pytest.param((1, 3, 3, 49, 24), [9, 1 << 30, 16], [40, 4, 1], id="more than the window, global, one"),
     pytest.param((2, 2, 1, 50, 16), [5], [1000], id="everything", marks=pytest.mark.slow),
     pytest.param((1, 2, 1, 200, 16), [150], [170], id="wide", marks=pytest.mark.slow),
     pytest.param((1, 2, 1, 33, 16), [32], [3], id="one query outside", marks=pytest.mark.slow),
@@ -119,14 +119,12 @@ def test_decoding_with_learned_sinks(largest: float) -> None:
     assert not actual[2].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kernels"),
     [
-        pytest.param("--mode sinks --dtype bfloat16 --size 128", 5, id="every kernel once"),
-        pytest.param(
-            "--learned-sinks --kernel fwd --mode soft hard", 2 * 3 * 2, id="with gates", marks=pytest.mark.slow
-        ),
-        pytest.param("--mode sinks --arch 80 90", 2 * 2 * 3 * 5, id="every default", marks=pytest.mark.slow),
+        pytest.param("--learned-sinks --kernel fwd --mode soft hard", 2 * 3 * 2, id="with gates"),
+        pytest.param("--mode sinks --arch 80 90", 2 * 2 * 3 * 5, id="every default"),
     ],
 )
 def test_every_default_compiles(options: str, kernels: int) -> None:
