@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import zlib
+from functools import partial
 
 if gc.isenabled():
     gc.disable()  # until all tests are collected: nothing that imports create is garbage
@@ -31,8 +32,10 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.tokenizer import train_bpe
+from spkv_nas.evaluation import alarms, separators
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export import plain_logits, verify_export
+from spkv_nas.probing import sinks
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
@@ -64,6 +67,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # Triton names all of its objects that are left
+
+
+@pytest.fixture(autouse=True)
+def brief_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check texts, separators and attention sinks on few tokens, except in slow tests and where this is overridden.
+
+    Every command that measures something on a model begins with these checks, each of thousands of tokens.
+    """
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(alarms, "_SAMPLE", 256)
+        monkeypatch.setattr(separators, "SEPARATOR_TOKENS", 512)
+        monkeypatch.setattr(sinks, "measure_sinks", partial(sinks.measure_sinks, tokens=256))
 
 
 @pytest.fixture

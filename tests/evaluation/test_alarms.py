@@ -37,6 +37,11 @@ _LAYOUTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def brief_checks() -> None:
+    """Check on as many tokens as commands do."""
+
+
 def nll(factor: float) -> DocumentNLL:
     """Return the NLL of twelve documents, ``factor`` times that of full attention but for noise."""
     noise = np.random.default_rng(round(1000 * factor)).normal(1.0, 1e-4, 12)

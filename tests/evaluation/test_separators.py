@@ -22,6 +22,11 @@ _WORDS = ["alpha", "beta", "gamma", "delta", "kappa", "omega", "sigma", "theta"]
 _LENGTH, _STEPS = 64, 150
 
 
+@pytest.fixture(autouse=True)
+def brief_checks() -> None:
+    """Check on as many tokens as commands do."""
+
+
 def documents(number: int, rng: Generator) -> Iterator[str]:
     """Yield documents that repeat three words, which only their own beginning tells."""
     for _ in range(number):

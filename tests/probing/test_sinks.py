@@ -44,6 +44,11 @@ FEW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def brief_checks() -> None:
+    """Check on as many tokens as commands do."""
+
+
 @pytest.fixture
 def blocks() -> TokenBlocks:
     """Six blocks of random tokens behind BOS, each a document."""

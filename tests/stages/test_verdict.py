@@ -66,6 +66,7 @@ class TestAnswers:
         result = run("full.yaml", "again.yaml", "full.yaml", margin="nll=0.001%")
         assert result.answers == {"full": "passes"}
 
+    @pytest.mark.slow
     def test_more_questions_continue_after_the_first(
         self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
@@ -101,6 +102,7 @@ class TestAnswers:
         assert result.answers == {"mixed": "open"}
         assert result.rows["num_samples"].item() < 20
 
+    @pytest.mark.slow
     def test_generated_answers(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         save(tiny_model(vocab_size=300, max_position_embeddings=512), tiny_tokenizer, folder / "long")
         margin = "ruler=40:lengths=400:tasks=niah_single_1:questions=32"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from marks import slow_after
 from transformers import PreTrainedTokenizerBase
 from verdict_cases import check_resumes, decisive_model, run, write_folder
 
@@ -37,7 +38,7 @@ class TestContinuations:
         assert local["num_samples"] <= 32
         assert local["low"] > 12.0
 
-    @pytest.mark.parametrize("criterion", ["agreement", "acceptance"])
+    @pytest.mark.parametrize("criterion", slow_after(1, ["agreement", "acceptance"]))
     def test_an_interrupted_verdict_gives_the_same_bytes(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, criterion: str
     ) -> None:
