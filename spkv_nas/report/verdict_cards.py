@@ -66,7 +66,7 @@ def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
         summary = listed([f"{row['candidate']} {row['answer']}" for _, row in group.iterrows()], _MAX_NAMED)
         yield Chart(
             f"{prefix}-{criterion}",
-            _title(str(criterion)),
+            card_title(str(criterion)),
             f"Loss by {criterion}, margin {margin:g} {unit}: "
             + "; ".join(_tip(row, noun) for _, row in group.iterrows())
             + ".",
@@ -78,7 +78,7 @@ def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
         )
 
 
-def _title(criterion: str) -> str:
+def card_title(criterion: str) -> str:
     """Return the heading of a card; the name of a criterion whose package is not installed."""
     return CRITERIA[criterion].title if criterion in CRITERIA.names else criterion
 

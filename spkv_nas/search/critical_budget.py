@@ -46,7 +46,7 @@ def critical_budget(
         blocks: text on which the heads were not scored, as token blocks or as strings.
         budgets: numbers or shares of global heads: a range such as "4..40" or "5%..50%", or a list.
         window: tokens visible to local heads, the query's own included; by default the table's.
-        margin: largest loss allowed by criterion, with their options, as ``spkv-nas verdict --margin`` takes it.
+        margin: largest loss allowed by criterion, as in ``verdict``.
         risk: largest probability of a wrong pass, and of a wrong failure: 0.05 or "5%".
         tokenizer: the model's tokenizer, for strings, and for criteria that generate text.
         max_tokens: tokens to use, spread over the documents; None: one block per document, at least 128 blocks.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.markup import escape
 
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from spkv_nas.data.blocks import TokenBlocks
     from spkv_nas.evaluation.alarms import Circumstances
     from spkv_nas.evaluation.verdict.contenders import Contender
-    from spkv_nas.evaluation.verdict.trial import Trial
+    from spkv_nas.evaluation.verdict.trial import Outcome, Trial
     from spkv_nas.stages.checkpoints import Loaded
     from spkv_nas.stages.selection import Selected
     from spkv_nas.stages.subject import Subject
@@ -76,25 +78,29 @@ def _reads_text(margins: Margins) -> bool:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Samples and models of a command, with what they were selected from.
+class Judged:
+    """What a command judges, and on what.
 
     Attributes:
-        trial: criteria with their samples, and the models.
         name: name of the results.
+        against: the dense checkpoint.
+        candidates: candidates.
+        trial: criteria with their samples, and the models.
         selected: documents that the candidates were selected on, which the samples do not have.
         num_left_out: number of these documents in the text; None: no criterion reads text.
     """
 
-    trial: Trial
     name: str
+    against: str
+    candidates: Sequence[Contender]
+    trial: Trial
     selected: Selected
     num_left_out: int | None
 
 
 def prepare(
     options: JudgingOptions, candidates: Sequence[Contender], files: Sequence[Path], reporter: Reporter
-) -> Prepared:
+) -> Judged:
     """Load the dense model, and the documents that no candidate was selected on; prepare the samples of each criterion.
 
     Args:
@@ -136,7 +142,7 @@ def prepare(
     setting = Setting(model, tokenizer, text, options.seed, checkpoint_hash(options.model), reporter)
     trial = Trial.of(margins, setting, store, circumstances)
     name = options.name or probe_of(options.folders, chosen.values()) or subject.name
-    return Prepared(trial, name, selected, num_left_out)
+    return Judged(name, options.model, candidates, trial, selected, num_left_out)
 
 
 def _text(
@@ -165,24 +171,24 @@ def _text(
     return text, selected.count(whole), circumstances
 
 
-def origin(options: JudgingOptions, prepared: Prepared, candidates: Sequence[Contender]) -> dict[str, Any]:
+def origin(options: JudgingOptions, judged: Judged) -> dict[str, Any]:
     """Return what the records of both commands say: the candidates, the risk, the text, and what was left out."""
     from spkv_nas.base.version import environment
     from spkv_nas.model.checkpoint import model_origin
 
     dense = model_origin(options.model)
     return {
-        "candidates": {each.name: each.source for each in candidates},
+        "candidates": {each.name: each.source for each in judged.candidates},
         "risk": parse_risk(options.risk),
         "margin": options.margin,
         "against": dense.pop("model"),
         **{f"against_{key}": value for key, value in dense.items()},
-        "data": None if prepared.num_left_out is None else options.data or "held-out text of the embedded models",
+        "data": None if judged.num_left_out is None else options.data or "held-out text of the embedded models",
         "seed": options.seed,
-        "nouns": prepared.trial.nouns,
-        "num_samples": prepared.trial.num_samples,
-        "left_out": {"documents": prepared.num_left_out, "selected_by": list(prepared.selected.by)},
-        "unrecorded": list(prepared.selected.unknown),
+        "nouns": judged.trial.nouns,
+        "num_samples": judged.trial.num_samples,
+        "left_out": {"documents": judged.num_left_out, "selected_by": list(judged.selected.by)},
+        "unrecorded": list(judged.selected.unknown),
         "layouts": {
             each.name: {
                 "heads": " ".join(each.chosen.heads),
@@ -190,19 +196,30 @@ def origin(options: JudgingOptions, prepared: Prepared, candidates: Sequence[Con
                 "sinks": each.chosen.sinks,
                 "trained": each.layout is None,
             }
-            for each in candidates
+            for each in judged.candidates
             if each.chosen is not None
         },
         "environment": environment(),
     }
 
 
-def format_loss(number: float) -> str:
-    """Format a loss or an end of its interval; a dash if it is not determined."""
-    return "-" if number != number else f"{number:+.3g}"
+def shared_document(judged: Judged, outcome: Outcome, sentences: Sequence[str]) -> dict[str, Any]:
+    """Return what ``--json`` prints of both commands; ``sentences`` may have markup."""
+    from rich.text import Text
+
+    return {
+        "name": judged.name,
+        "against": judged.against,
+        "criteria": outcome.rows.astype(object).where(outcome.rows.notna(), None),
+        "sentences": [Text.from_markup(line).plain for line in sentences],
+        "risk": outcome.risk,
+        "left_out": {"documents": judged.num_left_out, "selected_by": judged.selected.by},
+    }
 
 
-def format_interval(low: float, high: float) -> str:
-    """Format an interval of the loss; "not known yet" if neither end is determined."""
-    ends = format_loss(low), format_loss(high)
-    return "not known yet" if ends == ("-", "-") else " to ".join(ends)
+def loss_cells(row: Any, nouns: Mapping[str, str]) -> list[str]:
+    """Return the cells of a row from its criterion on: loss, interval, margin and samples."""
+    loss, low, high = ("-" if number != number else f"{number:+.3g}" for number in (row.loss, row.low, row.high))
+    interval = "not known yet" if (low, high) == ("-", "-") else f"{low} to {high}"
+    samples = f"{row.num_samples} {nouns[row.criterion]}"
+    return [escape(row.criterion), loss, interval, f"{row.margin:g} {row.unit}", samples]

@@ -72,8 +72,8 @@ def left_out(*layouts: Path, data: list[str]) -> int | None:
     except UserError as error:
         return None if "give held-out text" in str(error) else pytest.fail(str(error))
     claim = document(result)["sentences"][-1]
-    assert ("on other text" in claim) == (not result.num_left_out and not result.unrecorded)
-    return result.num_left_out
+    assert ("on other text" in claim) == (not result.judged.num_left_out and not result.judged.selected.unknown)
+    return result.judged.num_left_out
 
 
 class TestReplacedRecords:

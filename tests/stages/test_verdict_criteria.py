@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
 import pytest
 from marks import slow_after
+from paths import ROOT
 from transformers import PreTrainedTokenizerBase
 from verdict_cases import check_resumes, decisive_model, run, write_folder
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.agreement import Agreement, compare, write_continuations
 from spkv_nas.evaluation.verdict.continuation_rounds import ContinuationRounds, one_per_document
+from spkv_nas.evaluation.verdict.margins import criteria_help, options_help
+from spkv_nas.evaluation.verdict.registry import CRITERIA
 from spkv_nas.model.windows import layout_applied
+from spkv_nas.report.verdict_cards import card_title
 
 
 @pytest.fixture
@@ -76,3 +84,31 @@ class TestContinuations:
     def test_a_continuation_as_long_as_a_block(self, folder: Path) -> None:
         with pytest.raises(UserError, match="leaves no prompt in a block of 32 tokens"):
             run("full.yaml", margin="agreement=2:new-tokens=32")
+
+
+class TestOwnCriterion:
+    """A package outside adds a criterion with an option in one file, that of docs/tutorials/extend.md."""
+
+    @pytest.fixture(autouse=True)
+    def installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        page = (ROOT / "docs" / "tutorials" / "extend.md").read_text()
+        (block,) = re.findall(r"```python\n(\"\"\"Define a criterion.*?)```", page, re.DOTALL)
+        (tmp_path / "hits.py").write_text(block)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        point = EntryPoint("hits", "hits:HITS", CRITERIA.group)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+        monkeypatch.delitem(vars(CRITERIA), "entries", raising=False)
+        yield
+        vars(CRITERIA).pop("entries", None)
+
+    def test_its_option_counts(self, folder: Path) -> None:
+        losses = {top: run("three-to-one.yaml", margin=f"hits=1:top={top}").rows["loss"].item() for top in (1, 300)}
+        assert losses[300] == 0.0, "all tokens are among the 300 of the vocabulary"
+        assert losses[1] != 0.0
+        with pytest.raises(UserError, match="criterion hits has no option 'best'; it has top"):
+            run("full.yaml", margin="hits=1:best=3")
+
+    def test_help_and_page_name_it(self) -> None:
+        assert criteria_help().endswith("hits: drop of the share of next tokens among the top ones, in points of 100")
+        assert options_help() == "Options of hits: top: Number of tokens that count as hits. Default: 5."
+        assert card_title("hits") == "Hit rate"

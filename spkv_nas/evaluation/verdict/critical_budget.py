@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -13,30 +13,22 @@ from spkv_nas.base.progress import SILENT, Reporter, part_of
 from spkv_nas.evaluation.verdict.bisection import Critical, critical
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.evaluation.verdict.decision import Answer, Levels
-from spkv_nas.evaluation.verdict.trial import Pairs, Trial, describe
+from spkv_nas.evaluation.verdict.trial import Outcome, Pairs, Trial
 
 
 @dataclass(frozen=True)
-class CriticalBudget:
+class CriticalBudget(Outcome):
     """Smallest budget that passes, and what is known of the budgets around it.
 
     Attributes:
-        risk: largest probability that any budget passes wrongly, and that any fails wrongly, as a share.
         margins: margins with unit and criterion, for people.
         layouts: the layout of each budget, which share the risk, by ascending number of global heads.
         critical: the bisection of ``layouts``.
-        rows: one row per budget that was looked at and criterion, columns of ``CRITICAL_BUDGET`` but ``kv_bytes``.
-        nouns: what a sample is, by criterion.
-        num_samples: how many samples there are, by criterion.
     """
 
-    risk: float
     margins: Sequence[str]
     layouts: Sequence[Layout]
     critical: Critical
-    rows: pd.DataFrame
-    nouns: Mapping[str, str]
-    num_samples: Mapping[str, int]
 
     @property
     def budgets(self) -> list[int]:
@@ -71,14 +63,6 @@ class CriticalBudget:
         return "fails" if self.fails == self.budgets[-1] else "open"
 
 
-def by_budget(layouts: Sequence[Layout]) -> list[Layout]:
-    """Return one layout for each number of global heads, ascending: the first where several have as many."""
-    first: dict[int, Layout] = {}
-    for layout in layouts:
-        first.setdefault(layout.num_global, layout)
-    return [first[number] for number in sorted(first)]
-
-
 def find_critical_budget(
     trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT
 ) -> CriticalBudget:
@@ -104,22 +88,13 @@ def find_critical_budget(
             return answer
 
         bisection = critical(len(layouts), risk, test)
-    margins = [f"{margin:g} {criterion.test.unit} ({criterion.name})" for criterion, margin in trial.margins]
-    rows = _rows(bisection, layouts, measured, trial)
-    return CriticalBudget(risk, margins, layouts, bisection, rows, trial.nouns, trial.num_samples)
-
-
-def _rows(bisection: Critical, layouts: Sequence[Layout], measured: Mapping[int, Pairs], trial: Trial) -> pd.DataFrame:
-    """Return the table; an end of an interval holds at the level of its bisection."""
+    # Fill the table; an end of an interval holds at the level of its bisection
     rows = []
     for number, look in enumerate(bisection.looks, 1):
-        levels = Levels(look.passes, look.fails / len(trial.margins))
-        risks = (look.fails, look.passes)
-        head = {"num_global": layouts[look.position].num_global, "look": number, "level": max(risks)}
-        for criterion, margin in trial.margins:
-            if (scores := measured[look.position].get(criterion.name)) is None:
-                continue
-            tested = criterion.test.evidence(scores, margin)
-            row = describe(criterion, margin, scores, tested, levels.answer(tested), levels=levels, risks=risks)
-            rows.append({**head, "result": look.answer, **row})
-    return pd.DataFrame(rows, columns=CRITICAL_BUDGET.header[:-1]).astype({"more_samples": "Int64"})
+        levels, risks = Levels(look.passes, look.fails / len(trial.margins)), (look.fails, look.passes)
+        size = layouts[look.position].num_global
+        head = {"num_global": size, "look": number, "level": max(risks), "result": look.answer}
+        rows += [{**head, **row} for row in trial.rows(measured[look.position], levels, risks)]
+    table = pd.DataFrame(rows, columns=CRITICAL_BUDGET.header[:-1]).astype({"more_samples": "Int64"})
+    margins = [f"{margin:g} {criterion.test.unit} ({criterion.name})" for criterion, margin in trial.margins]
+    return CriticalBudget(risk, table, trial.nouns, trial.num_samples, margins, layouts, bisection)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,9 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.alarms import Circumstances, changes_alarm
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
-from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
+from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.evaluation.verdict.decision import Answer, Levels, decide
-from spkv_nas.evaluation.verdict.loss_tests import Evidence, loss_interval, more_samples
+from spkv_nas.evaluation.verdict.loss_tests import loss_interval, more_samples
 from spkv_nas.evaluation.verdict.margins import Margins
 from spkv_nas.evaluation.verdict.rounds import Rounds
 
@@ -32,24 +32,33 @@ Pairs = dict[str, NDArray[np.float64]]  # scores [n, 2] of a candidate and the d
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Answers about candidates.
+class Outcome:
+    """Measurements that answers rest on.
 
     Attributes:
-        risk: largest probability of a wrong pass, and of a wrong failure, as a share.
-        answers: "passes", "fails" or "open" for each candidate, by name.
-        rows: one row per candidate and criterion that was measured, columns of ``VERDICT``: the loss with its interval,
-            the margin, the number of samples, and anytime-valid p-values.
+        risk: largest probability that any candidate passes wrongly, and that any fails wrongly, as a share.
+        rows: one row per candidate and criterion that was measured: the loss with its interval, the margin, the number
+            of samples, and anytime-valid p-values; columns of ``VERDICT`` or ``CRITICAL_BUDGET``.
         nouns: what a sample is, by criterion.
         num_samples: how many samples there are, by criterion.
-        alarm: sentence if the numbers make no sense (``evaluation.alarms``).
     """
 
     risk: float
-    answers: Mapping[str, Answer]
     rows: pd.DataFrame
     nouns: Mapping[str, str]
     num_samples: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Verdict(Outcome):
+    """Answers about candidates.
+
+    Attributes:
+        answers: "passes", "fails" or "open" for each candidate, by name.
+        alarm: sentence if the numbers make no sense (``evaluation.alarms``).
+    """
+
+    answers: Mapping[str, Answer]
     alarm: str | None
 
     @property
@@ -143,6 +152,36 @@ class Trial:
                 return pairs, answer
         return pairs, "open" if "open" in answers else "passes"
 
+    def rows(self, pairs: Pairs, levels: Levels, risks: tuple[float, float]) -> Iterator[dict[str, Any]]:
+        """Yield a candidate's columns of ``VERDICT`` from "criterion" on, for each criterion that was measured.
+
+        Args:
+            pairs: what was measured.
+            levels: p-values at which the candidate passes, and at which one of its criteria fails.
+            risks: largest probabilities that the lower and the upper end of the interval are wrong; 0: unknown.
+        """
+        for criterion, margin in self.margins:
+            if (measured := pairs.get(criterion.name)) is None:
+                continue
+            test, tested = criterion.test, criterion.test.evidence(measured, margin)
+            low, high = loss_interval(test, measured, *risks)
+            answer, more = levels.answer(tested), None
+            if answer == "open":
+                more = more_samples(test, measured, margin, passes=levels.passes, fails=levels.fails)
+            yield {
+                "criterion": criterion.name,
+                "answer": answer,
+                "margin": margin,
+                "unit": test.unit,
+                "loss": test.loss(measured),
+                "low": low if math.isfinite(low) else math.nan,
+                "high": high if math.isfinite(high) else math.nan,
+                "num_samples": len(measured),
+                "more_samples": more,
+                "p_passes": tested.p_passes,
+                "p_fails": tested.p_fails,
+            }
+
 
 def judge(trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT) -> Verdict:
     """Decide whether candidates, under different names, keep up with the dense model.
@@ -163,17 +202,19 @@ def judge(trial: Trial, candidates: Sequence[Contender], risk: float, reporter: 
             pairs[candidate.name], answer = trial.measure(candidate, levels, progress)
             answers.append(answer)
     # Decide over all candidates
+    margins = {criterion.name: (criterion.test, margin) for criterion, margin in trial.margins}
     evidence = {
-        name: {
-            each.name: each.test.evidence(scores[each.name], margin)
-            for each, margin in trial.margins
-            if each.name in scores
-        }
+        name: {each: margins[each][0].evidence(measured, margins[each][1]) for each, measured in scores.items()}
         for name, scores in pairs.items()
     }
-    decided = decide(evidence, [criterion.name for criterion, _ in trial.margins], risk)
-    rows = _rows(pairs, evidence, decided, trial.margins, risk)
-    return Verdict(risk, decided, rows, trial.nouns, trial.num_samples, _alarm(trial, candidates, pairs))
+    decided = decide(evidence, list(margins), risk)
+    rows, share = [], risk / len(candidates)
+    for name, scores in pairs.items():
+        others = [answer for other, answer in decided.items() if other != name]
+        levels = Levels.of(risk, others, num_candidates=len(candidates), num_criteria=len(trial.margins))
+        rows += [{"candidate": name, **row} for row in trial.rows(scores, levels, (share, share))]
+    table = pd.DataFrame(rows, columns=VERDICT.header).astype({"more_samples": "Int64"})
+    return Verdict(risk, table, trial.nouns, trial.num_samples, decided, _alarm(trial, candidates, pairs))
 
 
 def _alarm(trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str, Pairs]) -> str | None:
@@ -184,64 +225,3 @@ def _alarm(trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str, Pa
     ratios = [jackknife_ratio(scores[:, 0], scores[:, 1]) for scores in untrained if len(scores) > 1]
     changes = [PairedDifference(100.0 * (float(ratio) - 1.0), 100.0 * float(error)) for ratio, error in ratios]
     return changes_alarm(trial.circumstances, changes)
-
-
-def _rows(
-    pairs: Mapping[str, Pairs],
-    evidence: Mapping[str, Mapping[str, Evidence]],
-    decided: Mapping[str, Answer],
-    margins: Margins,
-    risk: float,
-) -> pd.DataFrame:
-    """Return the table, columns of ``VERDICT``; intervals hold for all candidates together."""
-    rows, share = [], risk / len(decided)
-    for name, by_criterion in evidence.items():
-        others = [answer for other, answer in decided.items() if other != name]
-        levels = Levels.of(risk, others, num_candidates=len(decided), num_criteria=len(margins))
-        for criterion, margin in margins:
-            if criterion.name not in by_criterion:
-                continue
-            measured, tested = pairs[name][criterion.name], by_criterion[criterion.name]
-            answer = levels.answer(tested)
-            row = describe(criterion, margin, measured, tested, answer, levels=levels, risks=(share, share))
-            rows.append({"candidate": name, **row})
-    return pd.DataFrame(rows, columns=VERDICT.header).astype({"more_samples": "Int64"})
-
-
-def describe(
-    criterion: Criterion,
-    margin: float,
-    measured: NDArray[np.float64],
-    tested: Evidence,
-    answer: Answer,
-    *,
-    levels: Levels,
-    risks: tuple[float, float],
-) -> dict[str, Any]:
-    """Return the columns of ``VERDICT`` from "criterion" on.
-
-    Args:
-        criterion: the criterion.
-        margin: largest loss allowed.
-        measured: scores [n, 2] of a candidate and the dense model.
-        tested: evidence of these scores.
-        answer: answer about the candidate by this criterion.
-        levels: p-values at which the candidate passes, and at which one of its criteria fails.
-        risks: largest probabilities that the lower and the upper end of the interval are wrong; 0 for an end unknown.
-    """
-    test = criterion.test
-    low, high = loss_interval(test, measured, *risks)
-    more = more_samples(test, measured, margin, passes=levels.passes, fails=levels.fails) if answer == "open" else None
-    return {
-        "criterion": criterion.name,
-        "answer": answer,
-        "margin": margin,
-        "unit": test.unit,
-        "loss": test.loss(measured),
-        "low": low if math.isfinite(low) else math.nan,
-        "high": high if math.isfinite(high) else math.nan,
-        "num_samples": len(measured),
-        "more_samples": more,
-        "p_passes": tested.p_passes,
-        "p_fails": tested.p_fails,
-    }

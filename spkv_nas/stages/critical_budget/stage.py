@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
 from spkv_nas.base.console import out, print_path
@@ -21,7 +18,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.formulas import CacheCost
 from spkv_nas.evaluation.verdict.contenders import Contender
-from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, by_budget, find_critical_budget
+from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.margins import parse_risk
 from spkv_nas.evaluation.verdict.words import basis
 from spkv_nas.model.checkpoint import read_size, saved_dtype
@@ -37,7 +34,7 @@ from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.contexts import choose_context
 from spkv_nas.stages.critical_budget.options import CriticalBudgetOptions
 from spkv_nas.stages.engines import chosen_engine
-from spkv_nas.stages.judging import format_interval, format_loss, is_layout, origin, prepare
+from spkv_nas.stages.judging import Judged, is_layout, loss_cells, origin, prepare, shared_document
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.selection import probe_of
 
@@ -60,36 +57,40 @@ class Memory:
     used: int
     max_heads_same_memory: int
 
+    @classmethod
+    def of(cls, cost: CacheCost, requirements: Requirements, table: HeadScores, num_global: int, window: int) -> Memory:
+        """Count the memory of a number of global heads."""
+        engine = None if requirements.serving is None else requirements.serving.engine.title
+        full, used = (cost.total(number, table.num_heads) for number in (table.num_candidates, num_global))
+        return cls(cost, engine, full, used, requirements.max_heads_same_memory(table, num_global, window))
+
 
 @dataclass(frozen=True)
 class BudgetResult(CriticalBudget):
     """Result of ``critical-budget``.
 
     Attributes:
-        name: name of the results.
-        against: the dense checkpoint.
+        judged: candidates, samples, and what was left out.
         probe: name of the head scores that the layouts are selected by.
         num_heads: KV heads that can be global.
         memory: cache at the critical budget; None if no budget passes.
-        num_left_out: number of documents that a layout was selected on, which were left out; None: no text was read.
-        records: what selected the layouts.
-        unrecorded: layouts whose selection documents are not known, or not all of them.
         file: layout file of the critical budget; None if no budget passes, or if the layouts are not from files.
         folder: folder of the table.
         next: commands to run next.
     """
 
-    name: str
-    against: str
+    judged: Judged
     probe: str
     num_heads: int
     memory: Memory | None
-    num_left_out: int | None
-    records: Sequence[str]
-    unrecorded: Sequence[str]
     file: Path | None
     folder: Path
     next: tuple[Suggestion, ...]
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """Return layouts whose selection documents are not known: all, in whose place their probe is named."""
+        return [f"the layouts of {self.probe}"] if self.judged.selected.unknown else []
 
 
 def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT) -> BudgetResult:
@@ -101,70 +102,49 @@ def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT)
     quiet_transformers(reporter)
     check(options)
     # Make or read the layouts before any document is looked at
-    files = _files(options)
-    table = _table(options, list(files.values()), reporter)
-    requirements = _requirements(options, list(files.values()))
-    layouts = list(files.values()) or _made(options, table, requirements)
-    window = layouts[0].window
-    table = with_sinks(table, layouts[0].sinks)
+    files = Proposal.read(map(Path, options.budgets)) if is_layout(options.budgets[0]) else Proposal({})
+    files.warn_of_windows()
+    probe = options.probe or probe_of(options.folders, files.layouts.values())
+    table = chosen_table(replace(options, probe=probe), reporter)
+    requirements = _requirements(options, files)
+    layouts = files.layouts
+    if not layouts:
+        budgets = parse_budgets(",".join(options.budgets), table.num_candidates)
+        layouts = budget_curve(table, requirements, budgets).layouts
+    # One layout for each number of heads: constraints may not use a budget up
+    by_size = {layout.num_global: name for name, layout in reversed(layouts.items())}
+    names = [by_size[number] for number in sorted(by_size)]
+    candidates = [Contender(name, options.model, layouts[name], layouts[name]) for name in names]
+    # Look at budgets, on documents that the heads were not scored on
+    judged = prepare(options, candidates, list(files.files.values()), reporter)
+    found = find_critical_budget(judged.trial, candidates, parse_risk(options.risk), reporter)
+    smallest = found.critical.passes
+    if found.passes is not None and (reason := price_advice(table, found.passes)) is not None:
+        reporter.caution(reason)
+    window, table = found.layouts[0].window, with_sinks(table, found.layouts[0].sinks)
     cost = requirements.cache_cost(table, window)
     assert cost is not None  # there is a default context
-    # Look at budgets, on documents that the heads were not scored on
-    candidates = [Contender(layout.strategy, options.model, layout, layout) for layout in by_budget(layouts)]
-    prepared = prepare(options, candidates, list(files), reporter)
-    found = find_critical_budget(prepared.trial, candidates, parse_risk(options.risk), reporter)
-    smallest, memory = found.layout, None
-    if smallest is not None:
-        number = smallest.num_global
-        if (reason := price_advice(table, number)) is not None:
-            reporter.caution(reason)
-        full, used = (cost.total(heads, table.num_heads) for heads in (table.num_candidates, number))
-        engine = None if requirements.serving is None else requirements.serving.engine.title
-        memory = Memory(cost, engine, full, used, requirements.max_heads_same_memory(table, number, window))
-    # Write the table; the layouts come from one probe, so it is named in their place
-    unrecorded = [f"the layouts of {table.name}"] if prepared.selected.unknown else []
-    folder = options.folders.report_dir(prepared.name)
-    rows = found.rows.assign(kv_bytes=[cost.total(heads, table.num_heads) for heads in found.rows["num_global"]])
-    record = {**_record(found, candidates, table), **origin(options, prepared, candidates), "unrecorded": unrecorded}
-    CRITICAL_BUDGET.write(folder, rows, record, reporter)
-    return BudgetResult(
+    rows = found.rows.assign(kv_bytes=[cost.total(number, table.num_heads) for number in found.rows["num_global"]])
+    result = BudgetResult(
         **vars(replace(found, rows=rows)),
-        name=prepared.name,
-        against=options.model,
+        judged=judged,
         probe=table.name,
         num_heads=table.num_candidates,
-        memory=memory,
-        num_left_out=prepared.num_left_out,
-        records=prepared.selected.by,
-        unrecorded=unrecorded,
-        file=next((file for file, layout in files.items() if layout is smallest), None),
-        folder=folder,
-        next=() if smallest is None or files else (_proposal(options, table, smallest),),
+        memory=None if found.passes is None else Memory.of(cost, requirements, table, found.passes, window),
+        file=None if smallest is None else files.files.get(names[smallest]),
+        folder=options.folders.report_dir(judged.name),
+        next=() if found.passes is None or files.layouts else (_proposal(options, table.name, found.passes),),
     )
+    CRITICAL_BUDGET.write(result.folder, rows, {**origin(options, judged), **_record(result, table)}, reporter)
+    return result
 
 
-def _files(options: CriticalBudgetOptions) -> dict[Path, Layout]:
-    """Return the layouts that the options name, by their file, each under its own name; empty for budgets."""
-    if not is_layout(options.budgets[0]):
-        return {}
-    proposal = Proposal.read(map(Path, options.budgets))
-    proposal.warn_of_windows()
-    return {proposal.files[name]: replace(layout, strategy=name) for name, layout in proposal.layouts.items()}
-
-
-def _table(options: CriticalBudgetOptions, layouts: Sequence[Layout], reporter: Reporter) -> HeadScores:
-    """Return the table that chooses the layouts, or that chose those from files."""
-    if options.probe is None and layouts:
-        options = replace(options, probe=probe_of(options.folders, layouts))
-    return chosen_table(options, reporter)
-
-
-def _requirements(options: CriticalBudgetOptions, layouts: Sequence[Layout]) -> Requirements:
+def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requirements:
     """Return the granularity of the layouts, and the cache; its sizes default to the model's."""
     size, dtype = read_size(options.model), saved_dtype(options.model)
-    layerwise = all(layout.is_layerwise for layout in layouts) if layouts else options.granularity == "layer"
+    layerwise = bool(files.layouts) and all(layout.is_layerwise for layout in files.layouts.values())
     return Requirements(
-        Constraints(granularity="layer" if layerwise else "head"),
+        Constraints(granularity="layer" if layerwise else options.granularity),
         context=choose_context(options.context, size.positions),
         batch=options.batch,
         head_dim=size.shape.head_dim,
@@ -173,53 +153,35 @@ def _requirements(options: CriticalBudgetOptions, layouts: Sequence[Layout]) -> 
     )
 
 
-def _made(options: CriticalBudgetOptions, table: HeadScores, requirements: Requirements) -> list[Layout]:
-    """Return the layouts of ``propose`` at each budget."""
-    budgets = parse_budgets(",".join(options.budgets), table.num_candidates)
-    return list(budget_curve(table, requirements, budgets).layouts.values())
-
-
-def _proposal(options: CriticalBudgetOptions, table: HeadScores, layout: Layout) -> Suggestion:
+def _proposal(options: CriticalBudgetOptions, probe: str, budget: int) -> Suggestion:
     """Suggest the command that writes the layout of the critical budget."""
-    proposal = ProposeOptions(
-        budget=str(layout.num_global),
-        probe=options.probe or table.name,
-        granularity=options.granularity,
-        workspace=options.workspace,
-    )
+    names, granularity = {"probe": options.probe or probe, "workspace": options.workspace}, options.granularity
+    proposal = ProposeOptions(budget=str(budget), granularity=granularity, **names)  # type: ignore[arg-type]
     return Suggestion.of(proposal, "write the layouts of this budget")
 
 
-def _record(found: CriticalBudget, candidates: Sequence[Contender], table: HeadScores) -> dict[str, Any]:
+def _record(result: BudgetResult, table: HeadScores) -> dict[str, Any]:
     """Return the record of the table, the budgets and their answers, and the layout of the critical one."""
     return {
         "probe": table.name,
         "probe_hash": table.content_hash,
-        "budgets": found.budgets,
-        "critical_budget": found.passes,
-        "largest_failing": found.fails,
-        "heads": None if found.layout is None else list(found.layout.heads),
-        "window": found.layouts[0].window,
-        "sinks": found.layouts[0].sinks,
-        "answers": {candidates[look.position].name: look.answer for look in found.critical.looks},
+        "budgets": result.budgets,
+        "critical_budget": result.passes,
+        "largest_failing": result.fails,
+        "heads": None if result.layout is None else list(result.layout.heads),
+        "window": result.layouts[0].window,
+        "sinks": result.layouts[0].sinks,
+        "answers": {result.judged.candidates[look.position].name: look.answer for look in result.critical.looks},
+        "unrecorded": result.unrecorded,
     }
 
 
 def show(result: BudgetResult) -> None:
     """Print the budgets that were looked at, the critical budget, what it saves, and what the answer rests on."""
-    title = f"{escape(result.probe)}: loss against {escape(result.against)}"
+    title = f"{escape(result.probe)}: loss against {escape(result.judged.against)}"
     grid = Table("global heads", "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title)
     for row in result.rows.sort_values("num_global", kind="stable").itertuples():
-        grid.add_row(
-            str(row.num_global),
-            str(row.look),
-            escape(row.criterion),
-            format_loss(row.loss),
-            format_interval(row.low, row.high),
-            f"{row.margin:g} {row.unit}",
-            f"{row.num_samples} {result.nouns[row.criterion]}",
-            row.result,
-        )
+        grid.add_row(str(row.num_global), str(row.look), *loss_cells(row, result.nouns), row.result)
     out.print(grid)
     for line in _sentences(result):
         out.print(line)
@@ -231,8 +193,7 @@ def show(result: BudgetResult) -> None:
 def document(result: BudgetResult) -> dict[str, Any]:
     """Return what ``--json`` prints: the critical budget, the budgets that were looked at, and the sentences."""
     return {
-        "name": result.name,
-        "against": result.against,
+        **shared_document(result.judged, result, _sentences(result)),
         "probe": result.probe,
         "answer": result.answer,
         "critical_budget": result.passes,
@@ -241,13 +202,9 @@ def document(result: BudgetResult) -> dict[str, Any]:
         "num_heads": result.num_heads,
         "budgets": list(result.budgets),
         "answers": {str(budget): answer for budget, answer in result.answers.items()},
-        "criteria": result.rows.astype(object).where(result.rows.notna(), None),
         "memory": result.memory,
-        "sentences": [Text.from_markup(line).plain for line in _sentences(result)],
-        "risk": result.risk,
-        "left_out": {"documents": result.num_left_out, "selected_by": result.records},
-        "unrecorded": result.unrecorded,
         "layout": result.layout,
+        "unrecorded": result.unrecorded,
         "folder": result.folder,
     }
 
@@ -263,7 +220,8 @@ def _sentences(result: BudgetResult) -> list[str]:
     """Return the answer, what it saves, and what it rests on."""
     number, looks = len(result.budgets), len(result.critical.looks)
     shared = f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
-    rests_on = escape(basis(result.risk, shared, result.num_left_out, result.records, result.unrecorded))
+    judged = result.judged
+    rests_on = escape(basis(result.risk, shared, judged.num_left_out, judged.selected.by, result.unrecorded))
     return [*filter(None, (_answer(result), _order(result), _saving(result))), rests_on]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import layout_names
@@ -26,7 +25,7 @@ from spkv_nas.model.source import resolve
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checkpoints import check_pair
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.judging import format_interval, format_loss, is_layout, origin, prepare
+from spkv_nas.stages.judging import Judged, is_layout, loss_cells, origin, prepare, shared_document
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.printing import show_alarm
 from spkv_nas.stages.verdict.options import VerdictOptions
@@ -37,27 +36,12 @@ class VerdictResult(Verdict):
     """Result of ``verdict``.
 
     Attributes:
-        name: name of the results.
-        against: the dense checkpoint.
-        num_left_out: number of documents that a layout was selected on, which were left out; None: no text was read.
-        records: what selected the layouts.
-        unrecorded: layouts whose selection documents are not known, or not all of them.
+        judged: candidates, samples, and what was left out.
         folder: folder of the table.
-        candidates: the candidates.
     """
 
-    name: str
-    against: str
-    num_left_out: int | None
-    records: Sequence[str]
-    unrecorded: Sequence[str]
+    judged: Judged
     folder: Path
-    candidates: Sequence[Contender]
-
-    @property
-    def layouts(self) -> dict[str, Layout]:
-        """Return the layout of each candidate that has one, by name."""
-        return {each.name: each.chosen for each in self.candidates if each.chosen is not None}
 
 
 def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResult:
@@ -72,23 +56,14 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     candidates = contenders(options.candidates, options.model, reporter)
     for candidate in candidates:
         check_pair(candidate.source, options.model)
-    prepared = prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
-    found = judge(prepared.trial, candidates, parse_risk(options.risk), reporter)
+    judged = prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
+    found = judge(judged.trial, candidates, parse_risk(options.risk), reporter)
     # Write the table
-    record = {"answers": dict(found.answers), **origin(options, prepared, candidates)}
+    record = {"answers": dict(found.answers), **origin(options, judged)}
     record |= {} if found.alarm is None else {ALARM: found.alarm}
-    folder = options.folders.report_dir(prepared.name)
+    folder = options.folders.report_dir(judged.name)
     VERDICT.write(folder, found.rows, record, reporter)
-    return VerdictResult(
-        **vars(found),
-        name=prepared.name,
-        against=options.model,
-        num_left_out=prepared.num_left_out,
-        records=prepared.selected.by,
-        unrecorded=prepared.selected.unknown,
-        folder=folder,
-        candidates=candidates,
-    )
+    return VerdictResult(**vars(found), judged=judged, folder=folder)
 
 
 def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Contender]:
@@ -117,30 +92,14 @@ def _layout_of(source: str) -> Layout | None:
 def show(result: VerdictResult) -> None:
     """Print the table, the verdict on each candidate, and what it rests on."""
     show_alarm(result.alarm)
-    grid = Table(
-        "candidate",
-        "global heads",
-        "criterion",
-        "loss",
-        "interval",
-        "margin",
-        "samples",
-        "result",
-        title=f"{escape(result.name)}: loss against {escape(result.against)}",
-    )
+    columns = ("candidate", "global heads", "criterion", "loss", "interval", "margin", "samples", "result")
+    title = f"{escape(result.judged.name)}: loss against {escape(result.judged.against)}"
+    grid = Table(*columns, title=title)
+    layouts = {each.name: each.chosen for each in result.judged.candidates}
     for row in result.rows.itertuples():
-        samples = f"{row.num_samples} {result.nouns[row.criterion]}"
-        cells = (
-            row.candidate,
-            f"{layout.num_global} of {layout.num_heads}" if (layout := result.layouts.get(row.candidate)) else "-",
-            row.criterion,
-            format_loss(row.loss),
-            format_interval(row.low, row.high),
-            f"{row.margin:g} {row.unit}",
-            samples,
-            row.answer,
-        )
-        grid.add_row(*map(escape, map(str, cells)))
+        layout = layouts[row.candidate]
+        heads = "-" if layout is None else f"{layout.num_global} of {layout.num_heads}"
+        grid.add_row(escape(row.candidate), heads, *loss_cells(row, result.nouns), row.answer)
     out.print(grid)
     for line in _sentences(result):
         out.print(line)
@@ -150,30 +109,22 @@ def show(result: VerdictResult) -> None:
 def document(result: VerdictResult) -> dict[str, Any]:
     """Return what ``--json`` prints: the answers, the table, and the sentences."""
     return {
-        "name": result.name,
-        "against": result.against,
+        **shared_document(result.judged, result, _sentences(result)),
         "alarm": result.alarm,
         "answer": result.answer,
         "answers": result.answers,
-        "criteria": result.rows.astype(object).where(result.rows.notna(), None),
-        "sentences": [Text.from_markup(line).plain for line in _sentences(result)],
-        "risk": result.risk,
-        "left_out": {"documents": result.num_left_out, "selected_by": result.records},
-        "unrecorded": result.unrecorded,
+        "unrecorded": result.judged.selected.unknown,
         "folder": result.folder,
     }
 
 
 def _sentences(result: VerdictResult) -> list[str]:
     """Return the verdict on each candidate, and what it rests on."""
-    rests_on = basis(
-        result.risk, shared_by(len(result.answers)), result.num_left_out, result.records, result.unrecorded
-    )
-    return [*(_sentence(result, name) for name in result.answers), escape(rests_on)]
-
-
-def _sentence(result: VerdictResult, name: str) -> str:
-    """Return the verdict on a candidate."""
-    rows = result.rows[result.rows["candidate"] == name]
-    verb, reason = conclusion(rows, result.answers[name], result.nouns, result.num_samples)
-    return f"[bold]{escape(name)} {verb}[/bold]: {escape(reason)}"
+    judged, selected = result.judged, result.judged.selected
+    sentences = []
+    for name, answer in result.answers.items():
+        rows = result.rows[result.rows["candidate"] == name]
+        verb, reason = conclusion(rows, answer, result.nouns, result.num_samples)
+        sentences.append(f"[bold]{escape(name)} {verb}[/bold]: {escape(reason)}")
+    shared = shared_by(len(result.answers))
+    return [*sentences, escape(basis(result.risk, shared, judged.num_left_out, selected.by, selected.unknown))]
