@@ -260,9 +260,9 @@ def measure() -> None:
     """Measure the scores of ``verdict-scores.npz``: layouts on the embedded model, text of the installed packages."""
     from spkv_nas.base.files import write_npz
     from spkv_nas.base.progress import SILENT
-    from spkv_nas.stages.judging import prepare
-    from spkv_nas.stages.verdict.options import VerdictOptions
-    from spkv_nas.stages.verdict.stage import contenders
+    from spkv_nas.stages.decision import prepare
+    from spkv_nas.stages.options.verdict import VerdictOptions
+    from spkv_nas.stages.verdict import contenders
 
     files = [str(ROOT.parent / "layouts" / "stdlib-21x3" / f"{layout}.yaml") for layout in LAYOUTS]
     words = {"tasks": ":names=stdlib_completions"}  # options of criteria

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.verdict.options import VerdictOptions
-from spkv_nas.stages.verdict.stage import VerdictResult, verdict
+from spkv_nas.stages.options.verdict import VerdictOptions
+from spkv_nas.stages.verdict import VerdictResult, verdict
 
 
 def decisive_model() -> PreTrainedModel:

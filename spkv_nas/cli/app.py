@@ -28,10 +28,10 @@ from spkv_nas.cli import evaluate
 from spkv_nas.cli.demo import demo
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command, runner
 from spkv_nas.stages.command_group import COMMAND_GROUPS
-from spkv_nas.stages.critical_budget.command import critical_budget
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.compare import CompareOptions
+from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
@@ -41,13 +41,13 @@ from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.options.search import SearchOptions
 from spkv_nas.stages.options.train import TrainOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
+from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.plan.attention.command import attention
 from spkv_nas.stages.plan.command import plan
 from spkv_nas.stages.report.command import report
 from spkv_nas.stages.result import Results
 from spkv_nas.stages.schema import schema
 from spkv_nas.stages.serve_check import serve_check
-from spkv_nas.stages.verdict.command import verdict
 
 _TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")  # files, as a shell expands *.txt
 _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
@@ -130,8 +130,8 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     runner(TrainHybridOptions),
     report,
     runner(ScoreOptions),
-    verdict,
-    critical_budget,
+    runner(VerdictOptions),
+    runner(CriticalBudgetOptions),
     generate,
     plan,
     attention,

@@ -16,8 +16,8 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.stages.critical_budget.options import CriticalBudgetOptions
-from spkv_nas.stages.critical_budget.stage import critical_budget
+from spkv_nas.stages.critical_budget import critical_budget
+from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
 from spkv_nas.evaluation.verdict.rounds import DocumentRounds
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.critical_budget.options import CriticalBudgetOptions
-from spkv_nas.stages.critical_budget.stage import BudgetResult, critical_budget, document
+from spkv_nas.stages.critical_budget import BudgetResult, critical_budget, document
+from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.probe import probe
 

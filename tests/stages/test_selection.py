@@ -21,12 +21,12 @@ from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.options.search import SearchOptions
+from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.probe import probe
 from spkv_nas.stages.propose import propose
 from spkv_nas.stages.score import score
 from spkv_nas.stages.search import search
-from spkv_nas.stages.verdict.options import VerdictOptions
-from spkv_nas.stages.verdict.stage import VerdictResult, document, verdict
+from spkv_nas.stages.verdict import VerdictResult, document, verdict
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
@@ -72,8 +72,8 @@ def left_out(*layouts: Path, data: list[str]) -> int | None:
     except UserError as error:
         return None if "give held-out text" in str(error) else pytest.fail(str(error))
     claim = document(result)["sentences"][-1]
-    assert ("on other text" in claim) == (not result.judged.num_left_out and not result.judged.selected.unknown)
-    return result.judged.num_left_out
+    assert ("on other text" in claim) == (not result.compared.num_left_out and not result.compared.selected.unknown)
+    return result.compared.num_left_out
 
 
 class TestReplacedRecords:

@@ -21,9 +21,9 @@ from spkv_nas.evaluation.verdict.rounds import DocumentRounds
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.probe import probe
-from spkv_nas.stages.verdict.options import VerdictOptions
-from spkv_nas.stages.verdict.stage import VerdictResult, document, verdict
+from spkv_nas.stages.verdict import VerdictResult, document, verdict
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ class TestAnswers:
         save(tiny_model(vocab_size=300, max_position_embeddings=512), tiny_tokenizer, folder / "long")
         margin = "ruler=40:lengths=400:tasks=niah_single_1:questions=32"
         result = run("full.yaml", model="long", data=None, margin=margin)
-        assert result.judged.num_left_out is None, "no text judges"
+        assert result.compared.num_left_out is None, "no text judges"
         (row,) = result.rows.to_dict("records")
         assert (row["criterion"], row["answer"], row["loss"], row["unit"]) == ("ruler", "passes", 0.0, "points")
 
@@ -204,9 +204,9 @@ class TestChoice:
     def test_shared_documents_are_left_out(self, folder: Path) -> None:
         layout = self.chosen("text")
         result = run(layout, data=["text", "other"])
-        assert result.judged.num_left_out == 60
+        assert result.compared.num_left_out == 60
         assert result.rows["num_samples"].item() <= 60
-        assert not result.judged.selected.unknown
+        assert not result.compared.selected.unknown
 
     def test_score_says_how_many_documents_were_used(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         layout = self.chosen("text")
@@ -229,7 +229,7 @@ class TestChoice:
         with pytest.raises(UserError, match=r"documents of the text were used to select a layout \(probe mine"):
             run(layout, data=["few"])
         result = run(layout, data=["few", "many"], max_tokens=4096)
-        assert result.judged.num_left_out == 5
+        assert result.compared.num_left_out == 5
 
     def test_a_checkpoint_has_the_choice_of_its_layout(
         self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
@@ -270,7 +270,7 @@ class TestChoice:
         hashes = (layout.hash, other.hash, layout.hash)  # two samplers found the same layout
         (reports / "search.csv").write_text("\n".join(["hash", *hashes]) + "\n")
         write_record(reports / "search.yaml", {"documents": {"chosen_on": 30}, "selection": selection})
-        assert list(run("mixed.yaml", data=["other"]).judged.selected.by) == [
+        assert list(run("mixed.yaml", data=["other"]).compared.selected.by) == [
             "search new among 2 layouts scored on 30 documents"
         ]
 
@@ -285,4 +285,4 @@ class TestChoice:
         assert unknown.endswith("the documents used to select chosen are not known, so they may be in this text")
 
     def test_a_layout_without_a_record_is_named(self, folder: Path) -> None:
-        assert list(run("mixed.yaml").judged.selected.unknown) == ["mixed"]
+        assert list(run("mixed.yaml").compared.selected.unknown) == ["mixed"]

@@ -110,5 +110,5 @@ class TestOwnCriterion:
 
     def test_help_and_page_name_it(self) -> None:
         assert criteria_help().endswith("hits: drop of the share of next tokens among the top ones, in points of 100")
-        assert options_help() == "Options of hits: top: Number of tokens that count as hits. Default: 5."
+        assert options_help().endswith("Options of hits: top: Number of tokens that count as hits. Default: 5.")
         assert card_title("hits") == "Hit rate"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spkv_nas.base.registry import Registry
+from spkv_nas.evaluation.verdict.continuations import ACCEPTANCE, AGREEMENT
 from spkv_nas.evaluation.verdict.criterion import Criterion
 from spkv_nas.evaluation.verdict.nll import NLL
 
@@ -10,5 +11,5 @@ CRITERIA: Registry[Criterion] = Registry(
     "spkv_nas.criteria",
     "criterion",
     Criterion,  # type: ignore[type-abstract]
-    (NLL,),
+    (NLL, AGREEMENT, ACCEPTANCE),
 )

@@ -9,17 +9,13 @@ from spkv_nas.artifacts.defaults import AGREEMENT_TOKENS, DRAFT_TOKENS
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MAX_BLOCK_SIZE
+from spkv_nas.evaluation.verdict.continuations import NewTokens
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
 _MAX_DRAFT = 1024
 
-NewTokens = Annotated[
-    int | None,
-    Flag("Maximum length of a continuation; the rest of a block is its prompt.", low=1, high=MAX_BLOCK_SIZE),
-]
 DraftTokens = Annotated[
     str, Flag("Tokens drafted for each pass of the dense model, comma-separated.", metavar="N,N,...")
 ]

@@ -32,10 +32,12 @@ from spkv_nas.stages.checks import check
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.contexts import choose_context
-from spkv_nas.stages.critical_budget.options import CriticalBudgetOptions
+from spkv_nas.stages.decision import EXIT_CODES, Compared, loss_cells, origin, prepare, shared_document
 from spkv_nas.stages.engines import chosen_engine
-from spkv_nas.stages.judging import Judged, is_layout, loss_cells, origin, prepare, shared_document
+from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
+from spkv_nas.stages.options.margins import is_layout
 from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.result import Result
 from spkv_nas.stages.selection import probe_of
 
 
@@ -70,7 +72,7 @@ class BudgetResult(CriticalBudget):
     """Result of ``critical-budget``.
 
     Attributes:
-        judged: candidates, samples, and what was left out.
+        compared: candidates, samples, and what was left out.
         probe: name of the head scores that the layouts are selected by.
         num_heads: KV heads that can be global.
         memory: cache at the critical budget; None if no budget passes.
@@ -79,7 +81,7 @@ class BudgetResult(CriticalBudget):
         next: commands to run next.
     """
 
-    judged: Judged
+    compared: Compared
     probe: str
     num_heads: int
     memory: Memory | None
@@ -90,7 +92,13 @@ class BudgetResult(CriticalBudget):
     @property
     def unrecorded(self) -> list[str]:
         """Return layouts whose selection documents are not known: all, in whose place their probe is named."""
-        return [f"the layouts of {self.probe}"] if self.judged.selected.unknown else []
+        return [f"the layouts of {self.probe}"] if self.compared.selected.unknown else []
+
+
+def run(options: CriticalBudgetOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    result = critical_budget(options, reporter)
+    return Result(result, show, document, exit_code=EXIT_CODES[result.answer], next=result.next)
 
 
 def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT) -> BudgetResult:
@@ -116,8 +124,8 @@ def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT)
     names = [by_size[number] for number in sorted(by_size)]
     candidates = [Contender(name, options.model, layouts[name], layouts[name]) for name in names]
     # Look at budgets, on documents that the heads were not scored on
-    judged = prepare(options, candidates, list(files.files.values()), reporter)
-    found = find_critical_budget(judged.trial, candidates, parse_risk(options.risk), reporter)
+    compared = prepare(options, candidates, list(files.files.values()), reporter)
+    found = find_critical_budget(compared.trial, candidates, parse_risk(options.risk), reporter)
     smallest = found.critical.passes
     if found.passes is not None and (reason := price_advice(table, found.passes)) is not None:
         reporter.caution(reason)
@@ -127,15 +135,15 @@ def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT)
     rows = found.rows.assign(kv_bytes=[cost.total(number, table.num_heads) for number in found.rows["num_global"]])
     result = BudgetResult(
         **vars(replace(found, rows=rows)),
-        judged=judged,
+        compared=compared,
         probe=table.name,
         num_heads=table.num_candidates,
         memory=None if found.passes is None else Memory.of(cost, requirements, table, found.passes, window),
         file=None if smallest is None else files.files.get(names[smallest]),
-        folder=options.folders.report_dir(judged.name),
+        folder=options.folders.report_dir(compared.name),
         next=() if found.passes is None or files.layouts else (_proposal(options, table.name, found.passes),),
     )
-    CRITICAL_BUDGET.write(result.folder, rows, {**origin(options, judged), **_record(result, table)}, reporter)
+    CRITICAL_BUDGET.write(result.folder, rows, {**origin(options, compared), **_record(result, table)}, reporter)
     return result
 
 
@@ -171,14 +179,14 @@ def _record(result: BudgetResult, table: HeadScores) -> dict[str, Any]:
         "heads": None if result.layout is None else list(result.layout.heads),
         "window": result.layouts[0].window,
         "sinks": result.layouts[0].sinks,
-        "answers": {result.judged.candidates[look.position].name: look.answer for look in result.critical.looks},
+        "answers": {result.compared.candidates[look.position].name: look.answer for look in result.critical.looks},
         "unrecorded": result.unrecorded,
     }
 
 
 def show(result: BudgetResult) -> None:
     """Print the budgets that were looked at, the critical budget, what it saves, and what the answer rests on."""
-    title = f"{escape(result.probe)}: loss against {escape(result.judged.against)}"
+    title = f"{escape(result.probe)}: loss against {escape(result.compared.against)}"
     grid = Table("global heads", "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title)
     for row in result.rows.sort_values("num_global", kind="stable").itertuples():
         grid.add_row(str(row.num_global), str(row.look), *loss_cells(row, result.nouns), row.result)
@@ -193,7 +201,7 @@ def show(result: BudgetResult) -> None:
 def document(result: BudgetResult) -> dict[str, Any]:
     """Return what ``--json`` prints: the critical budget, the budgets that were looked at, and the sentences."""
     return {
-        **shared_document(result.judged, result, _sentences(result)),
+        **shared_document(result.compared, result, _sentences(result)),
         "probe": result.probe,
         "answer": result.answer,
         "critical_budget": result.passes,
@@ -220,8 +228,8 @@ def _sentences(result: BudgetResult) -> list[str]:
     """Return the answer, what it saves, and what it rests on."""
     number, looks = len(result.budgets), len(result.critical.looks)
     shared = f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
-    judged = result.judged
-    rests_on = escape(basis(result.risk, shared, judged.num_left_out, judged.selected.by, result.unrecorded))
+    compared = result.compared
+    rests_on = escape(basis(result.risk, shared, compared.num_left_out, compared.selected.by, result.unrecorded))
     return [*filter(None, (_answer(result), _order(result), _saving(result))), rests_on]
 
 

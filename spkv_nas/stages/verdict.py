@@ -25,10 +25,12 @@ from spkv_nas.model.source import resolve
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checkpoints import check_pair
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.judging import Judged, is_layout, loss_cells, origin, prepare, shared_document
+from spkv_nas.stages.decision import EXIT_CODES, Compared, loss_cells, origin, prepare, shared_document
 from spkv_nas.stages.names import model_name
+from spkv_nas.stages.options.margins import is_layout
+from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.printing import show_alarm
-from spkv_nas.stages.verdict.options import VerdictOptions
+from spkv_nas.stages.result import Result
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,18 @@ class VerdictResult(Verdict):
     """Result of ``verdict``.
 
     Attributes:
-        judged: candidates, samples, and what was left out.
+        compared: candidates, samples, and what was left out.
         folder: folder of the table.
     """
 
-    judged: Judged
+    compared: Compared
     folder: Path
+
+
+def run(options: VerdictOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    result = verdict(options, reporter)
+    return Result(result, show, document, exit_code=EXIT_CODES[result.answer])
 
 
 def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResult:
@@ -56,14 +64,14 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     candidates = contenders(options.candidates, options.model, reporter)
     for candidate in candidates:
         check_pair(candidate.source, options.model)
-    judged = prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
-    found = judge(judged.trial, candidates, parse_risk(options.risk), reporter)
+    compared = prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
+    found = judge(compared.trial, candidates, parse_risk(options.risk), reporter)
     # Write the table
-    record = {"answers": dict(found.answers), **origin(options, judged)}
+    record = {"answers": dict(found.answers), **origin(options, compared)}
     record |= {} if found.alarm is None else {ALARM: found.alarm}
-    folder = options.folders.report_dir(judged.name)
+    folder = options.folders.report_dir(compared.name)
     VERDICT.write(folder, found.rows, record, reporter)
-    return VerdictResult(**vars(found), judged=judged, folder=folder)
+    return VerdictResult(**vars(found), compared=compared, folder=folder)
 
 
 def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Contender]:
@@ -75,7 +83,7 @@ def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Con
         candidate = Contender(model_name(text) if layout is None else layout.strategy, source, layout, chosen)
         first, _ = candidates.setdefault(candidate.content, (text, candidate))
         if first != text:
-            reporter.announce(f"{text} is the same as {first}: judged once")
+            reporter.announce(f"{text} is the same as {first}: measured once")
     names = iter(layout_names([(Path(text), each.layout) for text, each in candidates.values() if each.layout]))
     named: list[Contender] = []
     for text, candidate in candidates.values():
@@ -93,9 +101,9 @@ def show(result: VerdictResult) -> None:
     """Print the table, the verdict on each candidate, and what it rests on."""
     show_alarm(result.alarm)
     columns = ("candidate", "global heads", "criterion", "loss", "interval", "margin", "samples", "result")
-    title = f"{escape(result.judged.name)}: loss against {escape(result.judged.against)}"
+    title = f"{escape(result.compared.name)}: loss against {escape(result.compared.against)}"
     grid = Table(*columns, title=title)
-    layouts = {each.name: each.chosen for each in result.judged.candidates}
+    layouts = {each.name: each.chosen for each in result.compared.candidates}
     for row in result.rows.itertuples():
         layout = layouts[row.candidate]
         heads = "-" if layout is None else f"{layout.num_global} of {layout.num_heads}"
@@ -109,22 +117,22 @@ def show(result: VerdictResult) -> None:
 def document(result: VerdictResult) -> dict[str, Any]:
     """Return what ``--json`` prints: the answers, the table, and the sentences."""
     return {
-        **shared_document(result.judged, result, _sentences(result)),
+        **shared_document(result.compared, result, _sentences(result)),
         "alarm": result.alarm,
         "answer": result.answer,
         "answers": result.answers,
-        "unrecorded": result.judged.selected.unknown,
+        "unrecorded": result.compared.selected.unknown,
         "folder": result.folder,
     }
 
 
 def _sentences(result: VerdictResult) -> list[str]:
     """Return the verdict on each candidate, and what it rests on."""
-    judged, selected = result.judged, result.judged.selected
+    compared, selected = result.compared, result.compared.selected
     sentences = []
     for name, answer in result.answers.items():
         rows = result.rows[result.rows["candidate"] == name]
         verb, reason = conclusion(rows, answer, result.nouns, result.num_samples)
         sentences.append(f"[bold]{escape(name)} {verb}[/bold]: {escape(reason)}")
     shared = shared_by(len(result.answers))
-    return [*sentences, escape(basis(result.risk, shared, judged.num_left_out, selected.by, selected.unknown))]
+    return [*sentences, escape(basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown))]

@@ -1,21 +1,18 @@
-"""Options, samples and records of the commands that decide with an error rate: ``verdict`` and ``critical-budget``."""
+"""Prepare the samples of ``verdict`` and ``critical-budget``, and make what their records and tables share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from spkv_nas.base.assets import EMBEDDED_PREFIX
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.progress import Reporter
-from spkv_nas.evaluation.verdict.margins import Margins, criteria_help, parse_margins, parse_risk
-from spkv_nas.stages import flags
-from spkv_nas.stages.options import DENSE, SubjectOptions
+from spkv_nas.evaluation.verdict.margins import parse_margins, parse_risk
+from spkv_nas.stages.options import DENSE
+from spkv_nas.stages.options.margins import DecisionOptions, reads_text
 
 if TYPE_CHECKING:
     from spkv_nas.data.blocks import TokenBlocks
@@ -28,58 +25,10 @@ if TYPE_CHECKING:
 
 EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
 
-Dense = Annotated[
-    str, Flag("Checkpoint to keep up with; layouts are tried on its weights.", ("--against",), "CHECKPOINT")
-]
-Margin = Annotated[
-    str,
-    Flag(
-        "Largest loss allowed, by criterion, with the criterion's options after colons: nll=1%,ruler=2:lengths=512,4k. "
-        f"{criteria_help()}.",
-        metavar="NAME=LOSS[:OPTION=VALUE...],...",
-    ),
-]
-Risk = Annotated[str, Flag("Largest probability of a wrong pass, and of a wrong failure, such as 5%.", metavar="N%")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgingOptions(SubjectOptions):
-    """Options of the commands that compare candidates with a dense model until the answer is known."""
-
-    model: Dense = DENSE
-    margin: Margin = "nll=1%"
-    risk: Risk = "5%"
-    max_tokens: flags.OptionalMaxTokens = default(None, "one block per document, at least 128 blocks")
-    seed: flags.Seed = 0
-
-
-def is_layout(candidate: str) -> bool:
-    """Return whether a candidate is a layout file rather than a checkpoint."""
-    return candidate.lower().endswith((".yaml", ".yml"))
-
-
-def check_judging(options: JudgingOptions) -> Margins:
-    """Check the margins with the criteria's options, the risk, the dense model and the text; return the margins."""
-    from spkv_nas.stages.subject import Subject
-
-    parse_risk(options.risk)
-    margins = parse_margins(options.margin)
-    if _reads_text(margins) and not options.model.startswith(EMBEDDED_PREFIX) and not options.data:
-        raise UserError("--against needs --data: files or folders with text that no candidate was selected on")
-    Subject.of(options, DENSE, "judge on", reads_text=_reads_text(margins)).check()
-    for criterion, _ in margins:
-        criterion.check()
-    return margins
-
-
-def _reads_text(margins: Margins) -> bool:
-    """Return whether a criterion reads text."""
-    return any(criterion.reads_text for criterion, _ in margins)
-
 
 @dataclass(frozen=True)
-class Judged:
-    """What a command judges, and on what.
+class Compared:
+    """What a command compares, and on what.
 
     Attributes:
         name: name of the results.
@@ -99,8 +48,8 @@ class Judged:
 
 
 def prepare(
-    options: JudgingOptions, candidates: Sequence[Contender], files: Sequence[Path], reporter: Reporter
-) -> Judged:
+    options: DecisionOptions, candidates: Sequence[Contender], files: Sequence[Path], reporter: Reporter
+) -> Compared:
     """Load the dense model, and the documents that no candidate was selected on; prepare the samples of each criterion.
 
     Args:
@@ -123,12 +72,12 @@ def prepare(
 
     options.folders.check_writable()
     margins = parse_margins(options.margin)
-    subject = Subject.of(options, DENSE, "judge on", reads_text=_reads_text(margins))
+    subject = Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins))
     model, tokenizer = load(options, options.model, reporter)
     # Read the documents that no candidate was selected on
     chosen = {each.name: each.chosen for each in candidates if each.chosen is not None}
     text, selected, num_left_out, circumstances = None, Selected(), None, None
-    if _reads_text(margins):
+    if reads_text(margins):
         selected = find_selected(options.folders, chosen, near=files)
         text, num_left_out, circumstances = _text(options, subject, (model, tokenizer), selected, reporter)
     # Prepare the samples of every criterion
@@ -142,11 +91,11 @@ def prepare(
     setting = Setting(model, tokenizer, text, options.seed, checkpoint_hash(options.model), reporter)
     trial = Trial.of(margins, setting, store, circumstances)
     name = options.name or probe_of(options.folders, chosen.values()) or subject.name
-    return Judged(name, options.model, candidates, trial, selected, num_left_out)
+    return Compared(name, options.model, candidates, trial, selected, num_left_out)
 
 
 def _text(
-    options: JudgingOptions, subject: Subject, loaded: Loaded, selected: Selected, reporter: Reporter
+    options: DecisionOptions, subject: Subject, loaded: Loaded, selected: Selected, reporter: Reporter
 ) -> tuple[TokenBlocks, int, Circumstances]:
     """Return the text in random order, how many documents it left out, and the circumstances of measurements on it."""
     from spkv_nas.evaluation.alarms import check_text
@@ -171,24 +120,24 @@ def _text(
     return text, selected.count(whole), circumstances
 
 
-def origin(options: JudgingOptions, judged: Judged) -> dict[str, Any]:
+def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
     """Return what the records of both commands say: the candidates, the risk, the text, and what was left out."""
     from spkv_nas.base.version import environment
     from spkv_nas.model.checkpoint import model_origin
 
     dense = model_origin(options.model)
     return {
-        "candidates": {each.name: each.source for each in judged.candidates},
+        "candidates": {each.name: each.source for each in compared.candidates},
         "risk": parse_risk(options.risk),
         "margin": options.margin,
         "against": dense.pop("model"),
         **{f"against_{key}": value for key, value in dense.items()},
-        "data": None if judged.num_left_out is None else options.data or "held-out text of the embedded models",
+        "data": None if compared.num_left_out is None else options.data or "held-out text of the embedded models",
         "seed": options.seed,
-        "nouns": judged.trial.nouns,
-        "num_samples": judged.trial.num_samples,
-        "left_out": {"documents": judged.num_left_out, "selected_by": list(judged.selected.by)},
-        "unrecorded": list(judged.selected.unknown),
+        "nouns": compared.trial.nouns,
+        "num_samples": compared.trial.num_samples,
+        "left_out": {"documents": compared.num_left_out, "selected_by": list(compared.selected.by)},
+        "unrecorded": list(compared.selected.unknown),
         "layouts": {
             each.name: {
                 "heads": " ".join(each.chosen.heads),
@@ -196,24 +145,24 @@ def origin(options: JudgingOptions, judged: Judged) -> dict[str, Any]:
                 "sinks": each.chosen.sinks,
                 "trained": each.layout is None,
             }
-            for each in judged.candidates
+            for each in compared.candidates
             if each.chosen is not None
         },
         "environment": environment(),
     }
 
 
-def shared_document(judged: Judged, outcome: Outcome, sentences: Sequence[str]) -> dict[str, Any]:
+def shared_document(compared: Compared, outcome: Outcome, sentences: Sequence[str]) -> dict[str, Any]:
     """Return what ``--json`` prints of both commands; ``sentences`` may have markup."""
     from rich.text import Text
 
     return {
-        "name": judged.name,
-        "against": judged.against,
+        "name": compared.name,
+        "against": compared.against,
         "criteria": outcome.rows.astype(object).where(outcome.rows.notna(), None),
         "sentences": [Text.from_markup(line).plain for line in sentences],
         "risk": outcome.risk,
-        "left_out": {"documents": judged.num_left_out, "selected_by": judged.selected.by},
+        "left_out": {"documents": compared.num_left_out, "selected_by": compared.selected.by},
     }
 
 

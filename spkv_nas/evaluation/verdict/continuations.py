@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.flag import default
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MAX_BLOCK_SIZE
 from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
 from spkv_nas.evaluation.verdict.loss_tests import MeanShortfall
-from spkv_nas.stages.options.evaluate.agreement import NewTokens
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.verdict.rounds import Rounds
+
+NewTokens = Annotated[
+    int | None,
+    Flag("Maximum length of a continuation; the rest of a block is its prompt.", low=1, high=MAX_BLOCK_SIZE),
+]
 
 
 @dataclass(frozen=True)

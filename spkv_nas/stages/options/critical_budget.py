@@ -1,4 +1,4 @@
-"""Declare the options of the ``critical-budget`` command, and check them."""
+"""Declare the options of the ``critical-budget`` command, and check them; the class's docstring is the help."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.stages import flags
-from spkv_nas.stages.judging import JudgingOptions, check_judging, is_layout
 from spkv_nas.stages.options import LONGEST, ONLY_PROBE, EngineOptions
+from spkv_nas.stages.options.margins import DecisionOptions, check_decision, is_layout
 
 Budgets = Annotated[
     list[str],
@@ -22,8 +22,17 @@ Budgets = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticalBudgetOptions(EngineOptions, JudgingOptions):
-    """Options of the ``critical-budget`` command: the layouts, and the cache whose memory they save."""
+class CriticalBudgetOptions(EngineOptions, DecisionOptions):
+    """Find the smallest budget of global heads that keeps up with a dense model.
+
+    A bisection of the budgets tests their layouts on the weights of --against, as verdict does, until the smallest that
+    passes is known. That any budget passes wrongly, and that any fails wrongly, has a probability of at most --risk
+    each, for all budgets together. For layouts with constraints, or with other windows, sinks or thresholds than the
+    probe's, give the files that propose writes for several budgets. Writes reports/NAME/critical-budget.csv.
+
+    Exits with 0 if a budget passes, 1 if the largest fails and no other passes, 3 otherwise. Samples are kept in
+    runs/NAME/verdict/ and reused. spkv-nas verdict --help describes the criteria.
+    """
 
     budgets: Budgets
     probe: flags.OptionalProbe = default(None, f"{ONLY_PROBE}, or that of the layouts")
@@ -41,7 +50,7 @@ def check(options: CriticalBudgetOptions) -> None:
     from spkv_nas.stages.chosen import chosen_table
     from spkv_nas.stages.engines import check_engine_options
 
-    check_judging(options)
+    check_decision(options)
     check_engine_options(options, kv_bytes=None)
     files = [text for text in options.budgets if is_layout(text)]
     check_exist(files, "layout")
