@@ -20,6 +20,7 @@ from .model.generation_cache import SPKVCache as SPKVCache
 from .model.modes import set_gate_mode as set_gate_mode
 from .model.windows import apply_layout as apply_layout
 from .model.windows import layout_applied as layout_applied
+from .probing.critical_budget import critical_budget as critical_budget
 from .probing.head_gates import head_gates as head_gates
 from .probing.measure import probe as probe
 from .probing.priced import learn_gates as learn_gates
@@ -28,7 +29,6 @@ from .proposal.coverage import coverage as coverage
 from .proposal.propose import propose as propose
 from .report.pictures import plot_head_scores as plot_head_scores
 from .report.pictures import plot_layout as plot_layout
-from .search.critical_budget import critical_budget as critical_budget
 from .search.study import Study as Study
 from .search.trials import LayoutCost as LayoutCost
 from .stages.study import search_layouts as search_layouts

@@ -1,4 +1,4 @@
-"""Search from Python for the smallest budget of global heads whose layout passes a verdict."""
+"""Find from Python how many of the heads with the highest scores have to be global."""
 
 from __future__ import annotations
 
