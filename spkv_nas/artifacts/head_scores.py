@@ -47,6 +47,12 @@ _POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS = "positions.csv", "histogram.npz", "
 class HeadScores(OnGrid):
     """Head scores per layer, KV head and domain, at one threshold.
 
+    Example::
+
+        scores = spkv_nas.probe(model, blocks, signal="head-gates", budget="25%")  # or HeadScores.from_array(values)
+        scores.values.argmax(), scores.grid  # float64 [L, Hkv], higher for heads that need global attention
+        scores.write("probes/mine")
+
     Attributes:
         name: name of the probe, shared by ``probes/``, ``layouts/`` and ``reports/``.
         rows: columns ``head_score_rows.COLUMNS``; one row per (layer, head, domain), complete. ``num_tokens`` and
@@ -153,17 +159,11 @@ class HeadScores(OnGrid):
         return Measure.of(self.kind, self.signal, self.metadata.get("unit"), self.values)
 
     @property
-    def priced_at(self) -> float | None:
-        """Return the target density of the gates' price, in (0, 1); None if there was no target."""
-        target = self.metadata.get("target_density")
-        return None if target is None else float(target)
-
-    @property
     def missed_price(self) -> str | None:
         """Return a warning if the gates missed the target density of their price; else None."""
-        reached = self.metadata.get("reached_density")
+        target, reached = self.metadata.get("target_density"), self.metadata.get("reached_density")
         learned = self.metadata.get("training") != FROZEN
-        return missed_price(self.priced_at, reached, weights_learned=learned) if self.is_density else None
+        return missed_price(target, reached, weights_learned=learned) if self.is_density else None
 
     @property
     def tau_of_positions(self) -> float:
@@ -264,9 +264,8 @@ class HeadScores(OnGrid):
         if not self.is_density:
             return []
         missed = [] if self.missed_price is None else [self.missed_price]
-        is_priced = (
-            bool(self.metadata.get("price")) or self.priced_at is not None
-        )  # density then measures need, not the number of useful keys
+        # With a price, density measures need, not the number of useful keys
+        is_priced = bool(self.metadata.get("price")) or self.metadata.get("target_density") is not None
         return missed + undifferentiated(self.density, is_priced=is_priced)
 
     def _repr_html_(self) -> str:

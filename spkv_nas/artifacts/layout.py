@@ -50,6 +50,12 @@ provenance: {provenance}
 class Layout(OnGrid):
     """Hybrid layout: which KV heads are global (SP-KV paper, section "Designing Stronger Hybrids").
 
+    Example::
+
+        layout = spkv_nas.Layout(("GL", "LL", "LL", "GG"), window=128, sinks=1)  # 4 layers of 2 KV heads
+        layout.num_global, layout.global_mask  # 3, bool [L, Hkv]
+        layout.write("layouts/mine.yaml")
+
     Attributes:
         heads: one row per layer, one letter per KV head: ``"G"`` global, ``"L"`` local.
         window: recent keys that a local head sees, including the query's own.

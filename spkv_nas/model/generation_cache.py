@@ -1,10 +1,5 @@
 """Key-value cache that stores only what gates and layouts keep, for ``model.generate(..., past_key_values=...)``.
 
-    model, tokenizer = spkv_nas.load("checkpoint")
-    cache = spkv_nas.SPKVCache(model)
-    model.generate(**tokenizer(prompts, return_tensors="pt", padding=True), past_key_values=cache)
-    cache.num_bytes, cache.full_attention_bytes
-
 Prompts of different lengths are padded on the left, as transformers requires; padding is never stored. A prompt may be
 passed in chunks, and a conversation continues by passing all its tokens with the same cache. Beam search copies pages.
 Phi-3 replaces the cache where its RoPE changes; ``return_dict_in_generate`` returns the new one.
@@ -244,7 +239,15 @@ class SPKVCacheLayer(CacheLayerMixin):
 
 
 class SPKVCache(Cache):
-    """Key-value cache of a model with gates or a layout (see the module docstring for its use)."""
+    """Key-value cache of a model with gates or a layout, whose sizes are in bytes.
+
+    Example::
+
+        spkv_nas.apply_layout(model, layouts["densest"])
+        cache = spkv_nas.SPKVCache(model)
+        model.generate(**tokenizer("def add(", return_tensors="pt"), past_key_values=cache, max_new_tokens=16)
+        cache.num_bytes, cache.full_attention_bytes
+    """
 
     def __init__(self, model: PreTrainedModel, *, page_size: int = 16, max_pages: int | None = None) -> None:
         """Create an empty cache.

@@ -27,6 +27,12 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     of full attention they keep theirs, and get no sink tokens, because they were trained without. Learned sinks stay if
     the model has this layout already; others belong to another layout, and are removed.
 
+    Example::
+
+        spkv_nas.apply_layout(model, layouts["densest"])
+        spkv_nas.save(model, tokenizer, "hybrid")  # loads with its layout
+        spkv_nas.detach(model)  # dense again
+
     Args:
         model: dense, hybrid or gated.
         layout: global and local KV heads.

@@ -39,6 +39,11 @@ def propose(
 ) -> dict[str, Layout]:
     """Choose the global heads for a budget by every strategy.
 
+    Example::
+
+        layouts = spkv_nas.propose(scores, budget="25%")
+        spkv_nas.apply_layout(model, layouts["densest"])
+
     Args:
         table: head densities.
         budget: number of global KV heads, or a share such as "25%"; defaults to the number that the table was learned
@@ -189,7 +194,7 @@ def layer_advice(table: HeadScores, granularity: str) -> str | None:
 def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
     """Warn that the table was learned for a very different budget, so its ranking may not apply to this one."""
     share = parse_budget(budget, table.num_candidates) / table.num_heads
-    priced, learned_for = table.priced_at, table.metadata.get("budget")
+    priced, learned_for = table.metadata.get("target_density"), table.metadata.get("budget")
     if priced is not None and not 1 / _MAX_BUDGET_RATIO <= share / priced <= _MAX_BUDGET_RATIO:
         return (
             f"the gates were trained to keep {priced:.0%} of the keys, but the budget is {share:.0%} of the heads: "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -47,8 +47,8 @@ def train_hybrids(
 ) -> Comparison:
     """Retrain full attention and every layout from the weights of ``model``, and compare them on held-out text.
 
-    All learn from the same blocks in the same order. The model is left unchanged; it, the retrained models and their
-    logs are written to ``folder``, where finished runs are reused and interrupted ones resume::
+    All learn from the same blocks in the same order. The model is left unchanged; it and the retrained models are
+    written to ``folder``, where finished runs are reused and interrupted ones resume::
 
         scores = spkv_nas.head_gates(model, blocks, budget="25%")
         layouts = spkv_nas.propose(scores)
@@ -66,20 +66,32 @@ def train_hybrids(
         steps: optimizer steps of each run.
         batch_size: blocks per step.
         learning_rate: peak learning rate; by default the one of ``spkv-nas init`` for a finished model of this size.
-        distill: share of the loss that is the divergence from the dense model's predictions, in [0, 1]; the NLL has the
-            rest.
+        distill: share of the loss, in [0, 1], that is the divergence from the dense model's predictions.
         seed: seed of the data order.
         progress: called with (steps done, total) of each run.
 
     Returns:
-        The comparison: ``rows`` is a data frame of the unchanged dense model, full attention retrained in the same way
-        (the control), and each layout; ``models`` has their checkpoints, ``documents`` the held-out NLL by document.
+        ``rows``, a data frame of the model as it is, full attention retrained (the control), and each layout; their
+        checkpoints in ``models``; and the held-out NLL by document in ``documents``.
 
     Raises:
-        UserError: the model has gates or a layout, a layout does not fit it, the blocks differ in length, or there is
-            too little text.
+        UserError: the model has gates or a layout, a layout does not fit it, or the blocks differ in length.
     """
-    # Check the model and the text
+    _check(model, blocks, heldout)
+    # Write the dense model that all runs start from
+    named, runs, corpus = dict(by_name(layouts)), Path(folder), Corpus(tokenizer, blocks, heldout)
+    on_main(lambda: _write(model, tokenizer, runs / "dense"))
+    # Train and compare
+    training: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}
+    training |= {"warmup_steps": round(WARMUP_SHARE * steps), "distill": {"weight": distill} if distill else None}
+    recipe = _recipe(runs / "dense", corpus, training, seed).resolve_precision(model.device.type)
+    join_processes(recipe, model.device.type)
+    context = BranchContext(recipe, corpus, runs / "dense", runs, model.device.type, Reporter.of(progress))
+    return compare(context, named, dict.fromkeys(named, math.nan), runs, reference=False)
+
+
+def _check(model: PreTrainedModel, blocks: TokenBlocks, heldout: TokenBlocks) -> None:
+    """Raise ``UserError`` unless the model is dense, and both texts have blocks of one length that fit it."""
     if gate_config(model) is not None or checkpoint_layout(model) is not None:
         raise UserError("layouts are retrained from a dense model: call spkv_nas.detach(model) first")
     for part in (blocks, heldout):
@@ -89,37 +101,24 @@ def train_hybrids(
             f"the blocks have {blocks.block_size} tokens, the held-out ones {heldout.block_size}: build both with the "
             "same block_size"
         )
-    # Write the dense model that all runs start from
-    named, runs = dict(by_name(layouts)), Path(folder)
-    dense = runs / "dense"
 
-    def write() -> None:
-        with new_folder(dense) as new:
-            save(model, tokenizer, new)
 
-    on_main(write)
-    # Describe the training
-    key = hashlib.sha256()
-    blocks.feed(key)
-    heldout.feed(key)
-    rate = learning_rate or finished_model_rate(read_size(str(dense)).without_embeddings)
+def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the dense model, in place of an earlier one."""
+    with new_folder(folder) as new:
+        save(model, tokenizer, new)
+
+
+def _recipe(dense: Path, corpus: Corpus, training: dict[str, Any], seed: int) -> Recipe:
+    """Return the recipe of the runs, which names the text by its hash. Raises ``UserError`` for an invalid setting."""
+    if training["learning_rate"] is None:
+        training["learning_rate"] = finished_model_rate(read_size(str(dense)).without_embeddings)
     settings = {
         "name": "hybrids",
         "seed": seed,
         "model": {"path": str(dense)},
-        "data": {"sources": [f"blocks {key.hexdigest()[:16]}"], "block_size": blocks.block_size},
-        "branch": {
-            "steps": steps,
-            "batch_size": batch_size,
-            "learning_rate": rate,
-            "warmup_steps": round(WARMUP_SHARE * steps),
-            "distill": {"weight": distill} if distill else None,
-        },
-        "evaluation": {"batch_size": batch_size},
+        "data": {"sources": [f"blocks {corpus.text}"], "block_size": corpus.train.block_size},
+        "branch": training,
+        "evaluation": {"batch_size": training["batch_size"]},
     }
-    recipe = validate(Recipe, settings, "train_hybrids").resolve_precision(model.device.type)
-    join_processes(recipe, model.device.type)
-    # Train and compare
-    corpus = Corpus(tokenizer, blocks, heldout)
-    context = BranchContext(recipe, corpus, dense, runs, model.device.type, Reporter.of(progress))
-    return compare(context, named, dict.fromkeys(named, math.nan), runs, reference=False)
+    return validate(Recipe, settings, "train_hybrids")

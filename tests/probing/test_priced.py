@@ -191,7 +191,7 @@ class TestProbe:
         assert table.window == 8
         facts = {key: table.metadata[key] for key in ("training", "training_steps", "target_density")}
         assert facts == {"training": "frozen-model", "training_steps": 3, "target_density": 0.25}
-        assert HeadScores.read(options.folders.probe_dir("mine")).priced_at == 0.25
+        assert HeadScores.read(options.folders.probe_dir("mine")).metadata["target_density"] == 0.25
         assert any("trained gates on" in line for line in messages)
         again: list[str] = []
         assert stage.probe(options, Recorder(announced=again.append)).content_hash == table.content_hash

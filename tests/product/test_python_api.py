@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
+import textwrap
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -231,3 +234,30 @@ class TestSearch:
             spkv_nas.search_layouts(model, blocks, table, 3, starts={"mine": LAYOUT})
         with pytest.raises(UserError, match="no trials yet"):
             _ = spkv_nas.search_layouts(model, blocks, table, 3, trials=0).best_layout
+
+
+EXAMPLE = re.compile(r"::\n\n((?: +.*\n|\n)+)")
+EXAMPLES = {  # lines of code in the docstrings of public names
+    name: textwrap.dedent(found[1])
+    for name in dir(spkv_nas)
+    if (found := EXAMPLE.search(inspect.getdoc(getattr(spkv_nas, name)) or ""))
+}
+
+
+def test_what_has_an_example() -> None:
+    assert {"HeadScores", "Layout", "propose", "apply_layout", "SPKVCache"} <= EXAMPLES.keys()
+    assert {"train_hybrids", "verdict", "critical_budget", "measure_separator"} <= EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(
+    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = [" ".join(f"fox {(document * word) % 31} jumps" for word in range(80)) for document in range(1, 93)]
+    build = partial(spkv_nas.build_blocks, tokenizer=tiny_tokenizer, block_size=32)
+    model, scores = tiny_model(vocab_size=300), make_table(DENSITY)
+    shared = {"spkv_nas": spkv_nas, "model": model, "tokenizer": tiny_tokenizer, "texts": texts, "scores": scores}
+    shared |= {"blocks": build(texts[:12]), "heldout": build(texts[12:]), "layouts": spkv_nas.propose(scores, 3)}
+    code = re.sub(r"((?:head_gates|probe|train_hybrids)\(.*)\)", r"\1, steps=1)", EXAMPLES[name])
+    exec(compile(code.replace('"nll=1%"', '"nll=99%", risk="40%"'), name, "exec"), shared)

@@ -154,8 +154,8 @@ def command_of(file: Path) -> str:
     for folder in path.parents[:-1]:
         if (STAGES / folder / "command.py").exists():
             return folder.as_posix()
-    declares = re.search(r"^class \w+Options\b", file.read_text(), re.MULTILINE) and len(path.parts) == 1
-    return path.with_suffix("").as_posix() if (STAGES / "options" / path).exists() or declares else ""
+    runs = re.search(r"^def \w+\(options: \w+Options, reporter: Reporter\)", file.read_text(), re.MULTILINE)
+    return path.with_suffix("").as_posix() if runs else ""
 
 
 def test_no_module_of_stages_imports_a_command() -> None:
