@@ -23,6 +23,7 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import dry_run
 from spkv_nas.cli.present import print_results
 from spkv_nas.cli.screen import working
+from spkv_nas.stages.commands import stage_module
 from spkv_nas.stages.options import OnDevice, Trains
 from spkv_nas.stages.result import Results
 
@@ -113,21 +114,21 @@ def command(
 def runner(options_class: type, function: str = "run") -> Callable[..., Results | None]:
     """Return the function that runs the command of a class of options, whose docstring is the help.
 
-    It calls a function of the module that has the options' name: of ``stages/probe.py`` for
-    ``stages/options/probe.py``. That module, and torch with it, is imported when the command runs.
+    It calls a function of ``stage_module(options_class)``. That module, and torch with it, is imported when the command
+    runs.
 
     Args:
         options_class: options of the command.
         function: name of the function in a module of several commands.
     """
-    module = options_class.__module__.replace(".options.", ".")
+    module = stage_module(options_class)
 
     def run(options: Any, reporter: Reporter) -> Results | None:
         results: Results | None = getattr(import_module(module), function)(options, reporter)
         return results
 
     run.__doc__ = options_class.__doc__
-    run.__name__ = function if function != "run" else module.rpartition(".")[2]
+    run.__name__ = function if function != "run" else module.removesuffix(".stage").rpartition(".")[2]
     run.__annotations__ = {"options": options_class, "reporter": Reporter, "return": Results}
     return run
 

@@ -41,17 +41,13 @@ def check(command_options: object) -> None:
         for kind in reversed(type(command_options).__mro__):
             if kind in _CHECKS:
                 _CHECKS[kind](command_options)
-        if (check_command := beside(command_options, "check")) is not None:
-            check_command(command_options)
+        # The command's check, beside its options or its function
+        module = type(command_options).__module__
+        for name in dict.fromkeys((module, f"{module.rpartition('.')[0]}.command")):
+            if (check_command := getattr(sys.modules.get(name), "check", None)) is not None:
+                check_command(command_options)
     if isinstance(command_options, _WRITING) and not getattr(command_options, "dry_run", False):
         command_options.folders.check_writable()
-
-
-def beside(command_options: object, name: str) -> Callable[..., Any] | None:
-    """Return the function of a name beside a command's options or its function; None if there is none."""
-    module = type(command_options).__module__
-    modules = (sys.modules.get(place) for place in (module, f"{module.rpartition('.')[0]}.command"))
-    return next((found for found in (getattr(each, name, None) for each in modules) if found is not None), None)
 
 
 def check_recipe(file: Path, dtype: str | None = None, *, needs_text: bool = True) -> Recipe:

@@ -19,7 +19,7 @@ class CommandGroup:
         name: first word of its commands.
         help: sentence that describes the group.
         commands: functions of an options dataclass and a reporter, whose docstrings are the help, in the order of the
-            help. Beside one whose dataclass derives from ``Trains``, a function ``plan`` plans a ``--dry-run``.
+            help. If the dataclass derives from ``Trains``, ``plan`` in the module that runs it plans a ``--dry-run``.
     """
 
     name: str

@@ -10,6 +10,7 @@ Users see a suggestion as one line, ``next: spkv-nas ...``; programs find it und
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -88,6 +89,14 @@ def command_name(options_class: type) -> str:
         return str(name)
     _, _, *parts = options_class.__module__.split(".")
     return " ".join(part for part in parts if part not in ("options", "command")).replace("_", "-")
+
+
+def stage_module(options_class: type) -> str:
+    """Return the module that runs the command of a class of options.
+
+    It has the name of the options, ``stages.probe`` for ``stages.options.probe``, or is ``stage`` beside ``options``.
+    """
+    return re.sub(r"\.options$", ".stage", options_class.__module__.replace(".options.", "."))
 
 
 def in_folder(command: str, folder: Path) -> str:

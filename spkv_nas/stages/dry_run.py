@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages import forecast
-from spkv_nas.stages.checks import beside
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
+from spkv_nas.stages.commands import stage_module
 from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.lookup import find_proposal
 from spkv_nas.stages.options import InPrecision, OnDevice, Trains
@@ -35,7 +36,7 @@ from spkv_nas.training.variants import Variant
 def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan | Forecast:
     """Plan what a command would train; for ``probe`` without a recipe, estimate what its stages cost.
 
-    Other packages' commands bring a function ``plan`` beside their options.
+    Commands that are added by entry points have a function ``plan`` in the module that runs them.
     """
     planned: dict[type, Callable[[Any, Reporter], Plan | Forecast]] = {
         TrainOptions: plan_train,
@@ -43,9 +44,9 @@ def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan | Forecast:
         TrainHybridOptions: plan_train_hybrid,
         SearchOptions: plan_search,
     }
-    plan = planned.get(type(options)) or beside(options, "plan")
-    assert plan is not None
-    return plan(options, reporter)
+    plan = planned.get(type(options)) or import_module(stage_module(type(options))).plan
+    result: Plan | Forecast = plan(options, reporter)
+    return result
 
 
 def plan_train(options: TrainOptions, reporter: Reporter = SILENT) -> Plan:

@@ -54,7 +54,6 @@ _TAUS = Flag(
 _GRANULARITY = Flag(
     "Choose single heads, or only whole layers.", metavar="head|layer", values=("head", "layer"), panel=MEMORY
 )
-_LENGTHS = Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")
 
 # Workspace, names and devices
 Root = Annotated[Path, Flag("Workspace folder; contains probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))]
@@ -102,28 +101,6 @@ OptionalProbe = Annotated[str | None, _PROBE]
 
 Against = Annotated[
     str | None, Flag("Baseline checkpoint to compare with, on the same text or questions.", metavar="CHECKPOINT")
-]
-
-# Criteria of a verdict, and the evaluations of their names
-ShortContext = Annotated[int | None, Flag("Length of the short context in tokens.", low=1, high=MAX_BLOCK_SIZE)]
-Lengths = Annotated[str, _LENGTHS]
-OptionalLengths = Annotated[str | None, _LENGTHS]
-RulerTasks = Annotated[str | None, Flag("Comma-separated RULER tasks, such as niah_single_1,vt.", metavar="NAMES")]
-Haystack = Annotated[list[str] | None, Flag("Essays to hide needles in: files or folders; repeat for several.")]
-Questions = Annotated[
-    list[str] | None,
-    Flag("Question files of SQuAD (qa_1) or HotpotQA (qa_2); repeat for both.", metavar="FILE.json"),
-]
-DataSets = Annotated[
-    list[str] | None,
-    Flag("Folder with local copies of data sets, named by their Hub IDs; repeat for several.", metavar="FOLDER"),
-]
-Include = Annotated[
-    list[str] | None,
-    Flag("Folder with YAML task definitions, whose Python code is run; repeat for several.", metavar="FOLDER"),
-]
-AllowCode = Annotated[
-    bool, Flag("Allow tasks such as mbpp to run model-written code on this machine.", ("--allow-code",))
 ]
 
 # Layouts and budgets
@@ -222,4 +199,3 @@ Hardware = Annotated[str | None, Flag("GPU to plan for: h200, h100 or a100.", va
 DryRun = Annotated[
     bool, Flag("Only print the planned runs with their tokens, time and memory; write nothing.", ("--dry-run",))
 ]
-BatchSize = Annotated[int | None, Flag("Sequences per training step.", low=1, high=2**20)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from spkv_nas.contrib.reproduce.ablate.command import ablate
+from spkv_nas.cli.options import runner
+from spkv_nas.contrib.reproduce.ablate.options import AblateOptions
 from spkv_nas.contrib.reproduce.ladder.command import ladder
-from spkv_nas.contrib.reproduce.palindrome.command import palindrome
+from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
 from spkv_nas.contrib.reproduce.scaling.command import scaling
 from spkv_nas.stages.command_group import CommandGroup
 
-REPRODUCE = CommandGroup("reproduce", "Reproduce the paper's experiments.", (palindrome, ablate, scaling, ladder))
+_COMMANDS = (runner(PalindromeOptions), runner(AblateOptions), scaling, ladder)
+REPRODUCE = CommandGroup("reproduce", "Reproduce the paper's experiments.", _COMMANDS)

@@ -1,4 +1,4 @@
-"""Declare the options of the ``evaluate baselines`` command, and check them."""
+"""Declare the options of the ``evaluate baselines`` command, and check them; the class's docstring is the help."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from spkv_nas.artifacts.defaults import TAU_POINTS
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_WINDOW
+from spkv_nas.cli.options import runner
 from spkv_nas.contrib import defaults
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT, METHODS, PROTOCOLS
 from spkv_nas.stages import flags
+from spkv_nas.stages.evaluate.evaluation import Evaluation
 from spkv_nas.stages.evaluate.options import CHECKPOINT_TAU
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
@@ -37,7 +39,12 @@ ReadingProtocol = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class BaselinesOptions(SubjectOptions):
-    """Options of the ``evaluate baselines`` command."""
+    """Prune a dense model's KV cache by training-free methods at equal density. Writes reports/NAME/baselines.csv.
+
+    streaming keeps only sinks and the window; random, kvzap, h2o and expected-attention also keep a share of the other
+    keys. With --against, an SP-KV checkpoint is measured on the same text. kvzap is fitted on documents that are not
+    measured.
+    """
 
     model: flags.Model = DENSE
     max_tokens: flags.OptionalMaxTokens = default(None, f"{defaults.BASELINE_TOKENS:,}")
@@ -69,3 +76,6 @@ def check(options: BaselinesOptions) -> None:
     elif options.tau is not None or options.taus is not None:
         raise UserError("--tau and --taus need --against with an SP-KV checkpoint")
     Subject.of(options, DENSE, "prune on").check()
+
+
+BASELINES = Evaluation("baselines", runner(BaselinesOptions))

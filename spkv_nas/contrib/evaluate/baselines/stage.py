@@ -44,6 +44,7 @@ from spkv_nas.stages.checkpoints import check_pair
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.printing import about_errors, change
+from spkv_nas.stages.result import Result
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 
@@ -155,3 +156,8 @@ def show(result: NLLTable) -> None:
     out.print(grid)
     about_errors(result.num_documents, result.effective_documents)
     print_path("figure", result.folder / "baselines.png")
+
+
+def run(options: BaselinesOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(baselines(options, reporter), show)

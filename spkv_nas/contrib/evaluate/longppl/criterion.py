@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spkv_nas.artifacts.defaults import LONGPPL_SHORT
 from spkv_nas.base.flag import default
+from spkv_nas.contrib.defaults import LONGPPL_SHORT
+from spkv_nas.contrib.evaluate.longppl.options import ShortContext
 from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
 from spkv_nas.evaluation.verdict.loss_tests import RelativeRise
-from spkv_nas.stages import flags
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.verdict.rounds import Rounds
@@ -23,7 +23,7 @@ class KeyTokenNLL(Criterion):
     help = "rise of the NLL of key tokens, which need a long context, in percent"
     test = RelativeRise()
 
-    short_context: flags.ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a block")
+    short_context: ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a block")
 
     def prepare(self, setting: Setting) -> Rounds:
         """Return the documents of the text whose parts in a block are longer than the short context."""

@@ -1,21 +1,24 @@
-"""Declare the options of the ``evaluate longppl`` command, and check them."""
+"""Declare the options of the ``evaluate longppl`` command, and check them; the class's docstring is the help."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from spkv_nas.artifacts.defaults import LONGPPL_SHORT
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_BLOCK_SIZE
+from spkv_nas.cli.options import runner
 from spkv_nas.contrib import defaults
+from spkv_nas.contrib.defaults import LONGPPL_SHORT
 from spkv_nas.stages import flags
+from spkv_nas.stages.evaluate.evaluation import Evaluation
 from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
 from spkv_nas.stages.options import SubjectOptions
 
 Evaluator = Annotated[
     str | None, Flag("Checkpoint that selects the key tokens; its gates are all open.", metavar="CHECKPOINT")
 ]
+ShortContext = Annotated[int | None, Flag("Length of the short context in tokens.", low=1, high=MAX_BLOCK_SIZE)]
 Stride = Annotated[int | None, Flag("Stride of the sliding short-context window.", low=1, high=MAX_BLOCK_SIZE)]
 Alpha = Annotated[
     float | None, Flag("Minimum log-likelihood gain of long over short context, in nats.", low=0.0, high=1e6)
@@ -25,13 +28,18 @@ Beta = Annotated[float | None, Flag("Minimum log-likelihood under the full conte
 
 @dataclass(frozen=True, kw_only=True)
 class LongPPLOptions(CheckpointOptions, SubjectOptions):
-    """Options of the ``evaluate longppl`` command."""
+    """Measure the perplexity of tokens that only the long context makes likely. Writes reports/NAME/longppl.csv.
+
+    An evaluator checkpoint selects these key tokens once, so that all checkpoints are measured on the same ones.
+    Without --data, the text is the held-out standard library text of the embedded models. Key tokens and NLL by text
+    are kept in runs/NAME/longppl/ and reused.
+    """
 
     block_size: flags.BlockSize = default(
         None, f"the models' maximum, at most {defaults.LONGPPL_LENGTH >> 10}k", note="Here the maximum per text."
     )
     evaluator: Evaluator = default(None, "--against, or the model")
-    short_context: flags.ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a text")
+    short_context: ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a text")
     stride: Stride = default(None, "1/4 of --short-context")
     alpha: Alpha = default(None, f"{defaults.LONGPPL_ALPHA:g}")
     beta: Beta = default(None, f"{defaults.LONGPPL_BETA:g}")
@@ -47,3 +55,6 @@ def check(options: LongPPLOptions) -> None:
     if options.evaluator is not None:
         check_checkpoint(options.evaluator)
     subject.check(in_blocks=False)
+
+
+LONGPPL = Evaluation("longppl", runner(LongPPLOptions), distributed=True)

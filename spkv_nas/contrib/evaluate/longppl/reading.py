@@ -25,11 +25,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.defaults import LONGPPL_SHORT
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.special_tokens import tokens_before
-from spkv_nas.contrib.defaults import LONGPPL_ALPHA, LONGPPL_BETA
+from spkv_nas.contrib.defaults import LONGPPL_ALPHA, LONGPPL_BETA, LONGPPL_SHORT
 from spkv_nas.data.sources import Document
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.density_tracker import DensityTracker, layout_density

@@ -44,6 +44,7 @@ from spkv_nas.stages.checkpoints import check_pair, hard, identity, load, origin
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.names import model_name, result_name
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
+from spkv_nas.stages.result import Result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -254,3 +255,8 @@ def show(result: LongPPLResult) -> None:
         say(f"{domain}: {reason}")
     print_path("values", result.folder / "longppl.csv")
     print_path("key tokens and NLL by text", result.samples)
+
+
+def run(options: LongPPLOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(longppl(options, reporter), show)

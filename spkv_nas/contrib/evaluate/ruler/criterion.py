@@ -10,10 +10,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.base.units import parse_context
-from spkv_nas.contrib.evaluate.ruler.options import check_questions
+from spkv_nas.contrib.evaluate.ruler.options import Haystack, OptionalLengths, Questions, RulerTasks, check_questions
 from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
 from spkv_nas.evaluation.verdict.loss_tests import MeanDrop
-from spkv_nas.stages import flags
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.verdict.rounds import Rounds
@@ -32,11 +31,11 @@ class RulerQuestions(Criterion):
     noun, reads_text = "questions", False
     test = MeanDrop()
 
-    lengths: flags.OptionalLengths = None
-    tasks: flags.RulerTasks = default(None, "all")
+    lengths: OptionalLengths = None
+    tasks: RulerTasks = default(None, "all")
     questions: MaxQuestions = QUESTIONS
-    haystack: flags.Haystack = default(None, "RULER's noise")
-    qa: flags.Questions = default(None, "none; qa_1 and qa_2 are left out")
+    haystack: Haystack = default(None, "RULER's noise")
+    qa: Questions = default(None, "none; qa_1 and qa_2 are left out")
 
     def check(self) -> None:
         """Check the lengths, the tasks and the material of RULER."""

@@ -1,4 +1,4 @@
-"""Declare the options of the ``evaluate ruler`` command, and check them."""
+"""Declare the options of the ``evaluate ruler`` command, and check them; the class's docstring is the help."""
 
 from __future__ import annotations
 
@@ -8,22 +8,37 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
+from spkv_nas.cli.options import runner
 from spkv_nas.contrib import defaults
 from spkv_nas.stages import flags
+from spkv_nas.stages.evaluate.evaluation import Evaluation
 from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
 
+_LENGTHS = Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")
+Lengths = Annotated[str, _LENGTHS]
+OptionalLengths = Annotated[str | None, _LENGTHS]
+RulerTasks = Annotated[str | None, Flag("Comma-separated RULER tasks, such as niah_single_1,vt.", metavar="NAMES")]
+Haystack = Annotated[list[str] | None, Flag("Essays to hide needles in: files or folders; repeat for several.")]
+Questions = Annotated[
+    list[str] | None,
+    Flag("Question files of SQuAD (qa_1) or HotpotQA (qa_2); repeat for both.", metavar="FILE.json"),
+]
 Samples = Annotated[int | None, Flag("Samples per task and length.", low=1, high=MAX_REPEATS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RulerOptions(CheckpointOptions):
-    """Options of the ``evaluate ruler`` command."""
+    """Score RULER's tasks by the share of correct answers at each length. Writes reports/NAME/ruler.csv.
 
-    lengths: flags.Lengths
-    tasks: flags.RulerTasks = default(None, "all")
+    The floor is the score of the same checkpoint with every head local. With --against, another checkpoint answers the
+    same questions. Answers are kept in runs/NAME/ruler/ and reused.
+    """
+
+    lengths: Lengths
+    tasks: RulerTasks = default(None, "all")
     samples: Samples = default(None, str(defaults.RULER_SAMPLES))
-    haystack: flags.Haystack = default(None, "RULER's noise")
-    qa: flags.Questions = default(None, "none; qa_1 and qa_2 are skipped")
+    haystack: Haystack = default(None, "RULER's noise")
+    qa: Questions = default(None, "none; qa_1 and qa_2 are skipped")
     window: flags.OptionalWindow = default(None, "the checkpoint's", note="Applies to the floor.")
     seed: flags.Seed = 0
 
@@ -54,3 +69,6 @@ def check_questions(lengths: str, tasks: str | None, haystack: Sequence[str] | N
     for source in haystack or ():
         open_source(source, Path())
     check_exist(qa or (), "questions")
+
+
+RULER = Evaluation("ruler", runner(RulerOptions), distributed=True)

@@ -34,6 +34,7 @@ from spkv_nas.stages.checkpoints import origin as origin_of
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.names import result_name
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
+from spkv_nas.stages.result import Result
 
 
 @dataclass(frozen=True)
@@ -212,3 +213,8 @@ def show(result: RulerResult) -> None:
     say_sample_count(single_tasks["num_samples"], "samples per task")
     print_path("scores", result.folder / "ruler.csv")
     print_path("answers", result.samples)
+
+
+def run(options: RulerOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(ruler(options, reporter), show)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
+from spkv_nas.contrib.evaluate.tasks.options import AllowCode, DataSets, Include
 from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
 from spkv_nas.evaluation.verdict.loss_tests import MeanDrop
-from spkv_nas.stages import flags
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.verdict.rounds import Rounds
@@ -26,9 +26,9 @@ class TaskSamples(Criterion):
     test = MeanDrop()
 
     names: TaskNames = None
-    data_sets: flags.DataSets = default(None, "the Hub or its cache")
-    include: flags.Include = None
-    allow_code: flags.AllowCode = False
+    data_sets: DataSets = default(None, "the Hub or its cache")
+    include: Include = None
+    allow_code: AllowCode = False
 
     def check(self) -> None:
         """Check that tasks are named and that their folders exist."""

@@ -1,4 +1,4 @@
-"""Declare the options of the ``evaluate tasks`` command, and check them."""
+"""Declare the options of the ``evaluate tasks`` command, and check them; the class's docstring is the help."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_WHOLE
-from spkv_nas.stages import flags
+from spkv_nas.cli.options import runner
+from spkv_nas.stages.evaluate.evaluation import Evaluation
 from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
 
 Names = Annotated[
@@ -17,18 +18,32 @@ Names = Annotated[
         argument=True,
     ),
 ]  # fmt: skip
+DataSets = Annotated[
+    list[str] | None,
+    Flag("Folder with local copies of data sets, named by their Hub IDs; repeat for several.", metavar="FOLDER"),
+]
+Include = Annotated[
+    list[str] | None,
+    Flag("Folder with YAML task definitions, whose Python code is run; repeat for several.", metavar="FOLDER"),
+]
+AllowCode = Annotated[
+    bool, Flag("Allow tasks such as mbpp to run model-written code on this machine.", ("--allow-code",))
+]
 Limit = Annotated[int | None, Flag("Evaluate only the first N samples of each task.", low=1, high=MAX_WHOLE)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksOptions(CheckpointOptions):
-    """Options of the ``evaluate tasks`` command."""
+    """Run downstream tasks of lm-eval. Writes reports/NAME/tasks.csv.
+
+    With --against, another checkpoint answers the same samples. Samples are kept in runs/NAME/tasks/ and reused.
+    """
 
     names: Names
-    data_sets: flags.DataSets = default(None, "the Hub or its cache")
-    include: flags.Include = None
+    data_sets: DataSets = default(None, "the Hub or its cache")
+    include: Include = None
     limit: Limit = default(None, "all")
-    allow_code: flags.AllowCode = False
+    allow_code: AllowCode = False
 
 
 def check(options: TasksOptions) -> None:
@@ -37,3 +52,6 @@ def check(options: TasksOptions) -> None:
 
     check_checkpoints(options)
     check_exist(options.include or (), "folder of tasks")
+
+
+TASKS = Evaluation("tasks", runner(TasksOptions), distributed=True)

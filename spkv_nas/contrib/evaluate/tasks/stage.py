@@ -23,6 +23,7 @@ from spkv_nas.stages.checkpoints import hard, identity, load, origin
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.names import result_name
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
+from spkv_nas.stages.result import Result
 
 if TYPE_CHECKING:
     from spkv_nas.contrib.evaluate.tasks.run import TaskResult
@@ -148,3 +149,8 @@ def show(result: TasksResult) -> None:
     say_sample_count(result.rows["num_samples"], "samples per task")
     print_path("values", result.folder / "tasks.csv")
     print_path("samples", result.samples)
+
+
+def run(options: TasksOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(tasks(options, reporter), show)

@@ -1,4 +1,4 @@
-"""Declare the options of the ``reproduce ablate`` command, and check them."""
+"""Declare the options of the ``reproduce ablate`` command, and check them; the class's docstring is the help."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ AblationsFile = Annotated[Path | None, Flag("Ablation file (YAML): name, recipe 
 
 @dataclass(frozen=True, kw_only=True)
 class AblateOptions(Trains, InPrecision):
-    """Options of the ``reproduce ablate`` command."""
+    """Train variants of one recipe, by default the paper's ablations, and compare them with the first.
+
+    A row changes values in a section of the recipe (gates: {window: 8}), or is {variant: full-attention} or
+    {layout: FILE}, with {trained: false} without training; see "Recipes and training" in the documentation. Writes
+    reports/NAME/ablations.csv. Runs resume where they stopped.
+    """
 
     file: AblationsFile = default(None, "the embedded ones")
 

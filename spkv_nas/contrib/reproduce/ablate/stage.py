@@ -12,9 +12,13 @@ from rich.table import Table
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.reproduce.ablate import ablation
+from spkv_nas.contrib.reproduce.ablate.ablation_plan import AblationPlan
 from spkv_nas.contrib.reproduce.ablate.options import EMBEDDED_FILE, AblateOptions
 from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.dry_run import planner_options
 from spkv_nas.stages.printing import change
+from spkv_nas.stages.result import Result
+from spkv_nas.training.run_plan import Plan, Planner, merge_plans
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResul
     return AblationResult(name, rows, workspace.report_dir(name))
 
 
-def ablations(result: AblationResult) -> None:
+def show(result: AblationResult) -> None:
     """Print density and NLL of each row, and their change from the first."""
     title = f"{escape(result.name)}: Δ relative to the first row"
     grid = Table("", "density %", "Δ density %", "NLL", "ΔNLL %", title=title)
@@ -44,3 +48,23 @@ def ablations(result: AblationResult) -> None:
         grid.add_row(escape(row.name), f"{row.density_percent:.1f}", density_change, f"{row.nll:.4f}", nll_change)
     out.print(grid)
     print_path("table", result.folder / "ablations.csv")
+
+
+def plan(options: AblateOptions, reporter: Reporter) -> Plan:
+    """Plan every row of the ablations file."""
+    ablations = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
+    runs, first = options.folders.run_dir(ablations.name), next(iter(ablations.recipes.values()))
+    planner, plans = Planner(first, ablations.base, runs, **planner_options(options, reporter)), []
+    trained: set[Path] = set()
+    for name, recipe in ablations.recipes.items():
+        planner = planner.with_recipe(recipe)
+        dense = [] if planner.dense_path in trained else planner.dense()  # a dense model that rows share counts once
+        trained.add(planner.dense_path)
+        run = planner.heldout_pass if name in ablations.untrained else planner.branch
+        plans.append(planner.plan([*dense, run(name, ablations.variants[name])]))
+    return merge_plans(ablations.name, plans)
+
+
+def run(options: AblateOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(ablate(options, reporter), show)
