@@ -1,6 +1,6 @@
 """Check that an inference engine computes what the model does, by running the engine on the exported folder.
 
-The engine runs as a program (``run_vllm.py`` and its like) in its own environment, whose Python may be another one. It
+The engine runs as a program (``engines/programs/``) in its own environment, whose Python may be another one. It
 gets random tokens that reach beyond the window, generates greedily, and gives the log-probability of every token, in
 float32. This package then runs the model once over the same tokens, with the layout, and once without, which must fail
 the comparison: otherwise the tokens do not show the windows, and the check proves nothing.
@@ -28,6 +28,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import takes_sinks
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath
+from spkv_nas.engines.engine import PROGRAMS
+from spkv_nas.engines.registry import ENGINES, checked_engines
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.config_section import checkpoint_layout
@@ -36,14 +38,13 @@ from spkv_nas.model.export.plain_logits import float32
 from spkv_nas.model.model_shape import config_shape, vocabulary_size
 from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.model.windows import apply_layout, layout_windows
-from spkv_nas.serving.programs import PROGRAMS
 
 TOLERANCE = 1e-3  # nats; engines agree to about 1e-5 in float32
 CONCLUSIVE = 10 * TOLERANCE  # difference that full attention must make at least
 _BEYOND = 128  # tokens of the prompt beyond the window
 _STEPS = 32  # tokens to generate
 _SECONDS = 3600.0
-_MAIN = "engine_program.py"  # which every program begins with
+_MAIN = PROGRAMS / "main.py"  # which every program begins with
 _CLOSEST = 3  # layers whose heads are tried one by one
 
 Windows = tuple[tuple[int, ...], ...]  # of the heads, by layer
@@ -135,7 +136,7 @@ def compare_with_engine(
 
     Args:
         folder: exported model folder.
-        engine: one of ``PROGRAMS``.
+        engine: name of an engine that has a program.
         layout: the layout that the engine must run; None: that of the folder.
         num_prompt: tokens of the prompt, more than the window; None: 128 more than any window of the model.
         python: Python of the engine's environment; None: this one.
@@ -328,19 +329,20 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
 def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -> _Answer:
     """Run the engine's program, and read its answer. Raises ``UserError`` if there is none."""
     python = sys.executable if python is None else os.path.abspath(python)  # for another working folder
-    if python == sys.executable and importlib.util.find_spec(PROGRAMS[engine].package) is None:
-        raise UserError(
-            f"{PROGRAMS[engine].package} is not installed here\nname the Python of its environment with --python"
-        )
-    texts = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (_MAIN, PROGRAMS[engine].file)]
-    program = "\n".join(["import sys", *texts, "main(run, *sys.argv[1:])"])
-    if engine == "transformers" and json.loads((folder / "config.json").read_text())["model_type"] == CUSTOM_MODEL_TYPE:
-        program = f"import spkv_nas\n{program}"
+    program = ENGINES[engine].program
+    if program is None:
+        raise UserError(f"{engine} has no check program; expected one of {', '.join(checked_engines())}")
+    if python == sys.executable and importlib.util.find_spec(program.package) is None:
+        raise UserError(f"{program.package} is not installed here\nname the Python of its environment with --python")
+    texts = [file.read_text(encoding="utf-8") for file in (_MAIN, program.file)]
+    text = "\n".join(["import sys", *texts, "main(run, *sys.argv[1:])"])
+    if program.registers_type and json.loads((folder / "config.json").read_text())["model_type"] == CUSTOM_MODEL_TYPE:
+        text = f"import spkv_nas\n{text}"
     with tempfile.TemporaryDirectory() as scratch:
         request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
         request.write_text(json.dumps({"folder": str(folder.resolve()), "tokens": prompt, "steps": _STEPS}))
-        # The text of the program, because beside its file lies a package with the engine's name
-        command = [python, "-c", program, str(request), str(answer)]
+        # The text of the program, because the environment need not have this package
+        command = [python, "-c", text, str(request), str(answer)]
         try:
             process = subprocess.run(
                 command, cwd=scratch, env=os.environ, capture_output=True, text=True, errors="replace", timeout=_SECONDS
@@ -355,7 +357,7 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
         content = json.loads(answer.read_text())
     if content["error"] is not None:
         message = " ".join(content["error"].split())
-        lacks_package = "spkv" in message and not PROGRAMS[engine].converts  # a converted file needs no package of ours
+        lacks_package = "spkv" in message and not program.converts  # a converted file needs no package of ours
         hint = f"\ninstall spkv-nas in the environment of {python}" if lacks_package else ""
         raise UserError(f"{engine} does not run {folder}: {message}{hint}")
     return _Answer(content["version"], content["tokens"], torch.tensor(content["logprobs"]), content["cache"])

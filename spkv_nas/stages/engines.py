@@ -7,8 +7,8 @@ from typing import Any
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes
-from spkv_nas.cost.engines.engine import CachePlan, Engine, ServedCache, Serving
-from spkv_nas.cost.engines.registry import ENGINES
+from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache, Serving
+from spkv_nas.engines.registry import planned_engine, planned_engines
 from spkv_nas.stages.options import EngineOptions
 
 
@@ -22,7 +22,7 @@ class Served:
         memory: bytes of the cache; None: not limited.
     """
 
-    engine: Engine
+    engine: PlannedEngine
     cache: ServedCache
     memory: int | None
 
@@ -67,11 +67,11 @@ def chosen_engine(options: EngineOptions) -> Serving | None:
         UserError: there is no such engine, or options set the page or the tokens in flight of none.
     """
     if options.engine is not None:
-        engine = ENGINES[options.engine]
+        engine = planned_engine(options.engine)
         return Serving(engine, options.page_size or engine.page_size, options.in_flight_tokens or engine.in_flight)
     for name, value in (("--page-size", options.page_size), ("--in-flight-tokens", options.in_flight_tokens)):
         if value is not None:
-            raise UserError(f"{name} needs --engine, such as --engine {ENGINES.names[0]}")
+            raise UserError(f"{name} needs --engine, such as --engine {next(iter(planned_engines()))}")
     return None
 
 

@@ -19,7 +19,7 @@ from spkv_nas.base.limits import (
     MAX_WHOLE,
     MAX_WINDOW,
 )
-from spkv_nas.cost.engines.registry import ENGINES
+from spkv_nas.engines.registry import planned_engines
 from spkv_nas.probing.flags import BUDGET, SEED, SINKS, STEPS
 from spkv_nas.probing.registry import SIGNALS
 
@@ -140,7 +140,11 @@ KvDtype = Annotated[str | None, Flag("Data type of keys and values: float32, bfl
 KvBytes = Annotated[str | None, Flag("Memory for keys and values, such as 2GiB.", metavar="SIZE", panel=MEMORY)]
 EngineName = Annotated[
     str | None,
-    Flag("Count memory as the allocator of this serving engine does.", values=lambda: ENGINES.names, panel=MEMORY),
+    Flag(
+        "Count memory as the allocator of this serving engine does.",
+        values=lambda: tuple(planned_engines()),
+        panel=MEMORY,
+    ),
 ]
 PageSize = Annotated[int | None, Flag("Tokens per page of the engine's cache.", low=1, high=MAX_WINDOW, panel=MEMORY)]
 InFlightTokens = Annotated[

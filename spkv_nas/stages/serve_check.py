@@ -9,12 +9,12 @@ from typing import Annotated
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.base.progress import Reporter
-from spkv_nas.serving.programs import PROGRAMS
+from spkv_nas.engines.registry import checked_engines
 from spkv_nas.stages import flags
 from spkv_nas.stages.result import Result
 
 Folder = Annotated[Path, Flag("Exported model folder.", argument=True)]
-Engine = Annotated[str, Flag("Inference engine to run.", values=tuple(PROGRAMS))]
+Engine = Annotated[str, Flag("Inference engine to run.", values=checked_engines)]
 Intended = Annotated[Path | None, Flag("Layout (YAML) that the engine must run.")]
 PromptTokens = Annotated[int | None, Flag("Tokens of the prompt, more than the window.", low=2, high=MAX_WHOLE)]
 

@@ -12,7 +12,7 @@ from paths import ROOT
 
 from spkv_nas.base.registry import Registry
 from spkv_nas.cli.evaluate import EVALUATIONS
-from spkv_nas.cost.engines.registry import ENGINES
+from spkv_nas.engines.registry import ENGINES, planned_engines
 from spkv_nas.evaluation.verdict.registry import CRITERIA
 from spkv_nas.model.export.registry import TARGETS
 from spkv_nas.probing.registry import SIGNALS
@@ -27,7 +27,7 @@ PAGES: list[tuple[Registry[Any], str]] = [
     (TARGETS, "tutorials/serve"),
     (SAMPLERS, "guides/search"),
     (EVALUATIONS, "guides/evaluation"),
-    (ENGINES, "guides/cost"),
+    (ENGINES, "support-matrix"),
     (CRITERIA, "guides/verdict"),
 ]
 
@@ -54,3 +54,8 @@ def test_entries_of_contrib_are_registered(registry: Registry[Any]) -> None:
     """By the names of their entry points, after the built-in ones."""
     names = [entry.name for entry in registry.built_in]
     assert registry.names == (*names, *sorted(DECLARED[registry.group]))
+
+
+def test_every_planned_engine_is_on_the_page_of_costs() -> None:
+    text = (ROOT / "docs" / "guides" / "cost.md").read_text()
+    assert all(f"--engine {name}" in text for name in planned_engines())

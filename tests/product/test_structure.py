@@ -13,7 +13,7 @@ from product.size import AT_LEAST, BUDGETS, counts, nodes
 
 FLOORS = (
     ("base", "kernels"),
-    ("artifacts",),
+    ("artifacts", "engines"),
     ("data", "model", "cost"),
     ("evaluation", "proposal"),
     ("probing",),

@@ -15,9 +15,9 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Difference, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.cost.engines.cost import EngineCost
-from spkv_nas.cost.engines.engine import Serving
-from spkv_nas.cost.engines.registry import ENGINES
+from spkv_nas.cost.engine_cost import EngineCost
+from spkv_nas.engines.cache import Serving
+from spkv_nas.engines.registry import planned_engine
 from spkv_nas.proposal.answer import Answer, propose_for
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.coverage import coverage, domain_coverage
@@ -25,7 +25,7 @@ from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions
 from spkv_nas.proposal.stability import bootstrap
 
-VLLM = ENGINES["vllm"]
+VLLM = planned_engine("vllm")
 SCORES = np.random.default_rng(0).random((6, 3)).round(4)
 
 

@@ -15,10 +15,10 @@ from helpers import make_domain_table, make_layouts, make_table
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.units import format_bytes
-from spkv_nas.cost.engines.cost import EngineCost
-from spkv_nas.cost.engines.engine import Engine, Serving
-from spkv_nas.cost.engines.llamacpp import LLAMACPP
-from spkv_nas.cost.engines.vllm import VLLM
+from spkv_nas.cost.engine_cost import EngineCost
+from spkv_nas.engines.cache import PlannedEngine, Serving
+from spkv_nas.engines.llamacpp import LLAMACPP
+from spkv_nas.engines.vllm import VLLM
 from spkv_nas.proposal.propose import densest_layout
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data
@@ -29,7 +29,7 @@ TABLE = make_table(np.random.default_rng(0).random((21, 3)))
 GIB = 2**30
 
 
-def served(engine: Engine = VLLM, memory: int | None = 4 * GIB, page_size: int = 128) -> EngineMemory:
+def served(engine: PlannedEngine = VLLM, memory: int | None = 4 * GIB, page_size: int = 128) -> EngineMemory:
     """Return requests of 32,768 tokens with heads of size 64 in an engine."""
     serving = Serving(engine, page_size, 2048)
     return EngineMemory(EngineCost(32768, 1, 128, 64, "bfloat16", serving=serving), memory)

@@ -19,10 +19,11 @@ from vllm_server import PYTHON, needs_vllm
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
+from spkv_nas.engines.programs import run_transformers
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import add_learned_sinks, apply_layout
-from spkv_nas.serving import engine_check, run_transformers
+from spkv_nas.serving import engine_check
 from spkv_nas.serving.engine_check import EngineCheck, compare_with_engine, native_layout
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite")

@@ -13,9 +13,9 @@ from helpers import save_with_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.engines.programs import run_llamacpp
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export.export import export
-from spkv_nas.serving import run_llamacpp
 from spkv_nas.serving.engine_check import EngineCheck, compare_with_engine
 
 LLAMACPP, LLAMACPP_SOURCE = os.environ.get("SPKV_LLAMACPP_PYTHON"), os.environ.get("SPKV_LLAMACPP_SOURCE")

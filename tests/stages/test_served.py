@@ -14,10 +14,10 @@ from helpers import fails, make_table
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
-from spkv_nas.cost.engines.cost import EngineCost
-from spkv_nas.cost.engines.engine import Serving
-from spkv_nas.cost.engines.registry import ENGINES
-from spkv_nas.cost.engines.vllm import VLLM
+from spkv_nas.cost.engine_cost import EngineCost
+from spkv_nas.engines.cache import Serving
+from spkv_nas.engines.registry import planned_engines
+from spkv_nas.engines.vllm import VLLM
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
@@ -82,7 +82,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--engine", "none"], f"unknown engine 'none'; expected one of {', '.join(ENGINES.names)}"),
+            (["--engine", "none"], f"unknown engine 'none'; expected one of {', '.join(planned_engines())}"),
             (["--page-size", "16"], "--page-size needs --engine"),
             (["--in-flight-tokens", "16"], "--in-flight-tokens needs --engine"),
             (["--kv-bytes", "1GiB"], "--kv-bytes needs --engine"),

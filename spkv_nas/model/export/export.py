@@ -18,9 +18,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.replace import check_new, new_folder
+from spkv_nas.engines.registry import check_engine_name, objection, outcomes
 from spkv_nas.model.checkpoint import load, weight_files
 from spkv_nas.model.config_section import checkpoint_layout
-from spkv_nas.model.export.engines import check_engine_name, objection, outcomes
 from spkv_nas.model.export.registry import AUTO, chosen_targets
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError
 from spkv_nas.model.windows import apply_layout
@@ -79,7 +79,7 @@ def export(
         checkpoint: model folder or id.
         out: a new or empty folder; it appears in one step, once it is complete.
         to: a target or its name; "auto" takes the first of the registry that can express the layout.
-        engine: name of an engine of ``engines.py`` that must compute the hybrid from what is written.
+        engine: name of an engine that must compute the hybrid from what is written.
         link: make hard links to the checkpoint's files, which use no disk space; writing to either changes both.
             Otherwise files are cloned if the file system supports it, or copied.
         options: options of the targets by name; those of packages may have some.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.model.export.engines import objection
+from spkv_nas.engines.registry import objection
 from spkv_nas.model.export.native import (
     NativeTarget,
     layer_kinds,

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.local_layers import ConfigLayer, config_layers, layout_window, takes_sinks
 from spkv_nas.base.limits import MAX_WINDOW
-from spkv_nas.model.export.engines import GUARD_KEYS, OLDER_ROPE_KEYS, form_name, guards
+from spkv_nas.engines.engine import OLDER_ROPE_KEYS, form_name
+from spkv_nas.engines.registry import GUARD_KEYS, guards
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
     Engines that know only the format of transformers 4 ignore ``rope_parameters`` and silently use their default bases
     without scaling, or refuse (OLMo 3 in mlx-lm). Version 4 scales global layers alone where layers differ; only its
     Gemma 3 has a base for sliding layers. Engines that would ignore ``layer_types`` are stopped by further keys
-    (``engines.py``).
+    (``engines.registry.guards``).
     """
     from spkv_nas.base.files import write_atomic
 

@@ -94,11 +94,11 @@ class ExportTarget(Entry, ABC):
     engine: ClassVar[str | None] = None
 
     def form(self, config: PreTrainedConfig, layout: Layout) -> str:
-        """Return the row of ``engines.py`` that says what engines do with the folder; by default the name."""
+        """Return the form that engines list what they do with (``engines``); by default the name."""
         return self.name
 
     def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
-        """Return the config that the folder gets, by default this one; ``engines.py`` looks its settings up.
+        """Return the config that the folder gets, by default this one; engines look its settings up.
 
         Raises ``TargetError`` if the form cannot express the layout.
         """

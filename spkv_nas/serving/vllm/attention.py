@@ -13,7 +13,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.cost.engines.engine import ServedCache
+from spkv_nas.engines.cache import ServedCache
 from spkv_nas.serving.vllm.config import ServedLayer, served_layers
 from spkv_nas.serving.vllm.heads import Part, choose_unit, parts
 from spkv_nas.serving.vllm.sink_tokens import SinkTokenAttention, check_engine

@@ -2,7 +2,7 @@
 
 An ``Attention`` has one window, so the heads of a mixed layer need several. Pages of vLLM's cache have one size, and
 all groups equally many ``Attention`` layers (``v1/core/kv_cache_utils.py`` of 0.32: ``unify_kv_cache_spec_page_size``,
-``_get_kv_cache_groups_uniform_page_size``; ``cost/engines/vllm.py`` has the rules). There are two ways, each of which
+``_get_kv_cache_groups_uniform_page_size``; ``engines/vllm.py`` has the rules). There are two ways, each of which
 wastes pages on some layouts:
 
 - "pair": one ``Attention`` for the global and one for the local heads of a layer. Fewest calls, but 3 heads beside 4
@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from spkv_nas.cost.engines import vllm as cost
-from spkv_nas.cost.engines.engine import ServedCache
+from spkv_nas.engines import vllm as cost
+from spkv_nas.engines.cache import ServedCache
 
 Windows = tuple[int | None, ...]  # of the KV heads of a layer; None: all keys
 

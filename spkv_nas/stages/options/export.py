@@ -9,9 +9,8 @@ from typing import Annotated, Any
 from spkv_nas.base.entry import shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.model.export.engines import ENGINES, check_engine_name
+from spkv_nas.engines.registry import check_engine_name, checked_engines, compared_engines
 from spkv_nas.model.export.registry import AUTO, TARGETS
-from spkv_nas.serving.programs import PROGRAMS
 from spkv_nas.stages import flags
 from spkv_nas.stages.entry_flags import with_options_of
 
@@ -31,7 +30,7 @@ ForEngine = Annotated[
         "Write a form that this engine was seen to run as the hybrid, or fail.",
         ("--for",),
         metavar="ENGINE",
-        values=tuple(engine.name for engine in ENGINES),
+        values=lambda: tuple(compared_engines()),
     ),
 ]
 EngineOfCheck = Annotated[
@@ -39,7 +38,7 @@ EngineOfCheck = Annotated[
     Flag(
         "Run the folder in this engine, compare it with our own model, and exit with 1 if they differ.",
         ("--check",),
-        values=tuple(name for name, program in PROGRAMS.items() if not program.converts),
+        values=lambda: checked_engines(converts=False),
     ),
 ]
 Link = Annotated[

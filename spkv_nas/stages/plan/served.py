@@ -10,7 +10,7 @@ from spkv_nas.stages.engines import Served, check_no_sliding_layers, chosen_engi
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.shape import ModelSize
-    from spkv_nas.cost.engines.engine import Step
+    from spkv_nas.engines.cache import Step
     from spkv_nas.stages.plan.options import PlanOptions
 
 
@@ -31,7 +31,7 @@ def plan_served(options: PlanOptions, size: ModelSize, *, window: int, context: 
     Raises:
         UserError: layers of the model have a sliding window by design.
     """
-    from spkv_nas.cost.engines.engine import steps
+    from spkv_nas.engines.cache import steps
 
     serving = chosen_engine(options)
     if serving is None:

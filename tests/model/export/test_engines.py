@@ -14,9 +14,21 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from spkv_nas import Layout, UserError
 from spkv_nas.cli import main
+from spkv_nas.engines.engine import Cell, Outcome, form_name
+from spkv_nas.engines.mlx import Mlx
+from spkv_nas.engines.registry import (
+    ENGINES,
+    GUARD_KEYS,
+    cells,
+    check_engine_name,
+    guards,
+    objection,
+    outcomes,
+)
+from spkv_nas.engines.transformers import FORMS, Transformers
+from spkv_nas.engines.vllm import Vllm
 from spkv_nas.model.checkpoint import save
-from spkv_nas.model.export import engines, native, verify_export
-from spkv_nas.model.export.engines import ENGINES, Outcome, cells, form_name, guards, objection
+from spkv_nas.model.export import native, verify_export
 from spkv_nas.model.export.export import export
 from spkv_nas.model.export.native import native_config
 from spkv_nas.model.export.registry import AUTO, chosen_targets
@@ -40,17 +52,19 @@ def dense(family: str, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path
 def test_every_form_that_is_written_has_a_row() -> None:
     """No engine that was run runs any of them dense; vLLM's Cohere 2 is the only one that differs."""
     kinds = {*native._NATIVE, *native._SUCCESSOR.values(), "granite_swa", "spkv"}
-    assert {form.partition(" ")[0] for form in engines._ROWS} == kinds
-    assert {form for forms in engines._GUARDED.values() for form in forms} <= engines._ROWS.keys()
-    for form in engines._ROWS:
-        outcomes = {engine.name: cell.outcome for engine, cell in cells(form).items()}
-        assert outcomes.keys() == {engine.name for engine in ENGINES}
+    assert {form.partition(" ")[0] for form in FORMS} == kinds
+    for engine in ENGINES:
+        assert {*engine.outcomes, *engine.ignores_windows} <= {*FORMS}
+        assert (engine.guard_key is None) == (not engine.ignores_windows)
+    for form in FORMS:
+        known = {engine.name: cell.outcome for engine, cell in cells(form).items()}
+        assert known.keys() == {*ENGINES.names}
         run = {engine.name: cell.outcome for engine, cell in cells(form).items() if not cell.is_read}
         assert Outcome.DENSE not in run.values()
-        different = [engine for engine, outcome in run.items() if outcome is Outcome.DIFFERENT]
+        different = [name for name, outcome in run.items() if outcome is Outcome.DIFFERENT]
         assert different == (["vllm"] if form.startswith("cohere2") else [])
-        for engine, forms in engines._GUARDED.items():
-            assert form not in forms or outcomes[engine] is Outcome.REFUSED
+        for engine in ENGINES:
+            assert form not in engine.ignores_windows or known[engine.name] is Outcome.REFUSED
     assert {cell.outcome for cell in cells("third-party").values()} == {Outcome.UNTRIED}
 
 
@@ -62,7 +76,7 @@ def test_layers_of_a_family_are_told_from_others() -> None:
     assert form_name("qwen3", [SLIDING, FULL] * 2) == "qwen3"
     assert guards("gemma3_text") == guards("ministral") == guards("olmo3") == {}
     assert guards("smollm3") == {"lm_config": {"architectures": ["layer_types of smollm3 are ignored by llama.cpp"]}}
-    assert guards("cohere2 with other layers").keys() == set(engines.GUARD_KEYS)
+    assert guards("cohere2 with other layers").keys() == set(GUARD_KEYS)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -72,7 +86,7 @@ def test_loaders_that_ignore_windows_are_stopped(tmp_path: Path, tiny_tokenizer:
     assert config["model_file"] == "layer_types of qwen3 are ignored by mlx-lm"
     assert config["lm_config"] == {"architectures": ["layer_types of qwen3 are ignored by llama.cpp"]}
     assert exported.engines["mlx-lm 0.32.2"] == "refused"
-    assert exported.engines["vLLM 0.32.0"] == "exact (with --model-impl transformers; refused without)"
+    assert exported.engines["vLLM 0.32"] == "exact (with --model-impl transformers; refused without)"
     assert exported.engines["SGLang 0.5.23"] == "dense (read, not run)"
 
 
@@ -82,7 +96,7 @@ def test_keys_of_an_earlier_export_are_not_kept() -> None:
     config.lm_config = guards("gpt_oss with other layers")["lm_config"]
     exported = native_config(config, Layout(("LL", "GG") * 2, 8)).to_dict()
     assert exported["layer_types"] == [SLIDING, FULL] * 2
-    assert not set(engines.GUARD_KEYS) & exported.keys()
+    assert not set(GUARD_KEYS) & exported.keys()
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -105,7 +119,7 @@ def test_the_command_prints_what_engines_do(
     arguments = ["export", str(tmp_path / "layout.yaml"), "--model", str(model), "--out"]
     main([*arguments, str(tmp_path / "out"), "--for", "vllm"])
     printed = capsys.readouterr().out
-    assert "not run here (serve-check runs an engine):\n  vLLM 0.32.0: exact\n  transformers 5.23.0: exact\n" in printed
+    assert "not run here (serve-check runs an engine):\n  vLLM 0.32: exact\n  transformers 5.23.0: exact\n" in printed
     assert "\n  mlx-lm 0.32.2: refused\n" in printed
     assert printed.endswith("target: native\n")
     message = fails(capsys, *arguments, tmp_path / "other", "--for", "openvino")
@@ -121,10 +135,10 @@ def test_several_sink_tokens_are_not_for_vllm(tmp_path: Path, tiny_tokenizer: Pr
     """The plug-in refuses them, so ``--for`` must not promise otherwise."""
     model = dense("llama", tmp_path / "dense", tiny_tokenizer)
     layout = Layout(("GL", "LL", "LL", "GG"), 6, sinks=2)
-    with pytest.raises(UserError, match=r"vLLM 0\.32\.0 refuses the form spkv with several sink tokens"):
+    with pytest.raises(UserError, match=r"vLLM 0\.32 refuses the form spkv with several sink tokens"):
         export(layout, model, tmp_path / "several", engine="vllm")
     assert export(replace(layout, sinks=1), model, tmp_path / "one", engine="vllm").target == "spkv"
-    assert export(layout, model, tmp_path / "any").engines["vLLM 0.32.0"] == "refused"
+    assert export(layout, model, tmp_path / "any").engines["vLLM 0.32"] == "refused"
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -140,17 +154,16 @@ def test_a_sink_token_beside_learned_sinks_is_not_for_vllm(
 
 
 def test_what_an_engine_would_run_wrong_is_not_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [Outcome.EXACT] * (len(ENGINES) - 2)
-    wrong = tuple(engines.Cell(outcome) for outcome in (Outcome.DENSE, Outcome.DIFFERENT, *others))
-    monkeypatch.setitem(engines._ROWS, "old", wrong)
+    for kind, outcome in ((Vllm, Outcome.DENSE), (Transformers, Outcome.DIFFERENT), (Mlx, Outcome.EXACT)):
+        monkeypatch.setattr(kind, "outcomes", {"old": Cell(outcome)})
     config = tiny_model("olmo3").config
-    assert objection("old", config, "vllm") == "vLLM 0.32.0 runs, dense and without an error, the form old"
+    assert objection("old", config, "vllm") == "vLLM 0.32 runs, dense and without an error, the form old"
     assert objection("old", config, "transformers") == (
         "transformers 5.23.0 computes, without an error, something else with the form old"
     )
     assert objection("old", config, "mlx") is None
     with pytest.raises(UserError, match="unknown engine 'x'; expected one of vllm, transformers"):
-        engines.check_engine_name("x")
+        check_engine_name("x")
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -223,7 +236,7 @@ def test_settings_that_an_engine_was_not_run_with(
     config = tiny_model(family, **options).config
     architecture = _smollm3_config(config, LAYERWISE) if form == "smollm3" else config
     reason = objection(form, architecture, "mlx")
-    outcome = engines.outcomes(form, architecture)["mlx-lm 0.32.2"]
+    outcome = outcomes(form, architecture)["mlx-lm 0.32.2"]
     if unchecked:
         assert reason is not None
         assert re.fullmatch(f"mlx-lm 0.32.2 was not checked with {unchecked}.* in the form {form}", reason)
@@ -236,18 +249,18 @@ def test_settings_that_an_engine_was_not_run_with(
 
 def test_exact_needs_settings() -> None:
     """Every cell says with which settings the engine was run; an unknown setting of a class makes it not checked."""
-    for form in engines._ROWS:
+    for form in FORMS:
         for engine, cell in cells(form).items():
             is_compared = engine.name == "transformers" or form.startswith("spkv")
-            assert is_compared or cell.outcome is not Outcome.EXACT or form.split(" ")[0] in engines._TRIED[engine.name]
+            assert is_compared or cell.outcome is not Outcome.EXACT or form.split(" ")[0] in engine.tried
     config = tiny_model("qwen3").config
-    assert engines.outcomes("qwen3", config)["OpenVINO GenAI 2026.4.1"].startswith("exact")
+    assert outcomes("qwen3", config)["OpenVINO GenAI 2026.4.1"].startswith("exact")
     yarn = tiny_model("olmo3", rope_parameters={FULL: rope("yarn"), SLIDING: rope("yarn")}).config
-    assert engines.outcomes("olmo3", yarn)["vLLM 0.32.0"] == "exact"
+    assert outcomes("olmo3", yarn)["vLLM 0.32"] == "exact"
     config.new_multiplier = 2.0
-    assert engines.outcomes("qwen3", config)["OpenVINO GenAI 2026.4.1"] == "not checked (with new_multiplier 2.0)"
-    assert engines.outcomes("qwen3", config)["mlx-lm 0.32.2"] == "refused"
-    assert engines.outcomes("spkv", tiny_model("opt").config)["vLLM 0.32.0"] == "not checked (with model type opt)"
+    assert outcomes("qwen3", config)["OpenVINO GenAI 2026.4.1"] == "not checked (with new_multiplier 2.0)"
+    assert outcomes("qwen3", config)["mlx-lm 0.32.2"] == "refused"
+    assert outcomes("spkv", tiny_model("opt").config)["vLLM 0.32"] == "not checked (with model type opt)"
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -268,12 +281,12 @@ def test_gemma_has_its_rope_in_both_formats(tmp_path: Path, tiny_tokenizer: PreT
 
 def test_the_documentation_has_the_table() -> None:
     text = (ROOT / "docs" / "support-matrix.md").read_text()
-    for form in engines._ROWS:
+    for form in FORMS:
         row = " | ".join(str(cell) for cell in cells(form).values())
         assert f"| {form} | {row} |" in text
     assert f"| form | {' | '.join(engine.title for engine in ENGINES)} |" in text
     for engine in ENGINES:
-        for form, settings in engines._TRIED.get(engine.name, {}).items():
+        for form, settings in engine.tried.items():
             values = {
                 key: "" if tried is None else f" ({', '.join(map(str, tried))})" for key, tried in settings.items()
             }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spkv_nas.cost.engines.engine import ServedCache
+from spkv_nas.engines.cache import ServedCache
 from spkv_nas.serving.vllm.heads import Part, Windows, choose_unit, parts, request_bytes
 
 CACHE = ServedCache((6, 4), 32, "float32", window=32, context=8192, page_size=32, in_flight=256)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.units import parse_bytes
-from spkv_nas.cost.engines.engine import LayoutPlan
+from spkv_nas.engines.cache import LayoutPlan
 from spkv_nas.stages.engines import Served, chosen_engine
 from spkv_nas.stages.plan.attention.options import AttentionOptions
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
-from spkv_nas.cost.engines.engine import LayoutPlan, ServedCache, Serving
 from spkv_nas.cost.formulas import CacheCost
+from spkv_nas.engines.cache import LayoutPlan, ServedCache, Serving
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Describe how a serving engine pays for a KV cache: base class, the cache's sizes, and budgets that cost no more.
+"""Plan the KV cache of a serving engine: base class, the cache's sizes, and budgets that cost no more.
 
 An allocator works in pages, groups of layers and pools, so memory is no linear function of the number of global heads:
 a larger number can cost the same as a smaller one, or less.
@@ -9,10 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from spkv_nas.artifacts.grid import Grid
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import ITEM_BYTES
+from spkv_nas.engines.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ServedCache:
         sinks: first tokens that a local head sees besides its window.
     """
 
-    grid: Grid
+    grid: tuple[int, int]
     head_dim: int
     dtype: str
     window: int
@@ -89,12 +90,10 @@ def is_mixed(cache: ServedCache, layer_counts: Sequence[int]) -> bool:
     return any(0 < count < cache.grid[1] for count in layer_counts)
 
 
-class Engine(ABC):
-    """Serving engine.
+class PlannedEngine(Engine, ABC):
+    """Serving engine whose memory is counted as its allocator does.
 
     Attributes:
-        name: name on the command line.
-        title: name and version in sentences.
         evidence: how its plans were checked.
         note: which layouts it runs, and what its plans assume.
         per_head: whether it runs layouts that are not of whole layers.
@@ -103,8 +102,6 @@ class Engine(ABC):
         max_sinks: most sink tokens that a local head may see.
     """
 
-    name: str
-    title: str
     evidence: str
     note: str
     per_head: bool
@@ -156,13 +153,13 @@ class Serving:
         in_flight: maximum tokens of all requests in the steps that are scheduled at one time.
     """
 
-    engine: Engine
+    engine: PlannedEngine
     page_size: int
     in_flight: int
 
-    def cache(self, grid: Grid, *, head_dim: int, dtype: str, window: int, context: int, sinks: int = 0) -> ServedCache:
-        """Return the sizes of a model's cache in this engine."""
-        return ServedCache(grid, head_dim, dtype, window, context, self.page_size, self.in_flight, sinks)
+    def cache(self, grid: tuple[int, int], **sizes: Any) -> ServedCache:
+        """Return the sizes of a model's cache in this engine, from the other fields of ``ServedCache``."""
+        return ServedCache(grid, page_size=self.page_size, in_flight=self.in_flight, **sizes)
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,7 @@ class Step:
     instead_of: tuple[int, ...]
 
 
-def steps(engine: Engine, cache: ServedCache, *, stride: int = 1) -> Iterator[Step]:
+def steps(engine: PlannedEngine, cache: ServedCache, *, stride: int = 1) -> Iterator[Step]:
     """Yield the budgets that no larger budget undercuts, ascending.
 
     Args:

@@ -9,8 +9,10 @@ in flight, two prefill chunks. A model without local or without global layers ha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from spkv_nas.cost.engines.engine import CachePlan, Engine, ServedCache
+from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache
+from spkv_nas.engines.engine import Cell, Outcome
 
 _FIFTHS = 4  # tokens of the local pool, in fifths of the global pool's
 _EVICTION = 128  # tokens between two evictions, SGLANG_SWA_EVICTION_INTERVAL
@@ -62,11 +64,15 @@ class PoolsPlan(CachePlan):
         return tokens // self.page_size * self.page_size
 
 
-class Sglang(Engine):
-    """SGLang with its hybrid pools, one tensor-parallel rank and no speculative decoding."""
+class Sglang(PlannedEngine):
+    """SGLang; its cache is planned with hybrid pools, one tensor-parallel rank and no speculative decoding."""
 
     name = "sglang"
     title = "SGLang 0.5.23"
+    outcomes: ClassVar = {
+        "ministral": Cell(Outcome.DIFFERENT, "one key more than the window", is_read=True),
+        **dict.fromkeys(("qwen2", "qwen3"), Cell(Outcome.DENSE, is_read=True)),
+    }
     evidence = "read in its source, not run"
     note = "whole layers only; local layers have 0.8 as many tokens as global ones (SGLang's --swa-full-tokens-ratio)"
     per_head = False

@@ -1,4 +1,4 @@
-"""Plan a KV cache as vLLM's allocator does (vLLM 0.32, ``v1/core/kv_cache_utils.py``).
+"""Describe vLLM, and plan a KV cache as its allocator does (vLLM 0.32, ``v1/core/kv_cache_utils.py``).
 
 An ``Attention`` of vLLM has one window, so a layer with global and local heads is served as several: by kind
 (``kind_parts``: one for its global, one for its local heads), or as units of g heads each (``unit_parts``), where g
@@ -24,9 +24,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import ClassVar
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.cost.engines.engine import CachePlan, Engine, LayoutPlan, ServedCache, is_mixed
+from spkv_nas.engines.cache import CachePlan, LayoutPlan, PlannedEngine, ServedCache, is_mixed
+from spkv_nas.engines.engine import (
+    BASES,
+    EXACT,
+    MULTIPLIERS,
+    OTHER_LAYERS,
+    PROGRAMS,
+    REFUSED,
+    SCALED,
+    SPKV_FORMS,
+    Cell,
+    Outcome,
+    Program,
+    tried_with,
+)
 
 _FEW_PADDING = 1.5  # the largest bucket sets the size of groups below this multiple of the smallest
 
@@ -122,11 +137,62 @@ def plan_parts(cache: ServedCache, parts: Mapping[Part, int]) -> PagedPlan:
     return PagedPlan(group_size * cache.page_size * most_heads * cache.head_bytes, request_pages)
 
 
-class Vllm(Engine):
-    """vLLM with its hybrid KV cache manager, one pipeline stage and one tensor-parallel rank."""
+class Vllm(PlannedEngine):
+    """vLLM; its cache is planned with the hybrid KV cache manager, one pipeline stage and one tensor-parallel rank."""
 
     name = "vllm"
     title = "vLLM 0.32"
+    outcomes: ClassVar = {
+        **dict.fromkeys(
+            ("ministral", "gemma3_text", f"gemma3_text{OTHER_LAYERS}", "olmo3", "smollm3", "exaone4", "granite_swa"),
+            EXACT,
+        ),
+        **dict.fromkeys(("qwen2", "qwen3"), Cell(Outcome.EXACT, "with --model-impl transformers; refused without")),
+        **dict.fromkeys(
+            ("cohere2", f"cohere2{OTHER_LAYERS}"),
+            Cell(Outcome.DIFFERENT, "one key more than the window; exact with --model-impl transformers"),
+        ),
+        **dict.fromkeys(SPKV_FORMS[:2], Cell(Outcome.EXACT, "with spkv-nas in its environment; refused otherwise")),
+        **dict.fromkeys(SPKV_FORMS[2:], REFUSED),
+    }
+    tried: ClassVar = {
+        "ministral": tried_with(
+            "rope_theta", "tie_word_embeddings", "partial_rotary_factor", "attention_factor", rope_type=SCALED,
+            hidden_act=("gelu",),
+        ),
+        "qwen2": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=("yarn",)),
+        "qwen3": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=SCALED),
+        "gemma3_text": tried_with(
+            *BASES, "query_pre_attn_scalar", "tie_word_embeddings", "final_logit_softcapping", "attention_bias",
+            rope_type=SCALED, sliding_rope_type=("linear",), hidden_activation=("gelu",),
+        ),
+        "olmo3": tried_with(*BASES, rope_type=("yarn",), sliding_rope_type=("yarn",)),
+        "smollm3": tried_with(
+            "rope_theta", "tie_word_embeddings", "attention_bias", "no_rope_layers", rope_type=("llama3", "yarn")
+        ),
+        "exaone4": tried_with(rope_type=("llama3",)),
+        "granite_swa": tried_with(
+            *MULTIPLIERS, "rope_theta", "layer_rope_theta", "tie_word_embeddings", "attention_bias", "mlp_bias",
+            rope_type=SCALED,
+        ),
+        # Plug-in: by the model type of the weights
+        "spkv llama": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=SCALED),
+        "spkv mistral": tried_with("rope_theta", "tie_word_embeddings"),
+        "spkv ministral": tried_with(),
+        "spkv phi3": tried_with("rope_theta", "tie_word_embeddings"),
+        "spkv qwen2": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=("yarn",)),
+        "spkv qwen3": tried_with(
+            "rope_theta", "tie_word_embeddings", "attention_factor", rope_type=("llama3", "yarn")
+        ),
+        "spkv gemma3_text": tried_with(
+            *BASES, "query_pre_attn_scalar", "tie_word_embeddings", rope_type=("linear", "llama3")
+        ),
+        "spkv granite": tried_with(*MULTIPLIERS, "rope_theta", "tie_word_embeddings", "attention_bias"),
+        "spkv olmo2": tried_with("rope_theta"),
+        "spkv olmo3": tried_with("rope_theta", rope_type=("yarn",), sliding_rope_type=("yarn",)),
+        "spkv smollm3": tried_with("rope_theta", "tie_word_embeddings", "no_rope_layers", rope_type=("llama3",)),
+    }  # fmt: skip
+    program = Program(PROGRAMS / "run_vllm.py", "vllm")
     evidence = "equal to vLLM's report of its capacity"
     note = "layouts per head take the memory of whole layers with as many global heads"
     per_head = True

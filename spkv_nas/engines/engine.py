@@ -1,0 +1,187 @@
+"""Describe an inference engine: its version, what it does with folders that ``export`` writes, and its check program.
+
+An outcome says what the engine did with a form, such as ``ministral`` or ``spkv``: tiny random models with layouts of
+whole layers (per head for ``spkv``), 64 greedy tokens and the log-probabilities of a prompt of 200 tokens against this
+package's model. An outcome that was only read in the engine's source says so, and what was neither run nor read is not
+tried. An engine is exact for the settings of a model that it was run with: those of ``tried``, and the defaults of the
+config's class. With any other one it is not checked. ``docs/support-matrix.md`` shows the same tables.
+
+An engine is one class in one file; ``cache.PlannedEngine`` adds the plan of its cache. A package adds its own by an
+entry point of the group ``spkv_nas.engines``. Nothing here imports torch or transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Settings = Mapping[str, tuple[Any, ...] | None]  # the values of a config's key that were tried; None: any
+
+
+class Outcome(Enum):
+    """Name what an engine does with a form."""
+
+    EXACT = "exact"
+    REFUSED = "refused"
+    DENSE = "dense"
+    DIFFERENT = "different"
+    UNTRIED = "not tried"
+    UNCHECKED = "not checked"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """State what one engine does with one form.
+
+    Attributes:
+        outcome: exact: it computes the hybrid; refused: it stops with an error; dense, different: it computes something
+            else without an error; not checked: exact with other settings.
+        note: what that takes, such as an option of the engine.
+        is_read: whether it was read in the engine's source, and not run.
+    """
+
+    outcome: Outcome
+    note: str = ""
+    is_read: bool = False
+
+    def __str__(self) -> str:
+        """Return the outcome and its notes, such as "exact (with --model-impl transformers)"."""
+        notes = [note for note in (self.note, "read, not run" if self.is_read else "") if note]
+        return f"{self.outcome.value} ({'; '.join(notes)})" if notes else self.outcome.value
+
+
+PROGRAMS = Path(__file__).with_name("programs")
+EXACT, REFUSED, UNTRIED = Cell(Outcome.EXACT), Cell(Outcome.REFUSED), Cell(Outcome.UNTRIED)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Program that runs an engine on a folder, in an environment of its own.
+
+    Attributes:
+        file: its text, which defines ``run`` as the files of ``programs/`` do.
+        package: Python package of the engine.
+        converts: whether users convert the exported folder for it first.
+        registers_type: whether the model type ``spkv`` needs ``import spkv_nas`` there.
+    """
+
+    file: Path
+    package: str
+    converts: bool = False
+    registers_type: bool = False
+
+
+class Engine:
+    """Inference engine. Subclasses set what is known of theirs.
+
+    Attributes:
+        name: name on the command line.
+        title: name and version in sentences.
+        outcomes: what it does with forms, by name; those that are missing were not tried.
+        tried: settings that it was run with besides the defaults, by model type of the form.
+        ignores_windows: forms that it would run dense, were they not written with the key of ``guard``.
+        guard_key: key of ``config.json`` that only this engine reads; None: none is known or needed.
+        program: program that ``serve-check`` and ``export --check`` run it with; None: there is none.
+    """
+
+    name: str
+    title: str
+    outcomes: ClassVar[Mapping[str, Cell]] = {}
+    tried: ClassVar[Mapping[str, Settings]] = {}
+    ignores_windows: tuple[str, ...] = ()
+    guard_key: str | None = None
+    program: Program | None = None
+
+    def guard(self, reason: str) -> Any:
+        """Return a value of ``guard_key`` on which the engine's loader fails, with a reason in it."""
+        return reason
+
+    def cell(self, form: str, config: PreTrainedConfig) -> Cell:
+        """Return what the engine does with a form of a model with the settings of ``config``."""
+        cell = self.outcomes.get(form, UNTRIED)
+        if cell.outcome is Outcome.EXACT:
+            kind = f"spkv {config.model_type}" if form.startswith("spkv") else config.model_type
+            if settings := untried_settings(config, self.tried.get(kind)):
+                return Cell(Outcome.UNCHECKED, f"with {', '.join(settings)}")
+        return cell
+
+
+# Forms of families that have a window in all but every n-th layer, by n; engines that ignore layer_types assume it
+PERIODS = {"gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
+OTHER_LAYERS = " with other layers"
+SPKV_FORMS = ("spkv", "spkv with a sink token", "spkv with several sink tokens", "spkv with both kinds of sinks")
+OLDER_ROPE_KEYS = ("rope_theta", "rope_local_base_freq", "rope_scaling")  # of transformers 4, beside rope_parameters
+
+
+def form_name(model_type: str, layer_types: Sequence[str]) -> str:
+    """Return the form of a native architecture: its model type, and whether its layers are not those of its family."""
+    period = PERIODS.get(model_type)
+    is_stock = period is None or all(
+        (kind == "full_attention") == ((layer + 1) % period == 0) for layer, kind in enumerate(layer_types)
+    )
+    return model_type if is_stock else f"{model_type}{OTHER_LAYERS}"
+
+
+# Names of settings that engines' ``tried`` share
+SCALED = ("linear", "llama3", "yarn")
+BASES = ("rope_theta", "sliding_rope_theta")
+MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
+# Settings without effect on logits, sizes, and parameters of the RoPE types above: tried with any value
+_ANY_VALUE = {
+    *OLDER_ROPE_KEYS[1:], "spkv", "model_type", "layer_types", "sliding_window", "sliding_window_pattern",
+    "_sliding_window_pattern", "use_sliding_window", "max_window_layers", "no_rope_layer_interval",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "num_local_experts", "num_experts_per_tok", "max_position_embeddings", "rms_norm_eps", "layer_norm_eps",
+    "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+    "attention_dropout", "router_aux_loss_coef", "output_router_logits", "initializer_range", "use_cache", "dtype",
+    "pad_token_id", "bos_token_id", "eos_token_id", "architectures", "transformers_version", "_name_or_path",
+    "output_attentions", "output_hidden_states", "return_dict", "pretraining_tp", "id2label", "label2id",
+    "problem_type", "chunk_size_feed_forward", "cache_implementation", "model_file", "lm_config",
+}  # fmt: skip
+_SLIDING = "sliding_"  # prefix of the RoPE settings of sliding layers, where they have their own
+_PER_LAYER = ("layer_rope_theta", "no_rope_layers")  # lists, compared by the values in them
+
+
+def tried_with(*any_value: str, **values: tuple[Any, ...]) -> Settings:
+    """Return settings that were tried with any value, and those that were tried with some."""
+    return dict.fromkeys(any_value) | values
+
+
+def untried_settings(config: PreTrainedConfig, tried: Settings | None) -> list[str]:
+    """Return the settings of a config that are neither defaults of its class nor ``tried``; None: no model was.
+
+    A key that the class does not declare is off if it is false.
+    """
+    if tried is None:
+        return [f"model type {config.model_type}"]
+    defaults = {"partial_rotary_factor": 1.0} | _flat(type(config)())
+    unusual = {
+        key: value
+        for key, value in _flat(config).items()
+        if value != defaults.get(key)
+        and (value or key in defaults)
+        and not {key, key.removeprefix(_SLIDING)} & _ANY_VALUE
+    }
+    # A key that is not in the table has no values that were tried
+    return [
+        f"{key} {value}"
+        for key, value in unusual.items()
+        if (values := tried.get(key, ())) is not None and value not in values
+    ]
+
+
+def _flat(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of a config with those of its RoPE among them, and apart those of sliding layers alone."""
+    settings = config.to_dict()
+    rotary = settings.pop("rope_parameters", None) or {}
+    local, rotary = rotary.get("sliding_attention", {}), rotary.get("full_attention", rotary)
+    is_shared = local.get("rope_theta") == rotary.get("rope_theta")
+    local = {f"{_SLIDING}{key}": value for key, value in local.items() if key != "rope_theta" or not is_shared}
+    settings |= rotary | local
+    return {key: sorted(set(x)) if key in _PER_LAYER and x else x for key, x in settings.items()}

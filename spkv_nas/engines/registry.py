@@ -1,0 +1,104 @@
+"""List the inference engines, and say what they do with the form of an export.
+
+Some engines ignore ``layer_types`` and would run a form dense without an error. ``guards`` returns keys of the config
+that only such an engine reads, and on which its loader fails. None is known for SGLang, which was read and not run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.registry import Registry
+from spkv_nas.engines.cache import PlannedEngine
+from spkv_nas.engines.engine import UNTRIED, Cell, Engine, Outcome
+from spkv_nas.engines.llamacpp import LLAMACPP
+from spkv_nas.engines.mlx import MLX
+from spkv_nas.engines.onnxruntime import ONNXRUNTIME
+from spkv_nas.engines.openvino import OPENVINO
+from spkv_nas.engines.sglang import SGLANG
+from spkv_nas.engines.transformers import CONTINUOUS_BATCHING, TRANSFORMERS
+from spkv_nas.engines.vllm import VLLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ENGINES: Registry[Engine] = Registry(
+    "spkv_nas.engines",
+    "engine",
+    Engine,
+    (VLLM, TRANSFORMERS, CONTINUOUS_BATCHING, MLX, LLAMACPP, OPENVINO, ONNXRUNTIME, SGLANG),
+)
+GUARD_KEYS = tuple(engine.guard_key for engine in ENGINES.built_in if engine.guard_key is not None)
+
+
+def planned_engines() -> dict[str, PlannedEngine]:
+    """Return the engines whose cache is planned, by name."""
+    return {engine.name: engine for engine in ENGINES if isinstance(engine, PlannedEngine)}
+
+
+def planned_engine(name: str) -> PlannedEngine:
+    """Return an engine whose cache is planned. Raises ``UserError``, which lists the names, if there is none."""
+    engines = planned_engines()
+    if name not in engines:
+        raise UserError(f"unknown engine '{name}'; expected one of {', '.join(engines)}")
+    return engines[name]
+
+
+def checked_engines(*, converts: bool = True) -> tuple[str, ...]:
+    """Return the names of the engines that have a program; without ``converts`` those that run a folder as it is."""
+    programs = {engine.name: engine.program for engine in ENGINES if engine.program is not None}
+    return tuple(name for name, program in programs.items() if converts or not program.converts)
+
+
+def compared_engines() -> dict[str, Engine]:
+    """Return the engines of which is known what they do with forms, by name."""
+    return {engine.name: engine for engine in ENGINES if engine.outcomes}
+
+
+def guards(form: str) -> dict[str, Any]:
+    """Return keys of ``config.json`` that stop the loaders of engines which would ignore the windows of a form."""
+    family = form.partition(" ")[0]
+    return {
+        engine.guard_key: engine.guard(f"layer_types of {family} are ignored by {engine.title.partition(' ')[0]}")
+        for engine in ENGINES
+        if engine.guard_key is not None and form in engine.ignores_windows
+    }
+
+
+def cells(form: str) -> dict[Engine, Cell]:
+    """Return what each engine does with a form; not tried for a form that it does not list, such as a package's."""
+    return {engine: engine.outcomes.get(form, UNTRIED) for engine in compared_engines().values()}
+
+
+def outcomes(form: str, config: PreTrainedConfig) -> dict[str, str]:
+    """Return what each engine does with a form, such as "exact" or "refused", by name and version."""
+    return {engine.title: str(engine.cell(form, config)) for engine in compared_engines().values()}
+
+
+def check_engine_name(name: str | None) -> None:
+    """Raise ``UserError`` if an engine is named of which no outcome is known."""
+    if name is not None and name not in compared_engines():
+        raise UserError(f"unknown engine '{name}'; expected one of {', '.join(compared_engines())}")
+
+
+def objection(form: str, config: PreTrainedConfig, name: str) -> str | None:
+    """Return why a form is not for the engine of that name, as a clause; None if the engine computes the hybrid.
+
+    Args:
+        form: form of the exported folder.
+        config: config of the exported folder.
+        name: name of the engine.
+    """
+    engine = ENGINES[name]
+    cell = engine.cell(form, config)
+    if cell.outcome is Outcome.EXACT:
+        return None
+    verbs = {
+        Outcome.REFUSED: "refuses",
+        Outcome.DENSE: "runs, dense and without an error,",
+        Outcome.DIFFERENT: "computes, without an error, something else with",
+        Outcome.UNTRIED: "was not tried with",
+        Outcome.UNCHECKED: f"was not checked {cell.note} in",
+    }
+    return f"{engine.title} {verbs[cell.outcome]} the form {form}"
