@@ -24,10 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.cost.hardware import HARDWARE
 from spkv_nas.cost.ladder import find_level
-from spkv_nas.cost.memory import Training
-from spkv_nas.cost.stage_costs import Site, StageCost, Stages
+from spkv_nas.cost.stage_costs import HARDWARE, Site, StageCost, Stages, Training
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.loss import loss_in_chunks

@@ -71,7 +71,7 @@ def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") ->
 class AdaptiveBatchSize:
     """Micro-batch size, in blocks, that halves after a CUDA out-of-memory error.
 
-    The forecast of ``cost.memory`` may be wrong, and other programs may allocate memory meanwhile. accelerate's
+    The forecast of ``cost.formulas`` may be wrong, and other programs may allocate memory meanwhile. accelerate's
     ``find_executable_batch_size`` restarts whole functions, whereas this retries a single pass; both use the same test
     for out-of-memory errors.
 

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 def dry_run(options: Trains, reporter: Reporter) -> Result:
     """Return the plan of a training command, or its forecast, without training."""
+    from spkv_nas.stages import forecast
     from spkv_nas.stages.dry_run import plan_of
-    from spkv_nas.stages.plan import output
     from spkv_nas.training.run_plan import Plan
 
     planned = plan_of(options, reporter)
     return (
         Result(planned, planned_runs.show, planned_runs.document)
         if isinstance(planned, Plan)
-        else Result(planned, output.forecast, output.document)
+        else Result(planned, forecast.show, forecast.document)
     )

@@ -1,6 +1,7 @@
-"""Formulas for the cost of attention: FLOPs in Kaplan's accounting and bytes of the KV cache; needs no torch.
+"""Count FLOPs, KV-cache bytes and peak memory of a decoder from its sizes; needs no torch.
 
-SP-KV paper, appendix "Inference efficiency". Both depend only on the mean number of keys that a KV head sees::
+**FLOPs and cache** (SP-KV paper, appendix "Inference efficiency") depend only on the mean number of keys that a KV head
+sees::
 
     keys  = recent + density * (context - recent),    recent = min(window + sinks, context)
     FLOPs = 2 N + 2 L d_attn keys                     per token, forward
@@ -12,22 +13,75 @@ layers have a native sliding window, ``keys`` is the mean over layers, and a lay
 window whatever the density. Kaplan's attention term is the mean over the positions of a causal sequence of ``context``
 tokens (4 L d_attn FLOPs per key for queries by keys and scores by values, with half the keys visible on average); a
 token decoded at the end of the context costs twice that term. The predictors, about 4 % of 2 N, are not counted.
-
 No formula predicts the time of attention: see ``spkv_nas.cost.calibration``.
+
+**Memory of passes** counts the values per token and layer that PyTorch's autograd and a Llama's code hold at once; d
+and f are the channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of a predictor's hidden layer::
+
+    forward     4 d + max(3 f, 4 q + 4 kv)       of one layer; those of the others are freed
+    kept        2 d + 3 f + 2 q + 2 kv            for the backward pass, if only gates are trained
+                + d + 2 h                         of a predictor
+                + 2 d + f + q                     inputs of linear layers, if these or adapters are trained
+                or 5 d + f + q                    if each casts its input
+                + 2 d                             if all weights are trained
+    backward    2 d + max(4 f, 8 q + 4 kv)        of one layer, in addition to what all layers keep
+                or 2 d + 2 f (bfloat16: 4 f)      if only that layer is kept, and freed meanwhile
+
+Norms (2 d of what is kept, 4 d if all weights are trained) and predictors compute in float32, everything else in the
+dtype of the pass. In bfloat16 each linear layer casts its input; with float32 weights (autocast) the residual stream
+stays float32. With activation checkpointing, layers keep only their input, d, and one layer at a time is recomputed,
+after the logits have been freed. Logits are never held for all tokens, only for a chunk
+(``base.memory.CHUNK_BYTES``). Not counted are the activations that adapters keep by their rank, and the allocator's
+overhead. For other model families, what autograd keeps is within a tenth; for Gemma 3, which has twice the norms, it is
+a quarter more if all weights are trained. reports/LOG.md compares with measured peaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, NamedTuple
 
+from spkv_nas.artifacts.gate_config import GATED, GateConfig
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.local_layers import ConfigLayer, candidate_layers, config_layers, layout_window
-from spkv_nas.artifacts.shape import HeadShape, Shape
+from spkv_nas.artifacts.local_layers import candidate_layers, config_layers, layout_window
+from spkv_nas.artifacts.shape import HeadShape, ModelSize, Shape
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MAX_WINDOW
-from spkv_nas.base.units import ITEM_BYTES, format_bytes
+from spkv_nas.base.memory import chunk_tokens
+
+ROOM = 0.9  # share of the available memory for passes; the rest is for allocator and driver
+FLOAT32, BFLOAT16 = 4, 2  # bytes
+MOMENTS = 8  # bytes of Adam's two moments per parameter
+
+OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"]
+
+
+class Optimizer(NamedTuple):
+    """A variant of AdamW: bytes of both moments per parameter, 0 if paged to CPU memory; its package if not torch."""
+
+    moment_bytes: float = 8.0
+    package: str | None = None
+
+
+OPTIMIZERS: dict[OptimizerName, Optimizer] = {
+    "adamw_torch_fused": Optimizer(),
+    "adamw_torch": Optimizer(),
+    "adamw_8bit": Optimizer(2 * (1 + 4 / 256), "bitsandbytes"),  # a float32 scale for 256 numbers
+    "paged_adamw_32bit": Optimizer(0.0, "bitsandbytes"),
+    "paged_adamw_8bit": Optimizer(0.0, "bitsandbytes"),
+}
+DEFAULT_OPTIMIZER: OptimizerName = "adamw_torch_fused"
+
+
+class Learns(Enum):
+    """Trained weights, which determine the gradients that a backward pass computes."""
+
+    GATES = "predictors alone"
+    ADAPTERS = "adapters of linear layers, and predictors"
+    ALL = "all weights"
 
 
 def visible_keys(context: int, *, density: float = 1.0, window: int = 0) -> float:
@@ -36,7 +90,12 @@ def visible_keys(context: int, *, density: float = 1.0, window: int = 0) -> floa
     Raises:
         UserError: a context below 1, a density outside [0, 1] or a negative window.
     """
-    _check(context, density, window)
+    if context < 1:
+        raise UserError(f"a context must have at least 1 token; found {context}")
+    if not 0.0 <= density <= 1.0:
+        raise UserError(f"density must lie in [0, 1]; found {density:g}")
+    if window < 0:
+        raise UserError(f"a window cannot be negative; found {window}")
     recent = min(window, context)
     return recent + density * (context - recent)
 
@@ -45,32 +104,14 @@ def mean_visible_keys(context: int, *, density: float = 1.0, window: int = 0) ->
     """Return the keys that a query sees, including its own, averaged over a causal sequence of ``context`` tokens.
 
     (context + 1) / 2 with density 1, and recent - recent (recent - 1) / (2 context) with density 0.
-
-    Raises:
-        UserError: as ``visible_keys``.
     """
-    _check(context, density, window)
     recent = min(window, context)
     local = recent - recent * (recent - 1) / (2 * context)
     return local + density * ((context + 1) / 2 - local)
 
 
-def _check(context: int, density: float, window: int) -> None:
-    """Check the arguments of ``visible_keys``."""
-    if context < 1:
-        raise UserError(f"a context must have at least 1 token; found {context}")
-    if not 0.0 <= density <= 1.0:
-        raise UserError(f"density must lie in [0, 1]; found {density:g}")
-    if window < 0:
-        raise UserError(f"a window cannot be negative; found {window}")
-
-
 def attention_flops(shape: HeadShape, context: int, *, density: float = 1.0, window: int = 0) -> float:
-    """Return the forward FLOPs of attention per token, 2 L d_attn keys.
-
-    Raises:
-        UserError: as ``visible_keys``.
-    """
+    """Return the forward FLOPs of attention per token, 2 L d_attn keys. Raises ``UserError`` as ``visible_keys``."""
     return 2 * shape.num_layers * shape.attention_width * visible_keys(context, density=density, window=window)
 
 
@@ -85,6 +126,23 @@ def training_flops(shape: Shape, num_tokens: float, block_size: int) -> float:
     This reproduces the paper's table "Main scaling study parameters" within 0.5 % (Llama 3 8B: 3.3 % below).
     """
     return 3 * num_tokens * flops_per_token(shape, block_size)
+
+
+def head_bytes(keys: float, head_dim: int, element_size: int) -> float:
+    """Return the bytes of ``keys`` tokens in the cache of one KV head, keys and values: 2 D element_size keys."""
+    return 2 * head_dim * element_size * keys
+
+
+def kv_bytes_per_token(shape: Shape, *, density: float = 1.0, element_size: int = 2) -> float:
+    """Return the bytes by which the KV cache grows per token once the window is full."""
+    return shape.num_layers * shape.num_kv_heads * head_bytes(density, shape.head_dim, element_size)
+
+
+def kv_cache_bytes(
+    shape: Shape, context: int, *, density: float = 1.0, window: int = 0, element_size: int = 2
+) -> float:
+    """Return the bytes of the KV cache of one sequence of ``context`` tokens."""
+    return kv_bytes_per_token(shape, element_size=element_size) * visible_keys(context, density=density, window=window)
 
 
 @dataclass(frozen=True)
@@ -136,12 +194,17 @@ def cost(
     Raises:
         UserError: as ``visible_keys``.
     """
-    keys, growth = visible_keys(context, density=density, window=window), density
-    if native_windows:
-        layers = config_layers(native_windows)
-        keys = sum(_layer_keys(layer, context, density, window) for layer in layers) / len(layers)
-        grows = [not layer.is_always_local and context <= layer.checkpoint_window for layer in layers]
-        growth = density * sum(grows) / len(layers)
+    layers = config_layers(native_windows or [None])
+    keys = sum(  # no head sees beyond a native window
+        visible_keys(
+            min(context, layer.checkpoint_window),
+            density=density,
+            window=layout_window(layer, window, is_global=False),
+        )
+        for layer in layers
+    ) / len(layers)
+    grows = [not layer.is_always_local and context <= layer.checkpoint_window for layer in layers]
+    growth = density * sum(grows) / len(layers)
     flops = 2 * shape.num_layers * shape.attention_width * keys
     return Cost(
         name=name,
@@ -151,35 +214,6 @@ def cost(
         attention_flops=flops,
         total_flops=2 * shape.num_parameters + flops,
     )
-
-
-def _layer_keys(layer: ConfigLayer, context: int, density: float, window: int) -> float:
-    """Return the keys that a KV head of one layer holds, none beyond the native window."""
-    longest = min(context, layout_window(layer, window, is_global=True))
-    return visible_keys(longest, density=density, window=layout_window(layer, window, is_global=False))
-
-
-def head_bytes(keys: float, head_dim: int, element_size: int) -> float:
-    """Return the bytes of ``keys`` tokens in the cache of one KV head, keys and values: 2 D element_size keys."""
-    return 2 * head_dim * element_size * keys
-
-
-def kv_bytes_per_token(shape: Shape, *, density: float = 1.0, element_size: int = 2) -> float:
-    """Return the bytes by which the KV cache grows per token once the window is full.
-
-    Args:
-        shape: sizes of the model.
-        density: share of the keys that are kept.
-        element_size: bytes per number (2: bfloat16).
-    """
-    return shape.num_layers * shape.num_kv_heads * head_bytes(density, shape.head_dim, element_size)
-
-
-def kv_cache_bytes(
-    shape: Shape, context: int, *, density: float = 1.0, window: int = 0, element_size: int = 2
-) -> float:
-    """Return the bytes of the KV cache of one sequence of ``context`` tokens."""
-    return kv_bytes_per_token(shape, element_size=element_size) * visible_keys(context, density=density, window=window)
 
 
 def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | None] = ()) -> float:
@@ -194,78 +228,161 @@ def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | 
     return int(counts[candidates].sum()) / (len(candidates) * layout.num_kv_heads)
 
 
+def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, learns: bool = False) -> int:
+    """Return the peak bytes of the logits of ``num_tokens`` and of their loss, with the gradient if ``learns``.
+
+    ``item`` is the bytes of a logit as the model computes it.
+    """
+    copies = (8 if learns else 4) + (4 if item < FLOAT32 else 0)  # log-softmax, its gradient, the logits in float32
+    return min(num_tokens, chunk_tokens(vocabulary)) * vocabulary * (item + copies)
+
+
+def num_predictor_parameters(size: ModelSize, gates: GateConfig) -> int:
+    """Return the number of parameters of all gate predictors on a model."""
+    channels, heads, width = size.hidden_size, size.heads.num_kv_heads, gates.width(size.hidden_size)
+    per_layer = (channels if gates.predictor == "linear" else width) * heads + heads
+    if gates.predictor != "linear":
+        per_layer += channels * width + width
+    if gates.predictor == "bidirectional":
+        per_layer += width * gates.kernel_size + width
+    return per_layer * num_gated(size, gates)
+
+
+def num_adapter_parameters(size: ModelSize, rank: int, targets: str | Sequence[str] = "all-linear") -> int:
+    """Return the number of adapter parameters: per linear layer, the rank times its input plus output channels.
+
+    ``targets`` are names of linear layers as in Llama. If any name is unknown, all linear layers are counted.
+    """
+    channels, ffn = size.hidden_size, size.intermediate_size
+    q, kv = size.heads.attention_width, size.heads.num_kv_heads * size.heads.head_dim
+    widths = dict.fromkeys(("q_proj", "o_proj"), channels + q) | dict.fromkeys(("k_proj", "v_proj"), channels + kv)
+    widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), channels + ffn)
+    adapted_layers = set(widths) if isinstance(targets, str) or not set(targets) <= set(widths) else set(targets)
+    return rank * size.heads.num_layers * sum(widths[name] for name in adapted_layers)
+
+
+def num_gated(size: ModelSize, gates: GateConfig) -> int:
+    """Return the number of layers that have a predictor."""
+    return size.num_full if gates.heads is None else sum(GATED in row for row in gates.heads)
+
+
 @dataclass(frozen=True)
-class CacheCost:
-    """Bytes of keys and values in the cache, without page rounding and index.
+class PassMemory:
+    """Memory of passes through a decoder, in addition to its weights.
 
     Attributes:
-        context: tokens per sequence.
-        batch: sequences held at once.
-        window: visible recent keys of a local head.
-        head_dim: D, of keys and of values.
-        dtype: of the cache, one of ``ITEM_BYTES``.
-        sinks: first tokens that a local head keeps besides its window.
-        native_heads: windows of the KV heads that are local by design, whose letter in a layout has no effect.
-        global_window: visible recent keys of a global head, if every layer of the model has a native window.
+        size: size of the decoder.
+        item: bytes of an activation.
+        gates: its gates, if any.
+        mixes: whether heads mix global and local attention and keep both results.
+        autocast: whether the model's weights are float32 and cast for every product.
+        on_cpu: whether gated attention computes and stores float32.
     """
 
-    context: int
-    batch: int
-    window: int
-    head_dim: int
-    dtype: str
-    sinks: int = 0
-    native_heads: tuple[int, ...] = ()
-    global_window: int = MAX_WINDOW
+    size: ModelSize
+    item: int = FLOAT32
+    gates: GateConfig | None = None
+    mixes: bool = False
+    autocast: bool = False
+    on_cpu: bool = False
 
-    def __post_init__(self) -> None:
-        """Validate the fields.
+    def forward(self, num_tokens: int) -> int:
+        """Return the bytes of a pass without gradients, up to the last hidden states."""
+        size = self.size
+        q, kv, _ = self._attention
+        return num_tokens * self.item * (4 * size.hidden_size + max(3 * size.intermediate_size, 4 * (q + kv)))
 
-        Raises:
-            UserError: a number is below 1, or the dtype is unknown.
+    def scored(self, num_tokens: int) -> int:
+        """Return the bytes of a pass without gradients and of the NLL of its tokens."""
+        hidden = 2 * num_tokens * self.item * self.size.hidden_size
+        return max(self.forward(num_tokens), hidden + logit_bytes(self.size.vocabulary, num_tokens, item=self.item))
+
+    def shared(self, num_tokens: int, share: float = 1.0) -> int:
+        """Return the bytes of scored passes that start from hidden states cached for a ``share`` of the layers."""
+        return self.scored(num_tokens) + round(self._hidden(num_tokens) * share)
+
+    def learning(
+        self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False, taught: bool = False
+    ) -> int:
+        """Return the bytes of a forward and a backward pass.
+
+        With ``recomputes`` activations are recomputed, one layer at a time. With ``taught`` the loss compares with a
+        teacher's predictions, which doubles the logits; the teacher's last hidden states are kept too.
         """
-        for name in ("context", "batch", "window", "head_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}")
-        if self.sinks < 0:
-            raise UserError(f"--sinks must be at least 0; found {self.sinks}")
-        if self.dtype not in ITEM_BYTES:
-            raise UserError(f"--kv-dtype '{self.dtype}' is unknown; expected one of {', '.join(ITEM_BYTES)}")
+        kept = self.kept(num_tokens, learns=learns, recomputes=recomputes)
+        logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item, learns=True)
+        if taught:
+            kept, logits = kept + num_tokens * self.item * self.size.hidden_size, 2 * logits
+        if not recomputes:
+            return kept + max(self._backward(num_tokens), logits)
+        layer = num_tokens * (self._layer(learns) + self._predictor)  # recomputed after the logits are freed
+        return kept + max(self._backward(num_tokens, frees=True), logits - layer)
+
+    def transferring(self, num_tokens: int, learns: Learns) -> int:
+        """Return the bytes of a teacher's pass, which records attention inputs and outputs, and of learning a layer."""
+        recorded = 2 * num_tokens * self.item * self.size.hidden_size * self.size.heads.num_layers
+        layer = num_tokens * (self._layer(learns) + self._predictor) + self._backward(num_tokens)
+        return recorded + max(self.forward(num_tokens), layer)
+
+    def kept(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
+        """Return the bytes that a forward pass keeps for the backward pass, without logits."""
+        size, layers = self.size, self.size.heads.num_layers
+        layer, gate = num_tokens * self._layer(learns), num_tokens * self._predictor
+        gated = 0 if self.gates is None else num_gated(size, self.gates)
+        kept = self._hidden(num_tokens) + layer + gate if recomputes else layers * layer + gated * gate
+        return kept + 2 * num_tokens * FLOAT32 * size.hidden_size  # input of the last norm
+
+    def going(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
+        """Return the bytes of ``kept`` that are freed when the backward pass reaches the first layer."""
+        layers = self.size.heads.num_layers
+        layer_bytes = self._hidden(num_tokens) // layers if recomputes else num_tokens * self._layer(learns)
+        return (layers - 1) * layer_bytes
 
     @property
-    def global_head(self) -> int:
-        """Return the bytes of one global KV head, over all sequences."""
-        return self._head(self.global_window)
+    def _attention(self) -> tuple[int, int, int]:
+        """Return q, kv, and the bytes of an activation in attention."""
+        heads = self.size.heads
+        item = FLOAT32 if self.on_cpu and self.gates is not None else self.item
+        return heads.attention_width, heads.num_kv_heads * heads.head_dim, item
 
     @property
-    def local_head(self) -> int:
-        """Return the bytes of one local KV head, which stores only its window and sink tokens, over all sequences."""
-        return self._head(self.window + self.sinks) if self.window < self.global_window else self.global_head
+    def _predictor(self) -> int:
+        channels = self.size.hidden_size
+        return 0 if self.gates is None else FLOAT32 * (channels + 2 * self.gates.width(channels))
 
-    def total(self, num_global: int, num_heads: int) -> int:
-        """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
-        num_local = num_heads - num_global - len(self.native_heads)
-        native = sum(self._head(window) for window in self.native_heads)
-        return num_global * self.global_head + num_local * self.local_head + native
+    def _layer(self, learns: Learns) -> int:
+        channels, ffn = self.size.hidden_size, self.size.intermediate_size
+        q, kv, attention_item = self._attention
+        activations = self.item * (3 * ffn + q * self.mixes) + attention_item * 2 * (q + kv)
+        if learns is not Learns.GATES:
+            activations += self.item * ((2 if self.item == FLOAT32 else 5) * channels + ffn + q)
+        return activations + FLOAT32 * (4 if learns is Learns.ALL else 2) * channels
 
-    def largest_budget(self, limit: int, num_heads: int) -> int:
-        """Return the largest number of global heads, up to all that can be, whose cache fits in ``limit`` bytes.
+    def _backward(self, num_tokens: int, *, frees: bool = False) -> int:
+        """Return the bytes of one layer's backward pass; ``frees``: most of what is held is freed meanwhile."""
+        q, kv, item = self._attention
+        ffn = self.size.intermediate_size
+        activations = FLOAT32 * 2 * ffn if frees else max(self.item * 4 * ffn, item * (8 * q + 4 * kv))
+        return num_tokens * (self.item * 2 * self.size.hidden_size + activations)
 
-        Raises:
-            UserError: not even one global head fits.
-        """
-        extra = self.global_head - self.local_head
-        spare = limit - self.total(0, num_heads)
-        candidates = num_heads - len(self.native_heads)
-        number = candidates if spare >= extra * candidates else max(0, spare) // max(1, extra)
-        if number < 1:
-            raise UserError(
-                f"{format_bytes(limit)} is too small for a global KV head: {num_heads} local heads need "
-                f"{format_bytes(self.total(0, num_heads))}, a global head {format_bytes(extra)} more\n"
-                "use more memory, a shorter --context, a smaller --batch or another --kv-dtype"
-            )
-        return int(number)
+    def _hidden(self, num_tokens: int) -> int:
+        item = FLOAT32 if self.autocast else self.item
+        return num_tokens * item * self.size.hidden_size * self.size.heads.num_layers
 
-    def _head(self, reach: int) -> int:
-        """Return the bytes of one KV head that keeps up to ``reach`` keys, over all sequences."""
-        return self.batch * int(head_bytes(min(reach, self.context), self.head_dim, ITEM_BYTES[self.dtype]))
+
+def fitting_pass(memory: PassMemory, block_size: int, max_blocks: int, room: float) -> tuple[int, bool]:
+    """Return (blocks per pass, whether to recompute layers) to train gates on a frozen model in ``room`` bytes.
+
+    Layers are recomputed only if the activations of a single block do not fit. At least one block is returned, even if
+    it does not fit.
+    """
+    num_blocks = largest_fit(max_blocks, room, lambda blocks: memory.learning(blocks * block_size))
+    if num_blocks:
+        return num_blocks, False
+    num_blocks = largest_fit(max_blocks, room, lambda blocks: memory.learning(blocks * block_size, recomputes=True))
+    return max(1, num_blocks), True
+
+
+def largest_fit(max_blocks: int, room: float, num_bytes: Callable[[int], float]) -> int:
+    """Return the largest n <= ``max_blocks`` with ``num_bytes(n)``, which increases with n, at most ``room``; or 0."""
+    return bisect.bisect_right(range(1, max_blocks + 1), room, key=num_bytes)

@@ -1,9 +1,9 @@
 """Cost of the pipeline stages on a model, from its config: memory, tokens, FLOPs and time; needs no torch.
 
-Memory is that of ``cost.memory`` on one device. FLOPs are those of a forward pass in ``cost.formulas``, plus logits and
-predictors, with all gates open. A backward pass counts as two forward passes if all weights are trained, and as one
-through a frozen model, with or without adapters; recomputing layers adds one. Time is FLOPs over the throughput of the
-device or, for a decoded token, the lower bound by memory bandwidth. It is None if the device is unknown.
+Memory and FLOPs are those of ``cost.formulas``, with logits and predictors, and with all gates open. A backward pass
+counts as two forward passes if all weights are trained, and as one through a frozen model, with or without adapters;
+recomputing layers adds one. Time is FLOPs over the throughput of the device or, for a decoded token, the lower bound by
+memory bandwidth. It is None if the device is unknown.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
-from spkv_nas.cost.formulas import flops_per_token, kv_cache_bytes
-from spkv_nas.cost.memory import (
+from spkv_nas.cost.formulas import (
     BFLOAT16,
     FLOAT32,
     MOMENTS,
     ROOM,
     Learns,
     PassMemory,
-    Training,
     fitting_pass,
+    flops_per_token,
+    kv_cache_bytes,
     largest_fit,
     num_adapter_parameters,
     num_predictor_parameters,
@@ -37,12 +39,80 @@ _GATHERED = 2  # layers whose weights FSDP2 gathers: the current one and the nex
 _FIXED = "its fixed memory alone does not fit: use a device with more memory"
 
 
+class Hardware(NamedTuple):
+    """Data sheet of a GPU: name, memory bandwidth in bytes/s, dense bfloat16 FLOP/s, and bytes of memory."""
+
+    name: str
+    bandwidth: float
+    peak: float
+    memory: float
+
+
+HARDWARE = {  # NVIDIA's sheets of SXM modules; Hopper's peak is half of the 1,979 TFLOP/s "with sparsity"
+    "h200": Hardware("H200", 4.8e12, 989e12, 141e9),
+    "h100": Hardware("H100", 3.35e12, 989e12, 80e9),
+    "a100": Hardware("A100 80GB", 2.039e12, 312e12, 80e9),
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """Return a GPU by name. Raises ``UserError``, which lists all, if there is none."""
+    if name.lower() not in HARDWARE:
+        raise UserError(f"unknown hardware '{name}'; expected one of {', '.join(HARDWARE)}")
+    return HARDWARE[name.lower()]
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training configuration to estimate: float32 weights, AdamW, optionally matrix products in bfloat16.
+
+    Attributes:
+        steps: number of steps.
+        batch_size: blocks per step, over all devices.
+        micro_batch_size: blocks per pass on one device; None: its whole share.
+        sharded: whether weights, gradients and moments are sharded across devices (FSDP2) or replicated (DDP).
+        offloads: whether shards stay in CPU memory until they are needed.
+        bfloat16: whether matrix products are in bfloat16.
+        recomputes: whether activations are recomputed (activation checkpointing).
+        learns: what is trained besides gates.
+        adapters: number of parameters added to the model, of adapters and learned sinks.
+        moment_bytes: bytes of the optimizer's moments per parameter.
+        frozen_item: bytes of a frozen weight.
+        distills: whether a teacher's pass precedes every forward pass.
+        transfers: whether the first steps train attention layers on the teacher's outputs.
+    """
+
+    steps: int
+    batch_size: int
+    micro_batch_size: int | None = None
+    sharded: bool = False
+    offloads: bool = False
+    bfloat16: bool = True
+    recomputes: bool = False
+    learns: Learns = Learns.ALL
+    adapters: int = 0
+    moment_bytes: float = MOMENTS
+    frozen_item: int = FLOAT32
+    distills: bool = False
+    transfers: bool = False
+
+    @property
+    def weight_item(self) -> int:
+        """Return the bytes of one of the model's weights."""
+        return FLOAT32 if self.learns is Learns.ALL else self.frozen_item
+
+    def passes(self, size: ModelSize, gates: GateConfig | None = None, *, on_cpu: bool = False) -> PassMemory:
+        """Return the memory of its passes on one device."""
+        item = BFLOAT16 if self.bfloat16 else FLOAT32
+        return PassMemory(size, item, gates, autocast=item < self.weight_item, on_cpu=on_cpu)
+
+
 @dataclass(frozen=True)
 class Site:
     """Hardware on which stages run.
 
     Attributes:
-        name: for messages, such as "H100".
+        name: such as "H100".
         memory: bytes of a device.
         speed: FLOP/s that passes reach on one device; None: unknown.
         bandwidth: memory bandwidth in bytes/s; None: unknown.
@@ -140,20 +210,12 @@ class Stages:
         return num_predictor_parameters(self.size, self.gates)
 
     def learn_gates(self, name: str, steps: int, step_tokens: int, room: float, *, of_keys: bool = True) -> StageCost:
-        """Return the cost of training gates on a frozen model.
-
-        Args:
-            name: name of the stage.
-            steps: number of steps.
-            step_tokens: tokens per step.
-            room: share of the memory left by the weights that passes may use.
-            of_keys: whether predictors of keys are trained, or one number per head.
-        """
+        """Return the cost of training gates of keys, or of heads, on a frozen model; ``room``: share for passes."""
         # Memory: as many blocks per pass as fit
         learning = (FLOAT32 + MOMENTS) * self.num_predictor_parameters if of_keys else 0
         weights = self._weights(gated=of_keys)
-        gates, on_cpu = self.gates if of_keys else None, self.site.is_cpu
-        passes = PassMemory(self.size, self.item, gates, mixes=not of_keys, on_cpu=on_cpu)
+        gates = self.gates if of_keys else None
+        passes = PassMemory(self.size, self.item, gates, mixes=not of_keys, on_cpu=self.site.is_cpu)
         step_blocks = max(1, step_tokens // self.block_size)
         blocks, recomputes = fitting_pass(passes, self.block_size, step_blocks, room * (self.site.memory - weights))
         memory = Bytes(weights, learning, passes.learning(blocks * self.block_size, recomputes=recomputes))
@@ -172,12 +234,12 @@ class Stages:
         scored: bool = True,
         shares: float = 0.0,
     ) -> StageCost:
-        """Return the cost of passes without gradients.
+        """Return the cost of ``times`` passes over a text without gradients.
 
         Args:
             name: name of the stage.
             tokens: tokens of the text.
-            times: number of passes over the text; may be fractional.
+            times: number of passes; may be fractional.
             gated: whether the model has gates.
             scored: whether the NLL is computed, and not only which keys the gates keep.
             shares: share of the layers whose hidden states are cached for later passes.
@@ -205,9 +267,8 @@ class Stages:
         teacher = self._forward_flops(scored=True, gated=False) if training.distills else 0.0
         flops = tokens * (teacher + self._learning_flops(learns, gated=gated, recomputes=recomputes, adapters=adapters))
         devices, micro = self.site.devices, self._micro(training)
-        memory = self.training_bytes(training, devices, micro, gated=gated)
-        passes = self._batching(micro, training.recomputes)
-        if not training.recomputes:
+        memory, passes = self.training_bytes(training, devices, micro, gated=gated), self._batching(micro, recomputes)
+        if not recomputes:
             recomputed = self.training_bytes(replace(training, recomputes=True), devices, micro, gated=gated).total
             passes += f"; {format_bytes(round(recomputed))} with gradient_checkpointing"
         work = self._work(name, memory, tokens, flops, devices, passes)
@@ -226,17 +287,15 @@ class Stages:
         weights = self._weights(gated=False)
         passing = PassMemory(self.size, self.item).forward(context)
         work = self._work(name, Bytes(weights, passing=passing, cache=cache), 1, 2.0 * self.size.num_multiplied)
-        bytes_read = self.item * self.size.num_multiplied + cache
-        seconds = None if self.site.bandwidth is None else bytes_read / self.site.bandwidth
+        read, bandwidth = self.item * self.size.num_multiplied + cache, self.site.bandwidth
+        seconds = None if bandwidth is None else read / bandwidth
         remedy = "" if work.fits else "a shorter --context" if weights < ROOM * self.site.memory else _FIXED
         return replace(work, seconds=seconds, remedy=remedy)
 
     def _work(
         self, name: str, memory: Bytes, tokens: int, flops: float, devices: int = 1, batching: str = ""
     ) -> StageCost:
-        """Assemble a stage's cost."""
-        speed = self.site.speed
-        seconds = None if speed is None else flops / (speed * devices)
+        seconds = None if self.site.speed is None else flops / (self.site.speed * devices)
         remedy = "" if self.site.holds(memory) else self._remedy(memory)
         return StageCost(name, memory, tokens, flops, seconds, devices, batching, remedy)
 
@@ -277,11 +336,8 @@ class Stages:
 
     def _fitting(self, training: Training, gated: bool) -> int:
         """Return the largest micro-batch size that fits on one of the site's devices, or 0."""
-
-        def num_bytes(blocks: int) -> float:
-            return self.training_bytes(training, self.site.devices, blocks, gated=gated).total
-
-        return largest_fit(self._micro(training), ROOM * self.site.memory, num_bytes)
+        bytes_of = partial(self.training_bytes, training, self.site.devices, gated=gated)
+        return largest_fit(self._micro(training), ROOM * self.site.memory, lambda blocks: bytes_of(blocks).total)
 
     def training_bytes(self, training: Training, devices: int, blocks: int, *, gated: bool) -> Bytes:
         """Return the memory on one of ``devices`` with micro-batches of ``blocks``."""
@@ -291,13 +347,17 @@ class Stages:
         learning = predictors + training.adapters + (size.num_parameters if training.learns is Learns.ALL else 0)
         # Activations, weights, gradients and moments
         tokens = blocks * self.block_size
-        passing = training.passing(passes, tokens)
+        passing = passes.learning(
+            tokens, learns=training.learns, recomputes=training.recomputes, taught=training.distills
+        )
+        if training.transfers:
+            passing = max(passing, passes.transferring(tokens, training.learns))
+        layer, outside = size.without_embeddings / size.heads.num_layers, size.num_parameters - size.without_embeddings
         weights = training.weight_item * size.num_parameters + FLOAT32 * (predictors + training.adapters)
-        weights += training.teacher_bytes(size)
+        if training.distills and training.learns is Learns.ALL:  # a copy as teacher; frozen weights are their own
+            weights += passes.item * size.without_embeddings + FLOAT32 * outside
         gradients, moments = FLOAT32 * learning, training.moment_bytes * learning
         # FSDP2: a shard of everything, plus gathered layers
-        layer = size.without_embeddings / size.heads.num_layers
-        outside = size.num_parameters - size.without_embeddings
         if training.sharded and devices > 1:
             gathered = passes.item * (outside + _GATHERED * layer) + FLOAT32 * layer  # and one layer's gradient
             share = 0.0 if training.offloads else 1.0 / devices
@@ -317,16 +377,13 @@ class Stages:
         return Bytes(weights, gradients + moments + copies, passing)
 
     def _micro(self, training: Training) -> int:
-        """Return the blocks per pass on one device."""
         blocks_per_device = max(1, training.batch_size // self.site.devices)
         return min(blocks_per_device, training.micro_batch_size or blocks_per_device)
 
     def _weights(self, *, gated: bool) -> int:
-        """Return the bytes of the weights in measurements."""
         return self.item * self.size.num_parameters + (FLOAT32 * self.num_predictor_parameters if gated else 0)
 
     def _forward_flops(self, *, scored: bool, gated: bool) -> float:
-        """Return the FLOPs of a forward pass per token."""
         size = self.size
         density, window = size.full_attention_share, size.sliding_window
         body = flops_per_token(size.shape, self.block_size, density=density, window=window)
@@ -334,11 +391,9 @@ class Stages:
         return body + logits + (2.0 * self.num_predictor_parameters if gated else 0.0)
 
     def _learning_flops(self, learns: Learns, *, gated: bool, recomputes: bool, adapters: int = 0) -> float:
-        """Return the FLOPs of a forward and a backward pass per token."""
         forward = self._forward_flops(scored=True, gated=False)
         added = 2.0 * (adapters + (self.num_predictor_parameters if gated else 0))
         return (3 if learns is Learns.ALL else 2) * forward + 3 * added + (forward + added if recomputes else 0.0)
 
     def _batching(self, blocks: int, recomputes: bool = False) -> str:
-        """Describe the micro-batch size for messages."""
         return f"{blocks} x {self.block_size:,} tokens per pass{', activation checkpointing' if recomputes else ''}"

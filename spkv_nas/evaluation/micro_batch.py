@@ -8,7 +8,7 @@ from spkv_nas.base.distributed import gathered
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.cost.memory import ROOM, PassMemory, largest_fit, logit_bytes
+from spkv_nas.cost.formulas import ROOM, PassMemory, largest_fit, logit_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +43,7 @@ def check_blocks(model: PreTrainedModel, blocks: TokenBlocks) -> None:
 
 
 def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporter = SILENT) -> int:
-    """Return the micro-batch size: ``BATCH_SIZE`` blocks, or as many as fit in memory (``cost.memory``).
+    """Return the micro-batch size: ``BATCH_SIZE`` blocks, or as many as fit in memory (``cost.formulas``).
 
     Must be called on all ranks; the smallest size of any rank is returned.
     """

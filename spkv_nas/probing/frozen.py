@@ -22,7 +22,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.distributed import own_share
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize, Result
-from spkv_nas.cost.memory import PassMemory, fitting_pass
+from spkv_nas.cost.formulas import PassMemory, fitting_pass
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.device_map import check_placed, memory_for_passes

@@ -17,7 +17,7 @@ from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
-from spkv_nas.cost.engine_cost import EngineCost
+from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST, Constraints
 from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
 from spkv_nas.proposal.earlier import keep_other_budget, replaced_layouts

@@ -15,8 +15,7 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes, parse_bytes
-from spkv_nas.cost.engine_cost import EngineCost
-from spkv_nas.cost.formulas import CacheCost
+from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.engines.cache import Serving
 from spkv_nas.proposal.budget import is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, option_name, read_head_costs, solve, solve_apart

@@ -12,7 +12,7 @@ from typing import Any
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.units import format_bytes
-from spkv_nas.cost.engine_cost import EngineCost
+from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.engines.cache import CachePlan
 from spkv_nas.report.formatting import capitalized
 from spkv_nas.report.section import Row, Section

@@ -16,7 +16,7 @@ from spkv_nas.base.console import out, print_path
 from spkv_nas.base.device import dtype_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_bytes
-from spkv_nas.cost.formulas import CacheCost
+from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.margins import parse_risk

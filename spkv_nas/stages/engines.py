@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from spkv_nas.artifacts.shape import HeadShape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes
 from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache, Serving
@@ -14,58 +15,75 @@ from spkv_nas.stages.options import EngineOptions
 
 @dataclass(frozen=True)
 class Served:
-    """Caches of a model in a serving engine.
+    """Caches that a serving engine plans for a model.
 
     Attributes:
         engine: the engine.
         cache: sizes of the cache.
         memory: bytes of the cache; None: not limited.
+        rows: what each plan is of, in the JSON document, and the plan.
     """
 
     engine: PlannedEngine
     cache: ServedCache
     memory: int | None
+    rows: tuple[tuple[dict[str, Any], CachePlan], ...] = ()
 
     @property
     def titles(self) -> list[str]:
         """Return the titles of the columns that ``cells`` fills."""
-        return [
-            "one request",
-            *([] if self.memory is None else [f"requests in\n{format_bytes(self.memory)}", "tokens"]),
-        ]
+        limited = [] if self.memory is None else [f"requests in\n{format_bytes(self.memory)}", "tokens"]
+        return ["one request", *limited]
 
     @property
-    def in_flight(self) -> str:
-        """Return a sentence on the pages and the tokens in flight."""
+    def settings(self) -> str:
+        """Return a clause on the pages and the tokens in flight."""
         size, number = self.cache.page_size, self.cache.in_flight
         return f"pages of {size} tokens (--page-size), {number:,} tokens in flight (--in-flight-tokens)"
 
-    def sizes(self, plan: CachePlan) -> dict[str, Any]:
-        """Return the bytes of a request, and how many requests and tokens fit in the memory, if it is limited."""
-        memory = self.memory
-        return {
-            "request_bytes": plan.request_bytes,
-            "concurrency": None if memory is None else plan.concurrency(memory),
-            "tokens": None if memory is None else plan.tokens(self.cache, memory),
-        }
-
     def cells(self, plan: CachePlan) -> list[str]:
-        """Format ``sizes``."""
-        num_bytes, concurrency, tokens = self.sizes(plan).values()
-        return [format_bytes(num_bytes), *([] if self.memory is None else [f"{concurrency:,.2f}", f"{tokens:,}"])]
+        """Format the bytes of a request, and how many requests and tokens fit in the memory, if it is limited."""
+        size, memory = format_bytes(plan.request_bytes), self.memory
+        if memory is None:
+            return [size]
+        return [size, f"{plan.concurrency(memory):,.2f}", f"{plan.tokens(self.cache, memory):,}"]
 
-    def document(self, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the engine, the cache, and rows under ``name``."""
+    def document(self, name: str) -> dict[str, Any]:
+        """Return the engine, the cache, and the rows with their sizes under ``name``."""
+        memory, rows = self.memory, []
+        for about, plan in self.rows:
+            concurrency = None if memory is None else plan.concurrency(memory)
+            tokens = None if memory is None else plan.tokens(self.cache, memory)
+            sizes = {"request_bytes": plan.request_bytes, "concurrency": concurrency, "tokens": tokens}
+            rows.append({**about, **sizes})
         engine = {"name": self.engine.title, "evidence": self.engine.evidence}
-        return {"engine": {**engine, "cache": self.cache, "memory": self.memory, name: rows}}
+        return {"engine": {**engine, "cache": self.cache, "memory": memory, name: rows}}
+
+
+def serve(
+    options: EngineOptions, heads: HeadShape, num_sliding: int, kv_dtype: str | None, kv_bytes: str | None, **sizes: int
+) -> Served | None:
+    """Return the cache of a model in the engine that options name, without rows; None without an engine.
+
+    ``sizes`` are the context and the window in tokens.
+
+    Raises:
+        UserError: layers of the model have a sliding window by design, which engines' memory is not planned for.
+    """
+    serving = chosen_engine(options)
+    if serving is None:
+        return None
+    if num_sliding:
+        raise UserError(
+            f"{num_sliding} layers of the model have a sliding window by design, which --engine does not count: leave "
+            "it out"
+        )
+    cache = serving.cache(heads.grid, head_dim=heads.head_dim, dtype=kv_dtype or "bfloat16", **sizes)
+    return Served(serving.engine, cache, None if kv_bytes is None else parse_bytes(kv_bytes))
 
 
 def chosen_engine(options: EngineOptions) -> Serving | None:
-    """Return the engine that options name, if any, with its settings.
-
-    Raises:
-        UserError: there is no such engine, or options set the page or the tokens in flight of none.
-    """
+    """Return the engine that options name, if any, with its settings. Raises ``UserError`` as ``planned_engine``."""
     if options.engine is not None:
         engine = planned_engine(options.engine)
         return Serving(engine, options.page_size or engine.page_size, options.in_flight_tokens or engine.in_flight)
@@ -76,11 +94,7 @@ def chosen_engine(options: EngineOptions) -> Serving | None:
 
 
 def check_engine_options(options: EngineOptions, *, kv_bytes: str | None, kv_dtype: str | None = None) -> None:
-    """Check the engine of options, and that those which only apply to one have one.
-
-    Raises:
-        UserError: an option is wrong or lacks an engine.
-    """
+    """Raise ``UserError`` if an option of the engine is wrong, or lacks an engine."""
     engine = chosen_engine(options)
     for name, value in (("--kv-bytes", kv_bytes), ("--kv-dtype", kv_dtype)):
         if engine is None and value is not None:
@@ -94,16 +108,3 @@ def check_kv_dtype(kv_dtype: str | None) -> None:
     """Raise ``UserError`` for an unknown data type of keys and values."""
     if kv_dtype is not None and kv_dtype not in ITEM_BYTES:
         raise UserError(f"--kv-dtype '{kv_dtype}' is unknown; expected one of {', '.join(ITEM_BYTES)}")
-
-
-def check_no_sliding_layers(num_sliding: int) -> None:
-    """Check that no layer of a model has a sliding window by design, which engines' memory is not planned for.
-
-    Raises:
-        UserError: there are such layers.
-    """
-    if num_sliding:
-        raise UserError(
-            f"{num_sliding} layers of the model have a sliding window by design, which --engine does not count: leave "
-            "it out"
-        )

@@ -5,25 +5,24 @@ Command ``plan`` counts each stage as its command would run by default; ``probe 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from spkv_nas.artifacts.defaults import (
-    ABLATION_TOKENS,
-    LEARNING_TOKENS,
-    PRICED_STEPS,
-    SCORING_TOKENS,
-    SINK_TOKENS,
-)
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS, SINK_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.shape import ModelSize
+from spkv_nas.base.console import caution, out, say
 from spkv_nas.base.device import choose_device, choose_dtype, dtype_name
 from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import ITEM_BYTES
-from spkv_nas.cost.memory import BFLOAT16
+from spkv_nas.base.units import ITEM_BYTES, format_bytes, format_flops, format_seconds
+from spkv_nas.cost.formulas import BFLOAT16
 from spkv_nas.cost.stage_costs import Site, StageCost, Stages
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
@@ -62,6 +61,13 @@ class Forecast:
     site: Site
     stages: tuple[StageCost, ...]
     remarks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, stages: Stages, costs: Iterable[StageCost], *remarks: str) -> Forecast:
+        """Assemble a forecast of a model and site, with a remark on the memory that it assumes."""
+        site = stages.site
+        memory = f"memory: {site.memory / 1e9:.4g} GB on {site.name}, 10 % of it reserved for driver and allocator"
+        return cls(name, stages.size, stages.num_predictor_parameters, site, tuple(costs), (memory, *remarks))
 
 
 def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
@@ -102,13 +108,8 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
         *(gate_training(stages, options.steps) if learns else ()),
         *_probed(stages, signal, options, num_tokens),
     ]
-    remarks = (
-        about_memory(stages.site),
-        f"time: computed from FLOPs at {speed:.2g} FLOP/s, half the measured speed of a matrix product",
-    )
-    return Forecast(
-        subject.name, stages.size, stages.num_predictor_parameters, stages.site, tuple(stage_costs), remarks
-    )
+    about_time = f"time: computed from FLOPs at {speed:.2g} FLOP/s, half the measured speed of a matrix product"
+    return Forecast.of(subject.name, stages, stage_costs, about_time)
 
 
 def gate_training(stages: Stages, steps: int | None) -> Iterator[StageCost]:
@@ -163,6 +164,44 @@ def item_bytes(source: str, site: Site, dtype: str | None) -> int:
     return ITEM_BYTES[dtype or "float32"]
 
 
-def about_memory(site: Site) -> str:
-    """Return a sentence on the memory that the estimate assumes."""
-    return f"memory: {site.memory / 1e9:.4g} GB on {site.name}, 10 % of it reserved for driver and allocator"
+def show(result: Forecast) -> None:
+    """Print memory, tokens, FLOPs and time of every stage, and what to change where one does not fit."""
+    # Model
+    size, heads = result.size, result.size.heads
+    out.print(
+        f"[bold]{escape(result.name)}[/bold]: {size.num_parameters:,} parameters, {heads.num_layers} layers x "
+        f"{heads.num_kv_heads} KV heads of size {heads.head_dim}; {result.num_predictor_parameters:,} of predictors"
+    )
+    # Table of stages
+    site, fits_title = result.site, f"fits in\n{result.site.memory / 1e9:.3g} GB"
+    where = site.name if site.devices == 1 else f"{site.name}, training on {site.devices}"
+    grid = Table("", "memory", "tokens", "FLOPs", "time", fits_title, title=f"cost of each stage on {where}")
+    remedies: dict[str, list[str]] = {}
+    for stage in result.stages:
+        name = f"{escape(stage.name)}\n  [dim]{escape(stage.batching)}[/dim]" if stage.batching else escape(stage.name)
+        tokens, flops = (f"{stage.tokens:,}", format_flops(stage.flops)) if stage.tokens else ("-", "-")
+        answer = {True: "yes", False: "no", None: "-"}[stage.fits]
+        grid.add_row(name, format_bytes(round(stage.memory.total)), tokens, flops, _time(stage), answer)
+        if stage.remedy:
+            remedies.setdefault(stage.remedy, []).append(stage.name)
+    out.print(grid)
+    # Remedies and remarks
+    for remedy, names in remedies.items():
+        caution(f"does not fit: {'; '.join(names)}\n  {remedy}")
+    for remark in result.remarks:
+        say(remark)
+
+
+def _time(stage: StageCost) -> str:
+    """Format a time from FLOPs, which means nothing below a second for a stage, or a millisecond for a token."""
+    if stage.seconds is None:
+        return "-"
+    if stage.tokens == 1:
+        return "< 1 ms" if stage.seconds < 1e-3 else f"at least {1e3 * stage.seconds:.3g} ms"
+    return "< 1 s" if stage.seconds < 1 else format_seconds(stage.seconds)
+
+
+def document(result: Forecast) -> dict[str, Any]:
+    """Return memory, tokens, FLOPs and time of every stage."""
+    stages = [{**vars(stage), "bytes": stage.memory.total, "fits": stage.fits} for stage in result.stages]
+    return {**vars(result), "stages": stages}

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.extras import check_installed
-from spkv_nas.cost.memory import OPTIMIZERS, OptimizerName
+from spkv_nas.cost.formulas import OPTIMIZERS, OptimizerName
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.training.gates_config import GatesConfig
 

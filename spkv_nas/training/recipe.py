@@ -21,8 +21,8 @@ from spkv_nas.base.files import read_yaml
 from spkv_nas.base.limits import MAX_BATCH, MAX_RANK, MAX_SEED, MAX_STEPS, MAX_WHOLE
 from spkv_nas.base.names import MAX_CHARACTERS
 from spkv_nas.base.schema import Section, validate
+from spkv_nas.cost.formulas import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from spkv_nas.cost.ladder import find_level, ladder
-from spkv_nas.cost.memory import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from spkv_nas.data.config import DataConfig
 from spkv_nas.data.ruler.sample import VERSION
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available

@@ -22,8 +22,8 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.units import format_bytes
-from spkv_nas.cost.memory import Training, largest_fit
-from spkv_nas.cost.stage_costs import Site, Stages
+from spkv_nas.cost.formulas import largest_fit
+from spkv_nas.cost.stage_costs import Site, Stages, Training
 from spkv_nas.data.splits import train_tokenizer
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.model_shape import config_size

@@ -17,8 +17,8 @@ from spkv_kernels.timing import synchronise
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.shape import ModelSize
-from spkv_nas.cost.memory import FLOAT32, OPTIMIZERS, Learns, Training, num_adapter_parameters
-from spkv_nas.cost.stage_costs import Stages
+from spkv_nas.cost.formulas import FLOAT32, OPTIMIZERS, Learns, num_adapter_parameters
+from spkv_nas.cost.stage_costs import Stages, Training
 from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.loss import loss_in_chunks

@@ -20,16 +20,15 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import read_yaml
 from spkv_nas.base.units import format_flops
 from spkv_nas.cli import main
-from spkv_nas.cost.memory import (
+from spkv_nas.cost.formulas import (
     Learns,
     PassMemory,
-    Training,
     fitting_pass,
     logit_bytes,
     num_adapter_parameters,
     num_predictor_parameters,
 )
-from spkv_nas.cost.stage_costs import Site, Stages
+from spkv_nas.cost.stage_costs import Site, Stages, Training
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import layer_states
 from spkv_nas.model.checkpoint import save

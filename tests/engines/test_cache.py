@@ -14,7 +14,7 @@ import pytest
 from vllm_server import PYTHON, needs_vllm
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.cost.engine_cost import EngineCost
+from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.engines.cache import ServedCache, Serving, steps
 from spkv_nas.engines.llamacpp import LLAMACPP
 from spkv_nas.engines.sglang import SGLANG

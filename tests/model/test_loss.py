@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from spkv_nas import GateConfig
 from spkv_nas.base import memory
-from spkv_nas.cost.memory import logit_bytes
+from spkv_nas.cost.formulas import logit_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.loss import loss_in_chunks, mean_divergence, mean_nll, token_nll

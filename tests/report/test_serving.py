@@ -15,7 +15,7 @@ from helpers import make_domain_table, make_layouts, make_table
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.units import format_bytes
-from spkv_nas.cost.engine_cost import EngineCost
+from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.engines.cache import PlannedEngine, Serving
 from spkv_nas.engines.llamacpp import LLAMACPP
 from spkv_nas.engines.vllm import VLLM

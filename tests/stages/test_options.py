@@ -27,8 +27,8 @@ from spkv_nas.contrib.reproduce.group import REPRODUCE
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
 from spkv_nas.contrib.reproduce.palindrome.run import PalindromeSettings
 from spkv_nas.contrib.signals.measure.regression import regression
-from spkv_nas.cost.hardware import HARDWARE
 from spkv_nas.cost.ladder import ladder
+from spkv_nas.cost.stage_costs import HARDWARE
 from spkv_nas.data.config import DataConfig
 from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates

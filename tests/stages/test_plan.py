@@ -16,8 +16,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.units import format_seconds
 from spkv_nas.cli import main
-from spkv_nas.cost.memory import Training
-from spkv_nas.cost.stage_costs import Site, Stages
+from spkv_nas.cost.stage_costs import Site, Stages, Training
 from spkv_nas.model.checkpoint import read_size, save
 from spkv_nas.model.model_shape import model_size
 from spkv_nas.stages.dry_run import plan_of

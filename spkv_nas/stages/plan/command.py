@@ -16,6 +16,6 @@ def plan(options: PlanOptions, reporter: Reporter) -> Result:
     recipe. For the KV cache and attention of a layout, see spkv-nas plan attention. With --engine, also lists the
     numbers of global layers worth choosing in that serving engine, and the memory its allocator plans for them.
     """
-    from spkv_nas.stages.plan import output, stage
+    from spkv_nas.stages.plan import stage
 
-    return Result(stage.plan(options, reporter), output.show, output.plan_document)
+    return Result(stage.plan(options, reporter), stage.show, stage.document)

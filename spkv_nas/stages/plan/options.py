@@ -13,10 +13,8 @@ from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, EngineOptions, InDtype, InWorkspace
 
-_MAX_DEVICES = 1024
 Devices = Annotated[
-    int,
-    Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=_MAX_DEVICES),
+    int, Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=1024)
 ]
 Utilisation = Annotated[float, Flag("Assumed share of a GPU's peak FLOP/s, for estimating times.", low=0.001, high=1.0)]
 HeldoutTokens = Annotated[int | None, Flag("Number of held-out tokens to evaluate on.", low=1, high=MAX_WHOLE)]
@@ -50,7 +48,7 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
 def check(options: PlanOptions) -> None:
     """Check that there is either a recipe or a model, and the options that go with it."""
     from spkv_nas.base.units import parse_context
-    from spkv_nas.cost.hardware import find_hardware
+    from spkv_nas.cost.stage_costs import find_hardware
     from spkv_nas.model.source import check_config
     from spkv_nas.stages.checks import check_recipe, check_text
     from spkv_nas.stages.engines import check_engine_options

@@ -5,27 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from rich.table import Table
 
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.shape import ModelSize
+from spkv_nas.base.console import out, say
 from spkv_nas.base.device import choose_device, training_precision
 from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import ITEM_BYTES
-from spkv_nas.cost.hardware import find_hardware
-from spkv_nas.cost.memory import Training
-from spkv_nas.cost.stage_costs import Site, StageCost, Stages
+from spkv_nas.cost.stage_costs import Site, StageCost, Stages, Training, find_hardware
 from spkv_nas.data.config import DataConfig
+from spkv_nas.engines.cache import steps
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import check_dense, load_tokenizer, read_gates, read_size
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.stages import forecast
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.contexts import beyond_positions, choose_context
-from spkv_nas.stages.forecast import Forecast, about_memory, gate_training, item_bytes, measuring_stages
+from spkv_nas.stages.engines import Served, serve
+from spkv_nas.stages.forecast import Forecast, gate_training, item_bytes, measuring_stages
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.plan.options import PlanOptions
-from spkv_nas.stages.plan.served import ServedBudgets, plan_served
 from spkv_nas.stages.subject import default_block_size
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.first_recipe import Draft
@@ -35,6 +39,7 @@ from spkv_nas.training.step_cost import how_trained
 from spkv_nas.training.text_size import TextSize, count_text
 
 _ENOUGH = TextSize(documents=1000, tokens=10**9)  # enough text for the largest blocks and batches that init chooses
+_SHOWN_BUDGETS = 16  # approximate number of budgets printed
 _REFERENCE, _HYBRID = "train the SP-KV reference", "retrain a hybrid"
 
 
@@ -44,48 +49,11 @@ class PlanResult:
 
     Attributes:
         forecast: cost of every stage.
-        served: budgets in a serving engine; None without one.
+        served: budgets in whole layers that no larger one undercuts, in a serving engine; None without one.
     """
 
     forecast: Forecast
-    served: ServedBudgets | None
-
-
-def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
-    """Estimate the cost of the full workflow on a recipe or a model.
-
-    Raises:
-        UserError: neither or both are given, the model cannot be read or is a mixture of experts, or options conflict.
-    """
-    quiet_transformers(reporter)
-    check(options)
-    # Count the stages
-    inputs = _of_model(options, reporter) if options.recipe is None else _of_recipe(options, options.recipe, reporter)
-    stages = inputs.stages
-    training_stages = [
-        run_stages.train(name, schedule, gated=gated) for name, run_stages, schedule, gated in inputs.trained
-    ]
-    measured = list(measuring_stages(stages, inputs.tokens))
-    workflow = [*inputs.first, *measured, *training_stages] if options.recipe is None else [*training_stages, *measured]
-    # State the assumptions
-    context = choose_context(options.context, stages.size.positions)
-    if (remark := beyond_positions(context, stages.size.positions)) is not None:
-        reporter.caution(remark)
-    remarks = (
-        about_memory(stages.site),
-        f"text: {inputs.tokens:,} held-out tokens (--heldout-tokens); everything but training runs on one device",
-        *inputs.remarks,
-        _about_time(options),
-    )
-    forecast = Forecast(
-        inputs.name,
-        stages.size,
-        stages.num_predictor_parameters,
-        stages.site,
-        (*workflow, *_generated(stages, options)),
-        remarks,
-    )
-    return PlanResult(forecast, plan_served(options, stages.size, window=stages.gates.window, context=context))
+    served: Served | None
 
 
 @dataclass(frozen=True)
@@ -97,7 +65,7 @@ class _Inputs:
         stages: cost model of the measuring stages.
         tokens: held-out tokens to measure on.
         first: stages before any measurement.
-        trained: (name, stages at the training block size, schedule, whether it has gates) of each training.
+        trained: cost of each training.
         remarks: assumptions behind the numbers.
     """
 
@@ -105,8 +73,38 @@ class _Inputs:
     stages: Stages
     tokens: int
     first: tuple[StageCost, ...]
-    trained: tuple[tuple[str, Stages, Training, bool], ...]
+    trained: tuple[StageCost, ...]
     remarks: tuple[str, ...] = ()
+
+
+def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
+    """Estimate the cost of the full workflow on a recipe or a model.
+
+    Raises:
+        UserError: neither or both are given, the model cannot be read or is a mixture of experts, or options conflict.
+    """
+    quiet_transformers(reporter)
+    check(options)
+    # Count the stages: a model is measured first, a recipe trains first
+    inputs = _of_model(options, reporter) if options.recipe is None else _of_recipe(options, options.recipe, reporter)
+    stages, size = inputs.stages, inputs.stages.size
+    measured = [*inputs.first, *measuring_stages(stages, inputs.tokens)]
+    workflow = [*measured, *inputs.trained] if options.recipe is None else [*inputs.trained, *measured]
+    # State the assumptions
+    context = choose_context(options.context, size.positions)
+    if (remark := beyond_positions(context, size.positions)) is not None:
+        reporter.caution(remark)
+    text = f"text: {inputs.tokens:,} held-out tokens (--heldout-tokens); everything but training runs on one device"
+    costs = (*workflow, *_generated(stages, options, context))
+    result = Forecast.of(inputs.name, stages, costs, text, *inputs.remarks, _about_time(options))
+    # Plan the cache in an engine
+    sizes = {"window": stages.gates.window, "context": context}
+    served = serve(options, size.heads, size.num_sliding, options.kv_dtype, options.kv_bytes, **sizes)
+    if served is not None:
+        budgets = steps(served.engine, served.cache, stride=size.heads.num_kv_heads)
+        rows = (({"num_global": one.num_global, "instead_of": one.instead_of}, one.plan) for one in budgets)
+        served = replace(served, rows=tuple(rows))
+    return PlanResult(result, served)
 
 
 def _of_model(options: PlanOptions, reporter: Reporter) -> _Inputs:
@@ -131,7 +129,9 @@ def _of_model(options: PlanOptions, reporter: Reporter) -> _Inputs:
     schedule = _training(recipe, recipe.branch, size, site)
     training_stages = replace(stages, block_size=draft.block_size)
     first = tuple(gate_training(stages, options.steps)) if gates is None else ()
-    trained = ((_REFERENCE, training_stages, schedule, True), (_HYBRID, training_stages, schedule, False))
+    trained = tuple(
+        training_stages.train(name, schedule, gated=gated) for name, gated in ((_REFERENCE, True), (_HYBRID, False))
+    )
     return _Inputs(model_name(source), stages, tokens, first, trained, (draft.remark(),))
 
 
@@ -157,17 +157,20 @@ def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
         ITEM_BYTES[options.dtype or "float32"],  # the dtype that training saves
     )
     # List its trainings
-    branch, gated = (_training(recipe, recipe.branch, size, site, gated=gated) for gated in (False, True))
-    trained = [(_REFERENCE, stages, gated, True), (_HYBRID, stages, branch, False)]
+    trained = [
+        stages.train(name, _training(recipe, recipe.branch, size, site, gated=gated), gated=gated)
+        for name, gated in ((_REFERENCE, True), (_HYBRID, False))
+    ]
     if recipe.dense is not None:
-        trained.insert(0, ("train the dense model", stages, _training(recipe, recipe.dense, size, site), False))
+        dense = _training(recipe, recipe.dense, size, site)
+        trained.insert(0, stages.train("train the dense model", dense, gated=False))
     tokens = options.heldout_tokens or planner.text.heldout(recipe.data)
     return _Inputs(recipe.name, stages, tokens, (), tuple(trained))
 
 
-def _generated(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
+def _generated(stages: Stages, options: PlanOptions, context: int) -> Iterator[StageCost]:
     """Yield export and generation, with full attention and with a layout of the budget."""
-    size, context = stages.size, choose_context(options.context, stages.size.positions)
+    size = stages.size
     heads = size.heads.num_layers * size.heads.num_kv_heads
     budget = parse_budget(options.budget, (size.num_full or size.heads.num_layers) * size.heads.num_kv_heads)
     yield stages.export("export")
@@ -208,3 +211,30 @@ def _about_time(options: PlanOptions) -> str:
         "(--utilisation); small models reach less, so times below 1 s are not shown. For a generated token: the least "
         "time that reading weights and cache takes, if at least 1 ms"
     )
+
+
+def show(result: PlanResult) -> None:
+    """Print the cost of every stage, and the memory of budgets in a serving engine.
+
+    About ``_SHOWN_BUDGETS`` are printed: those with smaller ones to skip, and others evenly.
+    """
+    forecast.show(result.forecast)
+    if (served := result.served) is None:
+        return
+    engine, cache, num_kv_heads = served.engine, served.cache, served.cache.grid[1]
+    title = f"KV cache in {engine.title}: requests of {cache.context:,} tokens, window {cache.window}, {cache.dtype}"
+    grid = Table("global layers", *served.titles, "instead of", title=title)
+    stride, last = -(-len(served.rows) // _SHOWN_BUDGETS), len(served.rows) - 1
+    for index, (budget, cache_plan) in enumerate(served.rows):
+        if index % stride == 0 or budget["instead_of"] or index == last:
+            skipped = ", ".join(str(heads // num_kv_heads) for heads in budget["instead_of"])
+            grid.add_row(str(budget["num_global"] // num_kv_heads), *served.cells(cache_plan), skipped)
+    out.print(grid)
+    say(f"instead of: numbers of global layers that take as much memory or more; {engine.title}: {engine.evidence}")
+    say(f"{served.settings}; {engine.note}")
+
+
+def document(result: PlanResult) -> dict[str, Any]:
+    """Return the cost of every stage, and with an engine every budget worth choosing."""
+    served = {} if result.served is None else result.served.document("budgets")
+    return {**forecast.document(result.forecast), **served}

@@ -19,8 +19,8 @@ from spkv_nas.base.console import print_path
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import parse_bytes, parse_context
+from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.cost.calibration import Calibration
-from spkv_nas.cost.engine_cost import EngineCost
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Requirements

@@ -22,7 +22,7 @@ from spkv_nas.contrib.reproduce.palindrome.run import (
     variant_folder,
 )
 from spkv_nas.contrib.reproduce.palindrome.task import Palindromes
-from spkv_nas.cost.memory import Training
+from spkv_nas.cost.stage_costs import Training
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.result import Result
 from spkv_nas.training.run_files import newest_step

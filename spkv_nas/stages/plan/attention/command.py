@@ -14,6 +14,6 @@ def attention(options: AttentionOptions, reporter: Reporter) -> Result:
     the attention of all layers, and are shown where spkv-nas calibrate measured this shape on this machine. With
     --engine, also the memory that the allocator of that serving engine plans for full attention and each layout.
     """
-    from spkv_nas.stages.plan.attention import output, stage
+    from spkv_nas.stages.plan.attention import stage
 
-    return Result(stage.attention(options, reporter), output.costs, output.document)
+    return Result(stage.attention(options, reporter), stage.show, stage.document)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rich.markup import escape
+from rich.table import Table
+
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.console import out, say
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import ITEM_BYTES
-from spkv_nas.cost import formulas
+from spkv_nas.base.units import ITEM_BYTES, format_microseconds
 from spkv_nas.cost.calibration import Calibration, Phase
-from spkv_nas.cost.formulas import Cost, layout_density
+from spkv_nas.cost.formulas import Cost, cost, layout_density
 from spkv_nas.stages.attention_times import calibrate_command, read_times
 from spkv_nas.stages.contexts import beyond_positions, choose_context
-from spkv_nas.stages.engines import check_no_sliding_layers
+from spkv_nas.stages.engines import Served, serve
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.plan.attention.options import AttentionOptions
-from spkv_nas.stages.plan.attention.served import ServedLayouts, plan_layouts
 from spkv_nas.stages.sized_model import SizedModel
 
 
@@ -42,7 +45,7 @@ class AttentionCosts:
     costs: list[Cost]
     times: Calibration | None
     remedy: list[str]
-    served: ServedLayouts | None = None
+    served: Served | None = None
 
 
 def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> AttentionCosts:
@@ -51,73 +54,142 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     Times come from the calibration that options name, or else from that of the level's or model's name if it exists
     and fits; a caution says why it does not.
     """
-    # Choose model and context
+    # Choose model and context, and read layouts and times
     subject = SizedModel.of(options.level, options.model)
-    shape = subject.shape
+    shape, native = subject.shape, subject.native_windows
     tokens = choose_context(options.context, subject.positions)
     if (remark := beyond_positions(tokens, subject.positions)) is not None:
         reporter.caution(remark)
-    # Read layouts and find times for their windows
     layouts = [Layout.read(path) for path in options.layout or []]
-    native = subject.native_windows
     shares = [layout_density(shape, layout, native) for layout in layouts]
     windows = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
     windows += sorted({window for window in native if window is not None and window < tokens})
-    calibrate = CalibrateOptions(
-        level=options.level,
-        model=options.model,
-        name=options.calibration or subject.name,
-        workspace=options.workspace,
-    )
-    times, remedy = None, calibrate_command(calibrate, windows, tokens)
-    if options.calibration or (options.folders.report_dir(subject.name) / "calibration.yaml").is_file():
-        try:
-            times, remedy = read_times(calibrate, windows, tokens, shape), []
-        except UserError as error:
-            if options.calibration is not None:
-                raise
-            reporter.caution(str(error))
-            remedy = []
+    times, remedy = _times(options, subject, windows, tokens, reporter)
     # Compute a row for full attention, each layout, and the density
     common: Any = {"native_windows": native, "element_size": ITEM_BYTES[options.kv_dtype or "bfloat16"]}
-    rows = [_timed(formulas.cost("full attention", shape, tokens, **common), subject, tokens, times)]
+    timed: Any = {"times": times, "native_windows": native}
+    rows = [_timed(cost("full attention", shape, tokens, **common), [1.0] * shape.num_layers, tokens, **timed)]
     for layout, share in zip(layouts, shares, strict=True):
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
-        row = formulas.cost(title, shape, tokens, density=share, window=layout.local_keys, **common)
-        rows.append(_timed(row, subject, tokens, times, layout))
-    if options.engine is not None:
-        check_no_sliding_layers(subject.num_sliding)
-    served = plan_layouts(options, shape, [row.name for row in rows], layouts, tokens)
+        row = cost(title, shape, tokens, density=share, window=layout.local_keys, **common)
+        rows.append(_timed(row, layout, tokens, **timed))
+    served = _served(options, subject, [row.name for row in rows], layouts, tokens)
     if options.density is not None:
-        title = f"SP-KV, density {options.density:g}"
-        sinks = options.sinks or 0
-        row = formulas.cost(title, shape, tokens, density=options.density, window=options.window + sinks, **common)
-        rows.append(_timed(row, subject, tokens, times, window=options.window, sinks=sinks))
+        title, sinks = f"SP-KV, density {options.density:g}", options.sinks or 0
+        row = cost(title, shape, tokens, density=options.density, window=options.window + sinks, **common)
+        shares = [options.density] * shape.num_layers
+        rows.append(_timed(row, shares, tokens, **timed, window=options.window, sinks=sinks))
     if subject.is_mixture:
         rows = [replace(row, total_flops=None) for row in rows]
     return AttentionCosts(subject.title, shape, tokens, rows, times, remedy, served)
 
 
+def _times(
+    options: AttentionOptions, subject: SizedModel, windows: Sequence[int], context: int, reporter: Reporter
+) -> tuple[Calibration | None, list[str]]:
+    """Return the times that options name or that fit, and the command that measures them if there are none."""
+    name = options.calibration or subject.name
+    calibrate = CalibrateOptions(level=options.level, model=options.model, name=name, workspace=options.workspace)
+    if not options.calibration and not (options.folders.report_dir(name) / "calibration.yaml").is_file():
+        return None, calibrate_command(calibrate, windows, context)
+    try:
+        return read_times(calibrate, windows, context, subject.shape), []
+    except UserError as error:
+        if options.calibration is not None:
+            raise
+        reporter.caution(str(error))
+        return None, []
+
+
 def _timed(
     row: Cost,
-    subject: SizedModel,
+    heads: Layout | Sequence[float],
     context: int,
-    times: Calibration | None,
-    layout: Layout | None = None,
     *,
-    window: int = 0,
-    sinks: int = 0,
+    times: Calibration | None,
+    native_windows: Sequence[int | None],
+    **local: int,
 ) -> Cost:
-    """Add times to a cost: those of the layout, or of the cost's density in every layer."""
+    """Add times to a cost: those of a layout, or of shares of global heads by layer with ``window`` and ``sinks``."""
 
     def seconds(phase: Phase) -> float | None:
         """Return the seconds of a phase; None where the times do not cover it."""
         if times is None or not times.covers(context, phase):
             return None
-        native = subject.native_windows
-        if layout is not None:
-            return times.layout_seconds(layout, context, phase, native_windows=native)
-        shares = [row.density] * subject.shape.num_layers
-        return times.model_seconds(shares, context, window=window, sinks=sinks, native_windows=native, phase=phase)
+        if isinstance(heads, Layout):
+            return times.layout_seconds(heads, context, phase, native_windows=native_windows)
+        return times.model_seconds(heads, context, native_windows=native_windows, phase=phase, **local)
 
     return replace(row, decode_seconds=seconds("decode"), prefill_seconds=seconds("prefill"))
+
+
+def _served(
+    options: AttentionOptions, subject: SizedModel, titles: Sequence[str], layouts: Sequence[Layout], context: int
+) -> Served | None:
+    """Plan the caches of full attention, whose window does not matter, and of layouts in the engine of options."""
+    shape = subject.shape
+    cache_options = (subject.num_sliding, options.kv_dtype, options.kv_bytes)
+    served = serve(options, shape, *cache_options, context=context, window=1)
+    if served is None:
+        return None
+    engine, cache = served.engine, served.cache
+    plans = [engine.plan_layout(cache, [shape.num_kv_heads] * shape.num_layers)]
+    for title, layout in zip(titles[1:], layouts, strict=True):
+        engine.check_sinks(layout.sinks, f"leave out {title}, or use another engine")
+        counts = layout.global_mask.sum(1).tolist()
+        plans.append(engine.plan_layout(replace(cache, window=layout.window, sinks=layout.sinks), counts))
+    named = zip(titles, plans, strict=True)
+    return replace(served, rows=tuple(({"name": name, "form": plan.form}, plan.plan) for name, plan in named))
+
+
+def show(result: AttentionCosts) -> None:
+    """Print KV bytes, FLOPs and times of full attention, of layouts and of a density."""
+    shape, times, served = result.shape, result.times, result.served
+    out.print(
+        f"[bold]{escape(result.name)}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
+        f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads of size {shape.head_dim}; "
+        f"{result.context:,} tokens"
+    )
+    # Table of costs
+    sizes = ("KV bytes\nper token", "KV cache\nMiB", "attention\nGFLOPs", "total\nGFLOPs")
+    grid = Table("attention", *sizes, "decode\nµs", "prefill\nµs", title="FLOPs and times are per token")
+    for row in result.costs:
+        grid.add_row(
+            escape(row.name),
+            f"{row.kv_bytes_per_token:,.0f}",
+            f"{row.kv_cache_bytes / 2**20:,.2f}",
+            f"{row.attention_flops / 1e9:,.4g}",
+            "-" if row.total_flops is None else f"{row.total_flops / 1e9:,.4g}",
+            format_microseconds(row.decode_seconds),
+            format_microseconds(row.prefill_seconds),
+        )
+    out.print(grid)
+    # Where the times come from
+    if times is None:
+        say("\n".join(["times: not measured", *result.remedy]))
+    else:
+        out.print(f"times: attention of all layers, {escape(times.source)}")
+    if result.costs[0].total_flops is None:
+        out.print("total: unknown for a mixture of experts, of which a token uses only some parameters")
+    if times is not None and result.costs[0].prefill_seconds is None:
+        out.print(f"-: prefill was not measured at {result.context:,} tokens")
+    # Caches in an engine
+    if served is not None:
+        title = f"KV cache in {served.engine.title}: requests of {served.cache.context:,} tokens"
+        grid = Table("attention", "served as", *served.titles, title=title)
+        for about, plan in served.rows:
+            grid.add_row(escape(about["name"]), about["form"], *served.cells(plan))
+        out.print(grid)
+        say(f"{served.settings}; {served.engine.title}: {served.engine.evidence}")
+
+
+def document(result: AttentionCosts) -> dict[str, Any]:
+    """Return KV bytes, FLOPs and times of full attention, of the layouts and of a density."""
+    return {
+        "name": result.name,
+        "shape": result.shape,
+        "context": result.context,
+        "costs": result.costs,
+        "times": None if result.times is None else result.times.source,
+        **({} if result.served is None else result.served.document("layouts")),
+    }

@@ -1,0 +1,172 @@
+"""Count the memory of a KV cache for a budget: bytes of keys and values, or what a serving engine's allocator plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.limits import MAX_WINDOW
+from spkv_nas.base.units import ITEM_BYTES, format_bytes
+from spkv_nas.cost.formulas import head_bytes
+from spkv_nas.engines.cache import LayoutPlan, ServedCache, Serving
+
+
+@dataclass(frozen=True)
+class CacheCost:
+    """Bytes of keys and values in the cache, without page rounding and index.
+
+    Attributes:
+        context: tokens per sequence.
+        batch: sequences held at once.
+        window: visible recent keys of a local head.
+        head_dim: D, of keys and of values.
+        dtype: of the cache, one of ``ITEM_BYTES``.
+        sinks: first tokens that a local head keeps besides its window.
+        native_heads: windows of the KV heads that are local by design, whose letter in a layout has no effect.
+        global_window: visible recent keys of a global head, if every layer of the model has a native window.
+    """
+
+    context: int
+    batch: int
+    window: int
+    head_dim: int
+    dtype: str
+    sinks: int = 0
+    native_heads: tuple[int, ...] = ()
+    global_window: int = MAX_WINDOW
+
+    def __post_init__(self) -> None:
+        """Raise ``UserError`` if a number is too small, or the dtype is unknown."""
+        for name in ("context", "batch", "window", "head_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}")
+        if self.sinks < 0:
+            raise UserError(f"--sinks must be at least 0; found {self.sinks}")
+        if self.dtype not in ITEM_BYTES:
+            raise UserError(f"--kv-dtype '{self.dtype}' is unknown; expected one of {', '.join(ITEM_BYTES)}")
+
+    @property
+    def global_head(self) -> int:
+        """Return the bytes of one global KV head, over all sequences."""
+        return self._head(self.global_window)
+
+    @property
+    def local_head(self) -> int:
+        """Return the bytes of one local KV head, which stores only its window and sink tokens, over all sequences."""
+        return self._head(self.window + self.sinks) if self.window < self.global_window else self.global_head
+
+    def total(self, num_global: int, num_heads: int) -> int:
+        """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
+        num_local = num_heads - num_global - len(self.native_heads)
+        native = sum(self._head(window) for window in self.native_heads)
+        return num_global * self.global_head + num_local * self.local_head + native
+
+    def largest_budget(self, limit: int, num_heads: int) -> int:
+        """Return the largest number of global heads, up to all that can be, whose cache fits in ``limit`` bytes.
+
+        Raises:
+            UserError: not even one global head fits.
+        """
+        extra = self.global_head - self.local_head
+        spare = limit - self.total(0, num_heads)
+        candidates = num_heads - len(self.native_heads)
+        number = candidates if spare >= extra * candidates else max(0, spare) // max(1, extra)
+        if number < 1:
+            raise UserError(
+                f"{format_bytes(limit)} is too small for a global KV head: {num_heads} local heads need "
+                f"{format_bytes(self.total(0, num_heads))}, a global head {format_bytes(extra)} more\n"
+                "use more memory, a shorter --context, a smaller --batch or another --kv-dtype"
+            )
+        return int(number)
+
+    def _head(self, reach: int) -> int:
+        """Return the bytes of one KV head that keeps up to ``reach`` keys, over all sequences."""
+        return self.batch * int(head_bytes(min(reach, self.context), self.head_dim, ITEM_BYTES[self.dtype]))
+
+
+@dataclass(frozen=True)
+class EngineCost(CacheCost):
+    """Bytes that a serving engine needs for ``batch`` requests of ``context`` tokens.
+
+    Budgets are counted for whole layers or units of equal numbers of heads, where only the number of global heads
+    matters. ``layout_total`` counts a layout, which can take less.
+
+    Attributes:
+        serving: the engine and its settings.
+    """
+
+    serving: Serving = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Raise ``UserError`` also if the engine keeps fewer sink tokens, or some heads are local by design."""
+        super().__post_init__()
+        self.serving.engine.check_sinks(self.sinks, "leave out --engine, or use fewer --sinks")
+        if self.native_heads or self.global_window < self.context:
+            raise UserError(
+                "layers of the model have a sliding window by design, which --engine does not count\nleave out --engine"
+            )
+
+    def total(self, num_global: int, num_heads: int) -> int:
+        """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
+        return self.serving.engine.plan(self.cache(num_heads), num_global).memory(self.batch)
+
+    def largest_budget(self, limit: int, num_heads: int) -> int:
+        """Return the largest number of global heads whose requests fit in ``limit`` bytes, as ``fitting``."""
+        return self.fitting(limit, num_heads, num_heads)
+
+    def fitting(self, limit: int, most: int, num_heads: int) -> int:
+        """Return the largest number of global heads, at most ``most``, whose requests fit in ``limit`` bytes.
+
+        Raises:
+            UserError: they do not fit with 1 to ``most`` global heads.
+        """
+        totals = {number: self.total(number, num_heads) for number in range(most, 0, -1)}
+        budget = next((number for number, total in totals.items() if total <= limit), None)
+        if budget is None:
+            least = min(totals.values(), default=self.total(1, num_heads))
+            raise UserError(
+                f"{format_bytes(limit)} is too small in {self.serving.engine.title}: {self.batch} requests of "
+                f"{self.context:,} tokens need at least {format_bytes(least)} with 1 to {max(1, most)} global heads\n"
+                "use more memory, a shorter --context, a smaller --batch or another --kv-dtype"
+            )
+        return budget
+
+    def layout_total(self, layout: Layout) -> int | None:
+        """Return the bytes of a layout in the form that takes least; None where the engine does not run it."""
+        served = self.layout_plan(layout)
+        return None if served is None else served.plan.memory(self.batch)
+
+    def layout_plan(self, layout: Layout) -> LayoutPlan | None:
+        """Plan the cache of a layout in the form that takes least; None where the engine does not run it."""
+        if self.limit(layout) is not None:
+            return None
+        cache = replace(self.cache(layout.num_heads), grid=layout.grid, window=layout.window, sinks=layout.sinks)
+        return self.serving.engine.plan_layout(cache, layout.global_mask.sum(1).tolist())
+
+    def limit(self, layout: Layout) -> str | None:
+        """Return the limit that keeps the engine from running a layout, after "runs"; None if it runs the layout."""
+        engine = self.serving.engine
+        if layout.sinks > engine.max_sinks:
+            return engine.sink_limit
+        return None if engine.per_head or layout.is_layerwise else "whole layers only"
+
+    def cache(self, num_heads: int) -> ServedCache:
+        """Return the sizes of a model's cache, in which only the numbers of heads matter."""
+        return self.serving.cache(
+            (num_heads, 1),
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            window=self.window,
+            context=self.context,
+            sinks=self.sinks,
+        )
+
+    def max_heads_same_memory(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:
+        """Return the largest number of global heads that takes no more memory than ``num_global``.
+
+        ``stride`` is the number of heads by which budgets grow, such as Hkv for whole layers.
+        """
+        limit = self.total(num_global, num_heads)
+        larger = range(num_heads, num_global, -stride)
+        return next((number for number in larger if self.total(number, num_heads) <= limit), num_global)
