@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
@@ -84,14 +84,7 @@ class LayerCase:
 
 @dataclass(frozen=True)
 class Timing:
-    """One measured time.
-
-    Attributes:
-        phase: "decode" or "prefill".
-        context: tokens in the cache or sequence.
-        num_global: global KV heads of the layer; the others are local.
-        seconds_per_token: time of the layer.
-    """
+    """One measured time per token of a layer: phase, tokens in the cache or sequence, and number of global KV heads."""
 
     phase: Phase
     context: int
@@ -186,20 +179,15 @@ class Calibration:
     def layout_seconds(
         self, layout: Layout, context: int, phase: Phase = "decode", *, native_windows: Sequence[int | None] = ()
     ) -> float:
-        """Return the seconds per token of attention in all layers with ``layout``, as ``model_seconds``.
-
-        Raises:
-            UserError: the layout has another number of KV heads per layer; or as ``layer_seconds``.
-        """
+        """Return ``model_seconds`` of a layout. Raises ``UserError`` also for another number of KV heads per layer."""
         if layout.num_kv_heads != self.num_kv_heads:
             raise UserError(
                 f"layout '{layout.strategy}' has {layout.num_kv_heads} KV heads per layer, "
                 f"the times were measured for {self.num_kv_heads}"
             )
         shares = [row.count("G") / self.num_kv_heads for row in layout.heads]
-        return self.model_seconds(
-            shares, context, window=layout.window, sinks=layout.sinks, native_windows=native_windows, phase=phase
-        )
+        local = {"window": layout.window, "sinks": layout.sinks}
+        return self.model_seconds(shares, context, **local, native_windows=native_windows, phase=phase)
 
     def model_seconds(
         self,
@@ -246,8 +234,7 @@ class Calibration:
 
     @cached_property
     def _grids(self) -> dict[Phase, tuple[Float, Float, Float]]:
-        """Return ``grid`` for every phase."""
-        table = pd.DataFrame([asdict(timing) for timing in self.timings])
+        table = pd.DataFrame(self.timings)
         grids: dict[Phase, tuple[Float, Float, Float]] = {}
         for phase in get_args(Phase):
             rows = table[table["phase"] == phase]
@@ -263,26 +250,14 @@ class Calibration:
 
     def write(self, folder: Path) -> None:
         """Write ``calibration.csv`` and ``calibration.yaml``, replacing an earlier calibration."""
-        content = {
-            **asdict(self.case),
-            "hardware": self.hardware,
-            "num_threads": self.num_threads,
-            "environment": dict(self.environment),
-        }
+        machine = {"hardware": self.hardware, "num_threads": self.num_threads, "environment": dict(self.environment)}
         with replacing(folder) as new:
-            write_csv(new / "calibration.csv", pd.DataFrame([asdict(timing) for timing in self.timings]))
-            write_record(new / "calibration.yaml", content)
+            write_csv(new / "calibration.csv", pd.DataFrame(self.timings))
+            write_record(new / "calibration.yaml", {**vars(self.case), **machine})
 
     @classmethod
     def read(cls, folder: Path) -> Calibration:
-        """Read a calibration that ``write`` wrote.
-
-        Raises:
-            UserError: a file is missing or damaged.
-
-        Warns:
-            UserWarning: a file was changed after it was written.
-        """
+        """Read a calibration that ``write`` wrote. Raises ``UserError`` if a file is missing or damaged."""
         settle(folder)
         where = f"calibration {folder / 'calibration.yaml'}"
         record = validate(_CalibrationFile, read_record(folder / "calibration.yaml", "calibration"), where)
@@ -312,12 +287,8 @@ class _CalibrationFile(Recorded):
 
 def default_contexts(largest: int) -> tuple[int, ...]:
     """Return the context lengths to measure: 1k, 4k, 16k, ... below ``largest``, and ``largest``."""
-    contexts = [largest]
-    step = _FIRST_CONTEXT
-    while step < largest:
-        contexts.append(step)
-        step *= 4
-    return tuple(sorted(contexts))
+    steps = (_FIRST_CONTEXT * 4**exponent for exponent in range(largest.bit_length()))
+    return (*(step for step in steps if step < largest), largest)
 
 
 def _with_sinks(share: float, context: int, *, window: int, sinks: int, phase: Phase) -> float:

@@ -9,6 +9,7 @@ result is the median after a warm-up. Kernel launches are included, as in ``spkv
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from spkv_kernels import PagedKVCache, attention, decode_attention
@@ -40,18 +41,17 @@ def time_attention(case: LayerCase, contexts: Sequence[int], *, progress: Progre
     """
     # Measure decoding at all contexts, then prefill
     timings: list[Timing] = []
-    report = progress or (lambda done, total: None)
-    total = 2 * len(contexts)
+    report, total = progress or (lambda done, total: None), 2 * len(contexts)
     try:
         with torch.no_grad():
-            for done, context in enumerate(contexts):
+            for done, context in enumerate([*contexts, *contexts]):
                 report(done, total)
-                timings += _time_decoding(case, context)
-            for done, context in enumerate(contexts, len(contexts)):
-                report(done, total)
-                if _prefill_seconds(timings, case, context) > PREFILL_SECONDS:
+                if done < len(contexts):
+                    timings += _time_decoding(case, context)
+                elif _prefill_seconds(timings, case, context) <= PREFILL_SECONDS:
+                    timings += _time_prefill(case, context)
+                else:
                     break
-                timings += _time_prefill(case, context)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{case.device} is out of memory for a layer with {context:,} tokens x {case.batch}\n"
@@ -65,26 +65,16 @@ def _time_decoding(case: LayerCase, context: int) -> list[Timing]:
     """Time decoding for every number of global heads; the first timed step attends to ``context`` tokens."""
     q, k, v = _tensors(case, context)
     layers = _num_layers(case, context)
-    candidates = {
-        num_global: _decode_step(case, num_global, layers, q[:, :, -1].contiguous(), k, v)
-        for num_global in case.global_counts
-    }
+    candidates = {g: _decode_step(case, g, layers, q[:, :, -1].contiguous(), k, v) for g in case.global_counts}
     seconds = interleaved(candidates, DECODE_ROUNDS, case.device)
     return _timings("decode", context, seconds, calls=layers * case.batch)
 
 
 def _decode_step(case: LayerCase, num_global: int, layers: int, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
-    """Return a function that appends a token to and attends in each of ``layers`` caches.
+    """Return a function that appends a token to and attends in each of ``layers`` caches, with q [B, Hq, D].
 
-    The caches are filled such that, after the warm-up step, the first timed token is number T.
-
-    Args:
-        case: the layer.
-        num_global: number of global KV heads.
-        layers: number of caches.
-        q: [B, Hq, D].
-        k: [B, Hkv, T, D].
-        v: [B, Hkv, T, D].
+    The caches are filled with k and v [B, Hkv, T, D] such that, after the warm-up step, the first timed token is
+    number T.
     """
     # Fill the caches
     keep = (torch.arange(case.num_kv_heads, device=k.device) < num_global).expand(case.batch, -1)
@@ -125,12 +115,9 @@ def _time_prefill(case: LayerCase, context: int) -> list[Timing]:
 
 def _prefill_seconds(timings: list[Timing], case: LayerCase, context: int) -> float:
     """Predict the slowest prefill call from the largest context so far, as attention is quadratic; 0 for the first."""
-    previous = [row for row in timings if row.phase == "prefill"]
-    if not previous:
-        return 0.0
-    last = previous[-1].context
-    slowest = max(row.seconds_per_token for row in previous if row.context == last) * last * case.batch
-    return slowest * (context / last) ** 2
+    last = timings[-1].context
+    previous = (row.seconds_per_token for row in timings if row.phase == "prefill" and row.context == last)
+    return max(previous, default=0.0) * last * case.batch * (context / last) ** 2
 
 
 def _num_layers(case: LayerCase, context: int) -> int:
@@ -146,13 +133,12 @@ def _num_layers(case: LayerCase, context: int) -> int:
 def _tensors(case: LayerCase, context: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return random q [B, Hq, T, D] and k, v [B, Hkv, T, D]."""
     generator = torch.Generator(case.device).manual_seed(0)
-    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads)
+    drawn = partial(torch.randn, generator=generator, device=case.device)
     q, k, v = (
-        torch.randn(case.batch, number, context, case.head_dim, generator=generator, device=case.device)
-        for number in heads
+        drawn(case.batch, heads, context, case.head_dim).to(getattr(torch, case.dtype))
+        for heads in (case.num_heads, case.num_kv_heads, case.num_kv_heads)
     )
-    dtype = getattr(torch, case.dtype)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v
 
 
 def _timings(phase: Phase, context: int, seconds: dict[int, float], *, calls: int) -> list[Timing]:

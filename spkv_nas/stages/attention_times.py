@@ -14,16 +14,10 @@ from spkv_nas.stages.options.calibrate import CalibrateOptions
 
 
 def read_times(options: CalibrateOptions, windows: Sequence[int], context: int, shape: Shape) -> Calibration:
-    """Read the calibration that ``options`` would write, and check that it fits.
-
-    Args:
-        options: options of ``calibrate``, with the name of the calibration; errors suggest their command.
-        windows: windows in tokens that times are needed for.
-        context: tokens in the cache.
-        shape: shape of the model.
+    """Read the calibration that ``options`` would write, and check that it has the windows, context and heads.
 
     Raises:
-        UserError: the calibration does not exist, or was measured for other windows, contexts or heads.
+        UserError: it does not exist or fit; suggests the command that measures it.
     """
     folder = options.folders.report_dir(str(options.name))
     if len(set(windows)) > 1:

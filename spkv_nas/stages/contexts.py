@@ -8,15 +8,7 @@ LONG = "128k"  # default tokens of a model that supports as many or does not say
 
 
 def choose_context(text: str | None, positions: int | None) -> int:
-    """Parse a context length; by default 128k tokens, or the model's maximum if that is less.
-
-    Args:
-        text: such as "32k"; None: the default.
-        positions: maximum that the model was made for; None: unknown.
-
-    Raises:
-        UserError: the text is not a number of tokens.
-    """
+    """Parse a context length such as "32k"; by default 128k tokens, or the model's maximum if that is less."""
     if text is not None or positions is None:
         return parse_context(text or LONG)
     return min(parse_context(LONG), positions)

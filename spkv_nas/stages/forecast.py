@@ -104,17 +104,15 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
         BATCH_SIZE,
         num_bytes,
     )
-    stage_costs = [
-        *(gate_training(stages, options.steps) if learns else ()),
-        *_probed(stages, signal, options, num_tokens),
-    ]
+    learning = [gate_training(stages, options.steps)] if learns else []
+    stage_costs = [*learning, *_probed(stages, signal, options, num_tokens)]
     about_time = f"time: computed from FLOPs at {speed:.2g} FLOP/s, half the measured speed of a matrix product"
     return Forecast.of(subject.name, stages, stage_costs, about_time)
 
 
-def gate_training(stages: Stages, steps: int | None) -> Iterator[StageCost]:
-    """Yield the training of gates on a frozen model."""
-    yield stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, LEARNING_TOKENS, ROOM)
+def gate_training(stages: Stages, steps: int | None) -> StageCost:
+    """Return the cost of training gates on a frozen model."""
+    return stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, LEARNING_TOKENS, ROOM)
 
 
 def _probed(stages: Stages, signal: Signal, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:
@@ -147,7 +145,6 @@ def _measured_sinks(stages: Stages, tokens: int) -> StageCost:
 
 
 def _most_tokens(signal: Signal, tokens: int) -> int:
-    """Return the tokens of a text that a signal measures by default."""
     return min(SCORING_TOKENS, tokens) if signal.computes_logits else tokens
 
 
@@ -185,11 +182,9 @@ def show(result: Forecast) -> None:
         if stage.remedy:
             remedies.setdefault(stage.remedy, []).append(stage.name)
     out.print(grid)
-    # Remedies and remarks
     for remedy, names in remedies.items():
         caution(f"does not fit: {'; '.join(names)}\n  {remedy}")
-    for remark in result.remarks:
-        say(remark)
+    say("\n".join(result.remarks))
 
 
 def _time(stage: StageCost) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -24,17 +23,11 @@ def show(result: Plan) -> None:
     out.print(grid)
     tokens = sum(run.tokens for run in result.runs)
     total = f"{tokens:,} tokens, {format_seconds(result.seconds)}" if tokens else "nothing left to do"
-    say(f"total: {total}")
-    for remark in result.remarks:
-        say(remark)
+    say("\n".join([f"total: {total}", *result.remarks]))
     if not result.fits:
         caution("the planned work does not fit in memory")
 
 
 def document(result: Plan) -> dict[str, Any]:
     """Return the planned runs, their total time, and whether they fit in memory."""
-    return {
-        **{field.name: getattr(result, field.name) for field in fields(result)},
-        "seconds": result.seconds,
-        "fits": result.fits,
-    }
+    return {**vars(result), "seconds": result.seconds, "fits": result.fits}

@@ -13,16 +13,12 @@ from spkv_nas.stages.options import REFERENCE
 
 @dataclass(frozen=True)
 class SizedModel:
-    """Level of the ladder or model, described by its sizes.
+    """Level of the ladder or model, described by its sizes; fields that a level lacks are those of ``ModelSize``.
 
     Attributes:
         name: name of its results.
         title: name to show to users.
         shape: shape of the model.
-        positions: maximum number of tokens that the model was made for; None: unknown.
-        num_sliding: layers with a sliding window by design.
-        native_windows: sliding window of each layer in keys, None for full attention; empty if no layer has one.
-        is_mixture: whether a token uses only a part of the parameters, because the model is a mixture of experts.
     """
 
     name: str
@@ -44,12 +40,5 @@ class SizedModel:
 
         source = model or REFERENCE
         size = read_size(source)
-        return cls(
-            model_name(source),
-            source,
-            size.shape,
-            positions=size.positions,
-            num_sliding=size.num_sliding,
-            native_windows=size.native_windows,
-            is_mixture=size.is_mixture,
-        )
+        sizes = (size.positions, size.num_sliding, size.native_windows, size.is_mixture)
+        return cls(model_name(source), source, size.shape, *sizes)

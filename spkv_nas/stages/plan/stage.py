@@ -128,7 +128,7 @@ def _of_model(options: PlanOptions, reporter: Reporter) -> _Inputs:
     recipe = draft.recipe(Path())
     schedule = _training(recipe, recipe.branch, size, site)
     training_stages = replace(stages, block_size=draft.block_size)
-    first = tuple(gate_training(stages, options.steps)) if gates is None else ()
+    first = (gate_training(stages, options.steps),) if gates is None else ()
     trained = tuple(
         training_stages.train(name, schedule, gated=gated) for name, gated in ((_REFERENCE, True), (_HYBRID, False))
     )
