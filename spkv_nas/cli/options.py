@@ -20,7 +20,6 @@ import typer
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.cli import dry_run
 from spkv_nas.cli.present import print_results
 from spkv_nas.cli.screen import working
 from spkv_nas.stages.commands import stage_module
@@ -89,7 +88,9 @@ def command(
             title, takes_long = _title(invocation), isinstance(options, OnDevice)
             with working(title, quiet=quiet, verbose=verbose, takes_long=takes_long) as reporter:
                 if isinstance(options, Trains) and options.dry_run:
-                    results: Results | None = dry_run.dry_run(options, reporter)
+                    from spkv_nas.stages.dry_run import dry_run
+
+                    results: Results | None = dry_run(options, reporter)
                 else:
                     results = function(options, reporter)
                 code = 0 if results is None else print_results(results, as_json=as_json)

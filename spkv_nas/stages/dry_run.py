@@ -16,7 +16,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.signals.density import DENSITY
-from spkv_nas.stages import forecast
+from spkv_nas.stages import forecast, planned_runs
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.commands import stage_module
 from spkv_nas.stages.forecast import Forecast
@@ -26,11 +26,20 @@ from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
 from spkv_nas.stages.options.search import SearchOptions, specify
 from spkv_nas.stages.options.train import TrainOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
+from spkv_nas.stages.result import Result
 from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_evaluator import shortened
 from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun, Planner, summarize_runs
 from spkv_nas.training.variants import Variant
+
+
+def dry_run(options: Trains, reporter: Reporter = SILENT) -> Result:
+    """Return the plan of a training command, or its forecast, without training."""
+    planned = plan_of(options, reporter)
+    if isinstance(planned, Plan):
+        return Result(planned, planned_runs.show, planned_runs.document)
+    return Result(planned, forecast.show, forecast.document)
 
 
 def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan | Forecast:
