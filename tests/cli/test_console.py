@@ -63,7 +63,7 @@ LOADS_TORCH = (
 
 
 class TestTerminal:
-    @pytest.mark.parametrize("command", slow_after(3, LOADS_TORCH))
+    @pytest.mark.parametrize("command", slow_after(1, LOADS_TORCH))
     def test_first_output_comes_before_torch_is_loaded(self, tmp_path: Path, project: Project, command: str) -> None:
         recipe, workspace = map(str, project)
         arguments = [{"RECIPE": recipe, "WORKSPACE": workspace}.get(word, word) for word in command.split()]
