@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.agreement import short_labels
+from spkv_nas.proposal.coverage import coverage_curve
+from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import SERIES, Band, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers
 from spkv_nas.report.formatting import short
-from spkv_nas.report.profiles import coverage_by_budget
 
 _BUDGET = "Budget, global KV heads"
 _MAX_VERTICES = 100  # of a line: more are not seen, but are most of the page of a large model
@@ -110,3 +111,20 @@ def _matrix(rows: pd.DataFrame, column: str, labels: Mapping[str, str]) -> tuple
         i, k = names.index(first), names.index(second)
         values[i, k] = values[k, i] = value
     return tuple(tuple(row) for row in values.tolist())
+
+
+def coverage_by_budget(table: HeadScores) -> pd.DataFrame | None:
+    """Return coverage in [0, 1] by budget: columns budget, densest, random, and each pattern of whole layers.
+
+    The patterns spend whole layers, so they are NaN at other budgets. None if no head keeps anything.
+    """
+    if table.mean == 0.0:
+        return None
+    curve = coverage_curve(table)
+    total = table.density.sum()
+    for pattern in (strategy for strategy in STRATEGIES if strategy.whole_layers):
+        curve[pattern.name] = math.nan
+        for layers in range(1, table.num_layers + 1):
+            mask = pattern.choose(table, layers * table.num_kv_heads)
+            curve.loc[layers * table.num_kv_heads - 1, pattern.name] = table.density[mask].sum() / total
+    return curve

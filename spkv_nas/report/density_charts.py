@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.domains import about_small_domains, small_domains
@@ -15,7 +16,6 @@ from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.axes import decades_axis, name_axis, round_axis
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, numbers
 from spkv_nas.report.formatting import short
-from spkv_nas.report.profiles import domain_profile, position_profile
 
 _DENSITY = "density"  # name of the chart whose cells the layout charts reuse
 _MAX_POINTED = 500  # with more dots by domain there are no tooltips, which would be most of the page
@@ -97,7 +97,7 @@ def stability_chart(certainty: Certainty) -> Chart:
     """Return the probability of every KV head to be among the densest under resampling."""
     probability = certainty.probability["densest"]
     about = f"Columns are layers, rows are KV heads; the budget is {certainty.budget} heads."
-    heading = f"Resamples in which a head is one of the {certainty.budget} densest, %"
+    heading = f"Resamples in which a head is one of the {certainty.budget} of highest score, %"
     title = "Selection frequency of every head"
     cells = Heatmap(_rows(probability), "selected in % % of the resamples")
     return Chart("stability", title, about, *_head_axes(probability.shape), (cells,), heading=heading)
@@ -239,3 +239,22 @@ def _head_axes(shape: tuple[int, ...], *, small: bool = False) -> tuple[Axis, Ax
     if small:
         return layer_axis, name_axis("KV head", [str(head) for head in range(heads)], down=True)
     return layer_axis, name_axis("", [f"head {head}" for head in range(heads)], down=True)
+
+
+def domain_profile(table: HeadScores) -> pd.DataFrame:
+    """Return one row per domain, with its name and the mean over heads."""
+    means = {str(domain): float(table.domain_density(domain, signed=True).mean()) for domain in table.domains}
+    return pd.DataFrame({"domain": list(means), "mean": list(means.values())})
+
+
+def position_profile(table: HeadScores) -> pd.DataFrame | None:
+    """Return density over heads by token position; None if it was not recorded.
+
+    Its columns are start, end, mean, low and high (10th and 90th percentile of heads).
+    """
+    if table.positions is None or table.positions.empty:
+        return None
+    buckets = table.positions.groupby(["start", "end"], sort=True)["density"]
+    quantiles = buckets.quantile(np.array([0.1, 0.9])).unstack()
+    profile = pd.DataFrame({"mean": buckets.mean(), "low": quantiles[0.1], "high": quantiles[0.9]})
+    return profile.reset_index()

@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from spkv_nas.report.formatting import capitalized
 from spkv_nas.report.page_svg import draw_chart, draw_scale
 
 
@@ -25,7 +26,9 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(csp_hash=_csp_hash, compact=compact, tie=_tie, draw=draw_chart, draw_scale=draw_scale)
+    environment.filters.update(
+        csp_hash=_csp_hash, compact=compact, cap=capitalized, tie=_tie, draw=draw_chart, draw_scale=draw_scale
+    )
     return environment.get_template(template).render(**values)
 
 

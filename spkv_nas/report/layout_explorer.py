@@ -1,32 +1,36 @@
 """Prepare the data of the page's layout explorer: head scores, their order, coverage, and layout files.
 
-They are computed here, as ``propose`` computes them, so that the page only looks them up and the layouts that it offers
-are identical to ``propose``'s, byte for byte. The explorer starts with the layout of the page's ``Verdict``.
+They are computed here, as ``propose`` computes them, so that the page only looks them up and its layouts are identical
+to ``propose``'s, byte for byte. Scores and orders would be most of a page, so they are embedded as gzipped JSON, which
+browsers decompress. The explorer starts with the layout of the page's ``Verdict``.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from gzip import compress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import yaml_line
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.cost.calibration import Calibration
-from spkv_nas.proposal.coverage import coverage, densest_candidates, provenance
+from spkv_nas.proposal.coverage import coverage, densest_candidates, densest_coverage, provenance
 from spkv_nas.proposal.propose import densest_layout
 from spkv_nas.report.cache_size import token_bytes
-from spkv_nas.report.choices import compressed, tables_at_thresholds
 from spkv_nas.report.colours import shades
 from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence
 from spkv_nas.report.inputs import ReportInputs
@@ -34,6 +38,7 @@ from spkv_nas.report.serving import budgets_in_engine, layout_in_engine
 from spkv_nas.report.verdict import Verdict
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered besides the probe's own threshold
+_DIGITS = 4  # decimals of a coverage in a layout's provenance
 _VARY = ("budget", "coverage", "tau")  # entries of a layout's provenance that differ between layouts
 
 
@@ -293,3 +298,54 @@ def _flags(mask: bytes) -> str:
 def _number(value: float) -> float | None:
     """Round to five significant digits; NaN is None."""
     return None if math.isnan(value) else float(f"{value:.5g}")
+
+
+def tables_at_thresholds(tables: list[HeadScores]) -> dict[str, Any]:
+    """Return the levels of the heads, their order as in ``densest``, and its coverage, for every threshold.
+
+    Args:
+        tables: one probe at each threshold.
+
+    Returns:
+        ``levels`` by part of the text, head and threshold, where the parts are all text and, if there are several, the
+        domains; ``order`` by threshold; and ``coverage`` by threshold: what each head in this order adds, in 1e-4.
+    """
+    measure, domains = tables[0].measure, tables[0].domains
+    by_part = [[levels(table.values, measure) for table in tables]]
+    if len(domains) > 1:
+        by_part += [
+            [levels(table.domain_density(domain, signed=True), measure) for table in tables] for domain in domains
+        ]
+    covered = [[round(10**_DIGITS * round(share, _DIGITS)) for share in densest_coverage(table)] for table in tables]
+    return {
+        # Thresholds are innermost: neighbouring numbers are similar, which halves the compressed size
+        "levels": np.array(by_part).transpose(0, 2, 1).tolist(),
+        "order": [densest_candidates(table).tolist() for table in tables],
+        "coverage": np.diff(covered, prepend=0).tolist(),
+    }
+
+
+def compressed(content: Mapping[str, Any]) -> str:
+    """Return JSON, gzipped, in base64."""
+    return b64encode(compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode()
+
+
+def levels(values: NDArray[np.float64], measure: Measure) -> list[int]:
+    """Quantise values to half units of the last digit of ``Measure.exact``.
+
+    Value v has level n if v lies in [n, n + 1) / (2 * 10^decimals). Both ``exact`` and the map round at the ends of
+    this interval, so its middle is written like v.
+    """
+    units = 2 * 10**measure.decimals
+    quantised: list[int] = np.floor(values.ravel() * units).astype(int).tolist()
+    for number, value in enumerate(values.ravel().tolist()):
+        if abs(value * units - round(value * units)) < 1e-6:  # on a boundary, where halves round to even
+            below, above = round(value * units) - 1, round(value * units)
+            is_above = _formatted(measure, (above + 0.5) / units) == _formatted(measure, value)
+            quantised[number] = above if is_above else below
+    return quantised
+
+
+def _formatted(measure: Measure, value: float) -> tuple[str, str]:
+    """Return a value as the page writes it: exactly, and on the map."""
+    return measure.exact(value), measure.scale.text(value)

@@ -16,10 +16,10 @@ from markupsafe import Markup
 from spkv_nas.base.files import write_atomic
 from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.base.version import __version__
+from spkv_nas.proposal.registry import strategy_of
 from spkv_nas.proposal.stability import caution
 from spkv_nas.report import tables
 from spkv_nas.report.budget_charts import coverage_budget_chart
-from spkv_nas.report.cache_chart import cache_nll_chart
 from spkv_nas.report.chart import Chart, Panels
 from spkv_nas.report.data import page_data
 from spkv_nas.report.density_charts import (
@@ -31,13 +31,12 @@ from spkv_nas.report.density_charts import (
     stability_chart,
 )
 from spkv_nas.report.figures import SEARCH_FIGURES
-from spkv_nas.report.findings import findings, search_findings
 from spkv_nas.report.glossary import glossary
 from spkv_nas.report.html import compact, render
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data, layout_indices
 from spkv_nas.report.plot import save_chart
-from spkv_nas.report.result_charts import coverage_nll_chart
+from spkv_nas.report.result_charts import cache_nll_chart, coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
 from spkv_nas.report.serving import serving_section
 from spkv_nas.report.verdict import Advise, Step, Verdict, conclude
@@ -145,25 +144,24 @@ def _render(
         measure=table.measure,
         verdict=verdict,
         steps=steps,
-        findings=findings(inputs.record),
+        findings=tables.findings(inputs.record),
         diagnosis=table.diagnosis(),
         facts=tables.facts(inputs, verdict),
         layouts=_layouts(inputs, charts["layouts"]),
-        header=tables.comparison_header(inputs),
-        rows=tables.comparison_rows(inputs, verdict),
+        scores=tables.score_rows(table),
+        comparison=tables.comparison_rows(inputs, verdict),
         certainty=inputs.certainty,
         caution=caution(table),
         trust=inputs.trust,
         missed=tables.missed_rows(inputs),
-        agreement=[] if inputs.agreement is None else tables.agreement_rows(inputs.agreement),
+        agreement=tables.agreement_rows(inputs.agreement),
         benchmarks=inputs.benchmarks,
         serving=[] if inputs.served is None else [serving_section(inputs.served, table, inputs.layouts)],
-        search=None if search is None else tables.search_rows(search, verdict),
+        search=tables.search_rows(inputs, verdict),
         search_about="" if search is None else tables.search_about(inputs),
         search_is_retrained=search is not None
         and bool(search[["short_delta_percent", "full_delta_percent"]].notna().any(axis=None)),
-        search_header=tables.search_header(inputs),
-        search_findings=search_findings(inputs),
+        search_findings=tables.search_findings(inputs),
         words=glossary(inputs),
         provenance=tables.provenance(inputs),
         downloads=tables.downloads(inputs),
@@ -180,6 +178,7 @@ def _layouts(inputs: ReportInputs, charts: list[Chart]) -> list[dict[str, Any]]:
             "layout": inputs.layouts[name],
             "chart": by_name[name],
             "coverage": f"{100 * inputs.covered[name]:.1f}",
+            "strategy": strategy.help if (strategy := strategy_of(name)) else "",
             "interval": inputs.certainty.interval(name) if inputs.certainty else "",
         }
         for name in sorted(inputs.layouts, key=lambda name: -inputs.covered[name])

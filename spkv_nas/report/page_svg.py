@@ -19,10 +19,9 @@ from matplotlib.transforms import Affine2D, Transform
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.report.chart import Chart
 from spkv_nas.report.colours import TONES, scale_stops
-from spkv_nas.report.elements import add, along, markup, px, svg
 from spkv_nas.report.names import LETTER
 from spkv_nas.report.plot import draw, drawing
-from spkv_nas.report.svg_maps import LEFT, draw_map
+from spkv_nas.report.svg_maps import LEFT, add, along, draw_map, markup, px, svg
 
 _SCALE = 220.0  # length of a colour scale
 _VARIABLES = {colour: f"var(--{tone})" for tone, colour in TONES.items()} | {"#ffffff": "var(--card)"}

@@ -1,7 +1,8 @@
-"""Format the rows of the page's tables, and compress the tables that it offers for download."""
+"""Format the page's tables and the sentences above them, and compress the tables that it offers for download."""
 
 from __future__ import annotations
 
+import math
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from gzip import compress
@@ -10,16 +11,28 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.tables import csv_text
-from spkv_nas.evaluation.searched import best_layouts
+from spkv_nas.evaluation.ranking import MIN_ITEMS
+from spkv_nas.evaluation.searched import best_layouts, correlations
 from spkv_nas.report.evidence import COMPARISON, SEARCH, all_evidence
-from spkv_nas.report.formatting import change, number, without_folder
+from spkv_nas.report.formatting import change, number, signed, without_folder
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.section import Row
 from spkv_nas.report.verdict import Verdict
 
 _MAX_MISSED = 5
 _GROUPS = {SP_KV: 1, FULL_ATTENTION: 2, DENSE: 3}  # order of the rows, after the layouts (0)
+_COMPARED = {  # columns of the comparison beside changes of NLL: title -> column and digits
+    "NLL": ("nll", 4),
+    "Global KV heads": ("num_global", 0),
+    "Density, %": ("density_percent", 1),
+    "Coverage, %": ("coverage_percent", 2),
+    "Seeds": ("num_seeds", 0),
+    "Steps": ("steps", 0),
+}
+Table = tuple[tuple[str, ...], list[tuple[Row, ...]]]  # titles of the columns, and groups of rows
 _NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is"}
 
 
@@ -46,93 +59,83 @@ def facts(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, str]]:
     return entries
 
 
-def missed_rows(inputs: ReportInputs) -> list[tuple[str, ...]]:
-    """Return the heads that ``densest`` leaves out although they save most: head, gain, value, rank."""
-    if inputs.trust is None:
-        return []
-    values = inputs.table.values
-    return [
-        (
+def score_rows(table: HeadScores) -> Table:
+    """Return the value of every KV head, a row per layer, ± standard error where it is known."""
+    exact = table.measure.exact
+    cells = (
+        (exact(value) + ("" if math.isnan(error) else f" ± {exact(error)}") for value, error in zip(*rows, strict=True))
+        for rows in zip(table.values, table.standard_error, strict=True)
+    )
+    rows = tuple(Row(str(layer), tuple(row)) for layer, row in enumerate(cells))
+    return ("Layer", *(f"KV head {head}" for head in range(table.num_kv_heads))), [rows]
+
+
+def missed_rows(inputs: ReportInputs) -> Table | None:
+    """Return the heads that ``densest`` leaves out although they save most; None without any."""
+    if inputs.trust is None or not inputs.trust.missed:
+        return None
+    table = inputs.table
+    rows = tuple(
+        Row(
             f"layer {head.layer}, KV head {head.kv_head}",
-            f"{number(1000 * head.gain, 1)} ± {number(1000 * head.standard_error, 1)}",
-            inputs.table.measure.exact(values[head.layer, head.kv_head]),
-            str(1 + int((values > values[head.layer, head.kv_head]).sum())),
+            (
+                f"{number(1000 * head.gain, 1)} ± {number(1000 * head.standard_error, 1)}",
+                table.measure.exact(table.values[head.layer, head.kv_head]),
+                str(1 + int((table.values > table.values[head.layer, head.kv_head]).sum())),
+            ),
         )
         for head in inputs.trust.missed[:_MAX_MISSED]
-    ]
+    )
+    return ("Excluded head", "Gain, nats / 1,000", table.measure.title, f"Rank of {table.num_heads}"), [rows]
 
 
-def comparison_header(inputs: ReportInputs) -> list[tuple[str, str]]:
-    """Return (title, key in the glossary or "") of each column; changes of NLL first, for narrow screens."""
-    control = [("Δ NLL against control, %", "control")] if _has_dense(inputs) else []
-    return [
-        ("Strategy", ""),
-        ("Δ NLL, %", "delta"),
-        *control,
-        ("NLL", ""),
-        ("Global KV heads", "budget"),
-        ("Density, %", ""),
-        ("Coverage, %", "coverage"),
-        ("Seeds", ""),
-        ("Steps", ""),
-        *([] if inputs.comparison is None or (inputs.comparison["note"] == "").all() else [("Note", "")]),
-    ]
+def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
+    """Return layouts, lowest NLL first, then each reference, as groups; None before training.
 
-
-def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> list[list[Row]]:
-    """Return the groups of rows: layouts, lowest NLL first, then each reference; nothing before training."""
+    Changes of NLL are the first columns, for narrow screens.
+    """
     comparison = inputs.comparison
     if comparison is None:
-        return []
-    baseline, has_dense = counted_from(comparison), _has_dense(inputs)
-    has_notes = (comparison["note"] != "").any()
-    rows: list[list[Row]] = [[] for _ in range(1 + max(_GROUPS.values()))]
+        return None
+    baseline = counted_from(comparison)
+    references = {"Δ NLL, %": ("delta_nll", baseline)}
+    if baseline == DENSE:
+        references["Δ NLL against control, %"] = ("delta_control", FULL_ATTENTION)
+    notes = ("Note",) if (comparison["note"] != "").any() else ()
+    groups: list[list[Row]] = [[] for _ in range(1 + max(_GROUPS.values()))]
     for row in comparison.sort_values("nll", kind="stable").to_dict("records"):
         name = row["strategy"]
-        references = (
-            ("delta_nll", baseline),
-            *([("delta_control", FULL_ATTENTION)] if has_dense else []),
-        )
-        # Changes of NLL, against the baseline and the control
-        changes = (
-            "reference" if name == reference else change(row[f"{column}_percent"], row[f"{column}_standard_error"])
-            for column, reference in references
-        )
         cells = (
-            *changes,
-            number(row["nll"], 4),
-            number(row["num_global"], 0),
-            number(row["density_percent"], 1),
-            number(row["coverage_percent"], 2),
-            number(row["num_seeds"], 0),
-            number(row["steps"], 0),
+            *(
+                "reference" if name == reference else change(row[f"{column}_percent"], row[f"{column}_standard_error"])
+                for column, reference in references.values()
+            ),
+            *(number(row[column], digits) for column, digits in _COMPARED.values()),
+            *(row["note"] for _ in notes),
         )
-        # Label the row that the verdict is about
         tag = "" if name in _GROUPS else verdict.tag(name, COMPARISON, row["steps"])
-        rows[_GROUPS.get(name, 0)].append(
-            Row(_NAMES.get(name, name), (*cells, *([row["note"]] if has_notes else [])), tag)
+        groups[_GROUPS.get(name, 0)].append(Row(_NAMES.get(name, name), cells, tag))
+    return ("Strategy", *references, *_COMPARED, *notes), [tuple(group) for group in groups if group]
+
+
+def agreement_rows(rows: pd.DataFrame | None) -> Table | None:
+    """Return both probes, budget, Jaccard index, rank correlation and transfer of each pair; None without any."""
+    if rows is None:
+        return None
+    columns = {
+        "Budget": ("budget", 0, 1),
+        "Jaccard": ("jaccard", 2, 1),
+        "Spearman": ("spearman", 3, 1),
+        "Transfer, %": ("transfer", 1, 100),
+    }
+    lines = tuple(
+        Row(
+            f"{row['first']} and {row['second']}",
+            tuple(number(factor * row[column], digits) for column, digits, factor in columns.values()),
         )
-    return [group for group in rows if group]
-
-
-def _has_dense(inputs: ReportInputs) -> bool:
-    """Return True if the comparison has a row for the dense model as it is."""
-    return inputs.comparison is not None and counted_from(inputs.comparison) == DENSE
-
-
-def agreement_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
-    """Return both probes, budget, Jaccard index, rank correlation and transfer of each pair."""
-    return [
-        (
-            str(row["first"]),
-            str(row["second"]),
-            number(row["budget"], 0),
-            number(row["jaccard"], 2),
-            number(row["spearman"], 3),
-            number(100 * row["transfer"], 1),
-        )
-        for _, row in rows.iterrows()
-    ]
+        for row in rows.to_dict("records")
+    )
+    return ("Probes", *columns), [lines]
 
 
 def search_about(inputs: ReportInputs) -> str:
@@ -145,39 +148,31 @@ def search_about(inputs: ReportInputs) -> str:
     return f"Distinct layouts of the search: {'; '.join(modes)}."
 
 
-def search_header(inputs: ReportInputs) -> tuple[str, ...]:
-    """Return the column titles of a search's table; changes of NLL come first."""
+def search_rows(inputs: ReportInputs, verdict: Verdict | None = None) -> Table | None:
+    """Return the best layouts of a search, with their cost if the search has one; None without a search."""
+    if inputs.search is None:
+        return None
     steps = inputs.search_record.get("steps") or {}
+    has_cost = bool(inputs.search["cost"].notna().all())
     retrained = (
         f"Δ NLL, %, {kind} retraining" + (f" ({steps[kind]} steps)" if kind in steps else "")
         for kind in ("full", "short")
     )
-    cost = ("Cost",) if _has_cost(inputs.search) else ()
-    return ("Layout", *retrained, "Δ NLL, %, zero-shot", "Global KV heads", "Coverage, %", *cost)
-
-
-def search_rows(rows: pd.DataFrame, verdict: Verdict | None = None) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the best layouts of a search as (tag, cells), with their cost if the search has one."""
-    return [
-        (
-            "" if verdict is None else verdict.tag(str(row["name"]), SEARCH),
+    header = ("Layout", *retrained, "Δ NLL, %, zero-shot", "Global KV heads", "Coverage, %", *["Cost"][: int(has_cost)])
+    rows = tuple(
+        Row(
+            str(row["name"]),
             (
-                str(row["name"]),
-                change(row["full_delta_percent"], row["full_standard_error"]),
-                change(row["short_delta_percent"], row["short_standard_error"]),
-                change(row["zero_shot_delta_percent"], row["zero_shot_standard_error"]),
+                *(change(row[f"{kind}_delta_percent"], row[f"{kind}_standard_error"]) for kind in reversed(FIDELITIES)),
                 number(row["num_global"], 0),
                 number(row["coverage_percent"], 1),
-                *([f"{row['cost']:.4g}"] if _has_cost(rows) else []),
+                *([f"{row['cost']:.4g}"] if has_cost else []),
             ),
+            "" if verdict is None else verdict.tag(str(row["name"]), SEARCH),
         )
-        for row in best_layouts(rows).to_dict("records")
-    ]
-
-
-def _has_cost(rows: pd.DataFrame | None) -> bool:
-    """Return True if every layout of a search has a cost."""
-    return rows is not None and bool(rows["cost"].notna().all())
+        for row in best_layouts(inputs.search).to_dict("records")
+    )
+    return header, [rows]
 
 
 def provenance(inputs: ReportInputs) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -228,3 +223,43 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, ", ".join(without_folder(str(item)) for item in value)
     else:
         yield key, "—" if value is None else without_folder(str(value))
+
+
+def findings(record: Mapping[str, Any]) -> list[str]:
+    """Return the rank correlations that ``comparison.yaml`` records, in a sentence.
+
+    Their keys are rho and, where known, layouts and interval.
+    """
+    recorded, zero_shot = record.get("rank_correlation"), record.get("zero_shot_rank_correlation")
+    if recorded is None:
+        return []
+    over = f" over {recorded['layouts']} layouts" if "layouts" in recorded else ""
+    sentence = f"Spearman's rank correlation of coverage and NLL increase{over} is {_with_uncertainty(recorded)}"
+    if zero_shot is not None:
+        sentence += f", that of the NLL increase before any training {_with_uncertainty(zero_shot)}"
+        return [f"{sentence}; {signed(-1, 0)} and {signed(1, 0)} would be perfect rankings."]
+    return [f"{sentence}; {signed(-1, 0)} would be a perfect ranking."]
+
+
+def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
+    """Return a rank correlation with its interval or, below ``MIN_ITEMS`` layouts, its p-value, if recorded."""
+    text, interval, p_value = signed(recorded["rho"], 2), recorded.get("interval"), recorded.get("p_value")
+    if recorded.get("layouts", MIN_ITEMS) < MIN_ITEMS or interval is None:
+        return text if p_value is None else f"{text} (p {f'= {p_value:.2g}' if p_value else '< 0.0001'})"
+    low, high = (signed(bound, 2) for bound in interval)
+    return f"{text} (95 % interval {low} to {high})"
+
+
+def search_findings(inputs: ReportInputs) -> list[str]:
+    """Return how well cheap scores rank the layouts of a search.
+
+    Nothing where the retrained layouts were measured on too few documents to rank them.
+    """
+    rows = inputs.search
+    if rows is None or not all(each.is_rankable for each in all_evidence(inputs) if each.fidelity == "full"):
+        return []
+    return [
+        f"Rank correlation of {pair} over {correlation['layouts']} layouts: {_with_uncertainty(correlation)}."
+        for pair, correlation in correlations(rows).items()
+        if correlation is not None
+    ]

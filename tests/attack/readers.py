@@ -36,11 +36,10 @@ from spkv_nas.proposal.agreement import agreement, read_agreement, short_labels,
 from spkv_nas.proposal.constraints import read_head_costs
 from spkv_nas.proposal.foreign_formats import read_scores
 from spkv_nas.proposal.ranking import densest
-from spkv_nas.report.findings import findings
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data
 from spkv_nas.report.search_charts import search_charts
-from spkv_nas.report.tables import search_header
+from spkv_nas.report.tables import findings, search_rows
 from spkv_nas.report.training_charts import density_evolution_chart
 from spkv_nas.report.verdict import conclude
 from spkv_nas.stages.report.results import read_results
@@ -165,7 +164,7 @@ def use_results(file: Path) -> None:
     explorer_data(inputs, conclude(inputs))
     if inputs.search is not None:
         search_charts(inputs.search, None)
-        search_header(inputs)
+        search_rows(inputs)
 
 
 def _make_agreement(folder: Path) -> Path:

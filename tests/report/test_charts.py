@@ -19,14 +19,13 @@ from spkv_nas.artifacts.comparison import COLUMNS, read_comparison, write_compar
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.report.axes import decades_axis, log_axis, round_axis, spread_axis
-from spkv_nas.report.budget_charts import agreement_charts, coverage_budget_chart
+from spkv_nas.report.budget_charts import agreement_charts, coverage_budget_chart, coverage_by_budget
 from spkv_nas.report.chart import Axis, Chart, Heatmap, Line, Panels, Points, Rule
 from spkv_nas.report.colours import cividis
-from spkv_nas.report.density_charts import density_chart, position_chart
+from spkv_nas.report.density_charts import density_chart, domain_profile, position_chart, position_profile
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page_svg import draw_chart
 from spkv_nas.report.plot import draw, save_chart
-from spkv_nas.report.profiles import coverage_by_budget, domain_profile, position_profile
 from spkv_nas.report.result_charts import coverage_nll_chart
 
 

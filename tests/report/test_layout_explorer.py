@@ -18,10 +18,9 @@ from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.coverage import coverage, densest_coverage
 from spkv_nas.proposal.propose import propose
-from spkv_nas.report.choices import levels
 from spkv_nas.report.evidence import all_evidence
 from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.layout_explorer import explorer_data
+from spkv_nas.report.layout_explorer import explorer_data, levels
 from spkv_nas.report.verdict import conclude
 
 

@@ -26,11 +26,10 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
 from spkv_nas.report.data import page_data
 from spkv_nas.report.figures import write_study_figures
-from spkv_nas.report.findings import findings, search_findings
 from spkv_nas.report.inputs import PairError, ReportInputs, no_pair_error
 from spkv_nas.report.page import write_report
 from spkv_nas.report.search_charts import front_chart, search_charts
-from spkv_nas.report.tables import safe_csv, search_rows
+from spkv_nas.report.tables import findings, safe_csv, search_findings, search_rows
 from spkv_nas.report.verdict import conclude
 
 HOSTILE = "<script>alert(1)</script>"
@@ -164,14 +163,17 @@ def test_page_is_accessible(page: Page) -> None:
 
 def test_a_search_is_shown_best_first(page: Page) -> None:
     search = make_search()
-    assert [cells[0] for _, cells in search_rows(search)] == ["density-0-1", "densest", "random-0-1", "random-0-0"]
-    assert search_rows(search)[0][1][1:] == ("+0.400 ± 0.100", "+0.600 ± 0.100", "+0.500 ± 0.100", "3", "50.0")
+    inputs = ReportInputs(make_domain_table(), {}, search=search)
+    table = search_rows(inputs)
+    assert table is not None
+    _, (rows,) = table
+    assert [row.head for row in rows] == ["density-0-1", "densest", "random-0-1", "random-0-0"]
+    assert rows[0].cells == ("+0.400 ± 0.100", "+0.600 ± 0.100", "+0.500 ± 0.100", "3", "50.0")
     (retrained,) = search_charts(search, None)
     assert isinstance(retrained, Panels)
     shown = [mark for mark in retrained.charts[0].marks if isinstance(mark, Points)]
     assert [(mark.label, len(mark.x)) for mark in shown] == [("baseline", 1), ("density", 1), ("random", 1)]
     assert len(search_charts(make_search(cost=[4.0, 4.0, 5.0, 3.0, 6.0]), "cost")) == 2
-    inputs = ReportInputs(make_domain_table(), {}, search=search)
     assert search_findings(inputs)[0].startswith("Rank correlation of ")
     assert search_findings(replace(inputs, search_record={"num_documents": 7})) == []
     assert "Search" in page.texts["h2"]

@@ -25,7 +25,7 @@ from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.page import write_report
-from spkv_nas.report.paper import write_paper_figures
+from spkv_nas.report.pictures import write_paper_figures
 from spkv_nas.report.serving import EngineMemory
 from spkv_nas.search.prediction import Prediction
 from spkv_nas.stages.checks import check
