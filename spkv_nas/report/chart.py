@@ -6,7 +6,6 @@ A chart knows neither SVG nor matplotlib: ``svg`` draws it on the report page, `
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,30 +29,13 @@ SERIES: tuple[tuple[Tone, Dash], ...] = (
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a chart.
+    """An axis of a chart."""
 
-    Attributes:
-        title: its label.
-        low: value at the left or bottom.
-        high: value at the right or top; it may be smaller than ``low``.
-        ticks: (value, text) of each tick.
-        log: logarithmic instead of linear.
-    """
-
-    title: str
-    low: float
-    high: float
-    ticks: tuple[tuple[float, str], ...]
-    log: bool = False
-
-    def fraction(self, value: float) -> float:
-        """Return the position of a value: 0 at ``low``, 1 at ``high``.
-
-        On a logarithmic axis values below ``low``, such as the lower end of a wide error bar, are drawn at ``low``.
-        """
-        if self.log:
-            return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
+    title: str  # its label
+    low: float  # value at the left or bottom
+    high: float  # value at the right or top; it may be smaller than ``low``
+    ticks: tuple[tuple[float, str], ...]  # (value, text) of each tick
+    log: bool = False  # logarithmic instead of linear
 
 
 @dataclass(frozen=True)
@@ -83,34 +65,23 @@ class Band:
 
 @dataclass(frozen=True)
 class Points:
-    """Marks at (x, y).
+    """Marks at (x, y)."""
 
-    Attributes:
-        x: horizontal coordinates.
-        y: vertical coordinates.
-        error: half the length of each vertical error bar; NaN for none; empty if no point has one.
-        tips: tooltip of each point; empty if there are none.
-        names: text beside each point where there is room, "" for none; empty if no point has one.
-        layouts: names of the layouts that points without tips stand for, which the page then shows; empty for none.
-        form: what all tips share: the pieces of text around the words in ``tips``; empty if they share nothing.
-        label: name in the legend, "" for none.
-        size: radius.
-        hollow: draw the outline only.
-    """
-
-    x: Numbers
-    y: Numbers
-    error: Numbers = ()
-    tips: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
+    x: Numbers  # horizontal coordinates
+    y: Numbers  # vertical coordinates
+    error: Numbers = ()  # half the length of each vertical error bar; NaN for none; empty if no point has one
+    tips: tuple[str, ...] = ()  # tooltip of each point; empty if there are none
+    names: tuple[str, ...] = ()  # text beside each point where there is room, "" for none; empty if no point has one
+    # names of the layouts that points without tips stand for, which the page then shows; empty for none
     layouts: tuple[str, ...] = ()
+    # what all tips share: the pieces of text around the words in ``tips``; empty if they share nothing
     form: tuple[str, ...] = ()
-    label: str = ""
+    label: str = ""  # name in the legend, "" for none
     shape: Shape = "circle"
     tone: Tone = "accent"
-    size: float = 5.0
+    size: float = 5.0  # radius
     opacity: float = 1.0
-    hollow: bool = False
+    hollow: bool = False  # draw the outline only
 
 
 @dataclass(frozen=True)
@@ -125,42 +96,26 @@ class Bars:
 
 @dataclass(frozen=True)
 class Rule:
-    """A straight line across the whole chart.
+    """A straight line across the whole chart."""
 
-    Attributes:
-        value: its position, on the horizontal axis if ``vertical``, else on the vertical one.
-        label: text beside it, "" for none.
-        vertical: direction of the line.
-    """
-
-    value: float
-    label: str = ""
-    vertical: bool = True
+    value: float  # its position, on the horizontal axis if ``vertical``, else on the vertical one
+    label: str = ""  # text beside it, "" for none
+    vertical: bool = True  # direction of the line
     tone: Tone = "ink"
     dash: Dash = "dashed"
 
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Cells in the cividis colours, row 0 at the top; a cell's centre is at (column, row) of the axes.
+    """Cells in the cividis colours, row 0 at the top; a cell's centre is at (column, row) of the axes."""
 
-    Attributes:
-        values: values by row; NaN is an empty cell.
-        words: tooltip of a cell on the page, in which ``%`` stands for its value in percent; "" for none.
-        chosen: (row, column) of the cells that are marked with an outline and a dot.
-        written: draw large cells with their values in them.
-        scale: colour scale, which also formats the values.
-        legend: title of the colour bar in pictures; "" for none.
-        same_as: name of a chart on the page with the same values, whose cells are reused; "" for its own.
-    """
-
-    values: tuple[Numbers, ...]
-    words: str = ""
-    chosen: tuple[tuple[int, int], ...] = ()
-    written: bool = True
-    scale: Scale = PERCENT
-    legend: str = ""
-    same_as: str = ""
+    values: tuple[Numbers, ...]  # values by row; NaN is an empty cell
+    words: str = ""  # tooltip of a cell on the page, in which ``%`` stands for its value in percent; "" for none
+    chosen: tuple[tuple[int, int], ...] = ()  # (row, column) of the cells that are marked with an outline and a dot
+    written: bool = True  # draw large cells with their values in them
+    scale: Scale = PERCENT  # colour scale, which also formats the values
+    legend: str = ""  # title of the colour bar in pictures; "" for none
+    same_as: str = ""  # name of a chart on the page with the same values, whose cells are reused; "" for its own
 
 
 Mark = Line | Band | Points | Bars | Rule | Heatmap
@@ -168,31 +123,18 @@ Mark = Line | Band | Points | Bars | Rule | Heatmap
 
 @dataclass(frozen=True)
 class Chart:
-    """One pair of axes with marks, drawn in order.
+    """One pair of axes with marks, drawn in order."""
 
-    Attributes:
-        name: the chart's file name, and its id on the page.
-        title: heading on the page.
-        description: what the chart shows, in words, for screen readers; "": its tooltips.
-        x: horizontal axis.
-        y: vertical axis.
-        marks: what is drawn, back to front.
-        note: text below it on the page.
-        heading: title in a picture file; "" for none.
-        width: width on the page.
-        height: height on the page.
-    """
-
-    name: str
-    title: str
-    description: str
-    x: Axis
-    y: Axis
-    marks: tuple[Mark, ...]
-    note: str = ""
-    heading: str = ""
-    width: float = 400.0
-    height: float = 280.0
+    name: str  # the chart's file name, and its id on the page
+    title: str  # heading on the page
+    description: str  # what the chart shows, in words, for screen readers; "": its tooltips
+    x: Axis  # horizontal axis
+    y: Axis  # vertical axis
+    marks: tuple[Mark, ...]  # what is drawn, back to front
+    note: str = ""  # text below it on the page
+    heading: str = ""  # title in a picture file; "" for none
+    width: float = 400.0  # width on the page
+    height: float = 280.0  # height on the page
 
     @property
     def words(self) -> str:

@@ -14,7 +14,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.score_kind import PERCENT, Scale
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.axes import decades_axis, name_axis, round_axis
-from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, numbers
+from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers
 from spkv_nas.report.formatting import short
 
 _DENSITY = "density"  # name of the chart whose cells the layout charts reuse
@@ -258,3 +258,29 @@ def position_profile(table: HeadScores) -> pd.DataFrame | None:
     quantiles = buckets.quantile(np.array([0.1, 0.9])).unstack()
     profile = pd.DataFrame({"mean": buckets.mean(), "low": quantiles[0.1], "high": quantiles[0.9]})
     return profile.reset_index()
+
+
+def density_evolution_chart(rows: pd.DataFrame) -> Chart:
+    """Return the density of every head over training, with their median, quartiles and deciles.
+
+    SP-KV paper, figure "Per-head gate density during phase 1".
+
+    Args:
+        rows: a run's ``density-log.csv``, columns step, layer, kv_head, density.
+    """
+    # Densities: [steps, heads], in percent
+    heads = rows.pivot_table(index="step", columns=["layer", "kv_head"], values="density")
+    steps, values = numbers(heads.index), 100 * heads.to_numpy()
+    marks: list[Mark] = [Line(steps, numbers(column), tone="muted", width=0.6, opacity=0.35) for column in values.T]
+    for low, high, opacity, label in ((10, 90, 0.15, "10 to 90 % of the heads"), (25, 75, 0.3, "25 to 75 %")):
+        lower, upper = np.percentile(values, (low, high), axis=1)
+        marks.append(Band(steps, numbers(lower), numbers(upper), label, opacity=opacity))
+    marks.append(Line(steps, numbers(np.median(values, axis=1)), "median"))
+    return Chart(
+        "density-evolution",
+        "Density over training",
+        "",
+        round_axis("Step", steps[0], steps[-1], exact=True),
+        round_axis("Density, % of keys kept", 0, 100),
+        tuple(marks),
+    )

@@ -31,27 +31,16 @@ _HELD_OUT, _SELECTION = ", on held-out documents not used for selection", ", on 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """The measured change of NLL of one layout.
+    """The measured change of NLL of one layout."""
 
-    Attributes:
-        name: of the layout.
-        delta: NLL relative to the baseline of its ``Evidence``, in percent; NaN: unknown.
-        error: standard error of ``delta``, in percentage points; NaN: unknown.
-        num_global: number of global KV heads; NaN: unknown.
-        mask: bool [L, Hkv], the global heads; None if only the layout's name is known.
-        nll: nats per token; NaN: unknown.
-        layout: layout with its window, where that is recorded.
-        judged: what a verdict says of it, such as "passes 1 % (nll)"; "" without one.
-    """
-
-    name: str
-    delta: float
-    error: float = math.nan
-    num_global: float = math.nan
-    mask: Mask | None = None
-    nll: float = math.nan
-    layout: Layout | None = None
-    judged: str = ""
+    name: str  # of the layout
+    delta: float  # NLL relative to the baseline of its ``Evidence``, in percent; NaN: unknown
+    error: float = math.nan  # standard error of ``delta``, in percentage points; NaN: unknown
+    num_global: float = math.nan  # number of global KV heads; NaN: unknown
+    mask: Mask | None = None  # bool [L, Hkv], the global heads; None if only the layout's name is known
+    nll: float = math.nan  # nats per token; NaN: unknown
+    layout: Layout | None = None  # layout with its window, where that is recorded
+    judged: str = ""  # what a verdict says of it, such as "passes 1 % (nll)"; "" without one
 
     @property
     def key(self) -> object:
@@ -61,29 +50,17 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """All results of one evaluation mode.
+    """All results of one evaluation mode."""
 
-    Attributes:
-        description: the mode in words.
-        steps: of retraining; NaN: unknown.
-        source: ``COMPARISON``, ``SEARCH``, ``SCORES`` or ``VERDICT``.
-        baseline: the row that changes count from, ``DENSE`` or ``FULL_ATTENTION`` (the control).
-        results: distinct layouts, lowest NLL first.
-        fidelity: for a search, one of ``FIDELITIES``; "" otherwise.
-        num_documents: documents measured on; NaN: not recorded.
-        effective: number of equally long documents with the same standard error; NaN: not recorded.
-        origin: name of the results, which tells modes of one description apart.
-    """
-
-    description: str
-    steps: float
-    source: str
-    baseline: str
-    results: tuple[Result, ...]
-    fidelity: str = ""
-    num_documents: float = math.nan
-    effective: float = math.nan
-    origin: str = ""
+    description: str  # the mode in words
+    steps: float  # of retraining; NaN: unknown
+    source: str  # ``COMPARISON``, ``SEARCH``, ``SCORES`` or ``VERDICT``
+    baseline: str  # the row that changes count from, ``DENSE`` or ``FULL_ATTENTION`` (the control)
+    results: tuple[Result, ...]  # distinct layouts, lowest NLL first
+    fidelity: str = ""  # for a search, one of ``FIDELITIES``; "" otherwise
+    num_documents: float = math.nan  # documents measured on; NaN: not recorded
+    effective: float = math.nan  # number of equally long documents with the same standard error; NaN: not recorded
+    origin: str = ""  # name of the results, which tells modes of one description apart
 
     @property
     def of_one_budget(self) -> tuple[Result, ...]:

@@ -35,17 +35,11 @@ PairError = Callable[[str, str], float]
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A result table of the page's model, whose layouts are known by content.
+    """A result table of the page's model, whose layouts are known by content."""
 
-    Attributes:
-        path: its file.
-        rows: the table.
-        record: content of the record beside it.
-    """
-
-    path: Path
-    rows: pd.DataFrame
-    record: Mapping[str, Any]
+    path: Path  # its file
+    rows: pd.DataFrame  # the table
+    record: Mapping[str, Any]  # content of the record beside it
 
     @property
     def name(self) -> str:
@@ -77,51 +71,36 @@ def no_pair_error(_first: str, _second: str) -> float:
 class ReportInputs:
     """Everything a report is made from, checked.
 
-    Attributes:
-        table: head scores of the reference model.
-        layouts: layouts by name, which is their strategy in the comparison.
-        comparison: retrained layouts, with every column once checked; None before training.
-        record: content of ``comparison.yaml``.
-        agreement: comparison of probes; None without one.
-        search: table of a search; None without one.
-        search_record: content of ``search.yaml``.
-        trust: how well the table ranks the heads, for the layout ``densest``; None if it was not measured.
-        probes: tables by which the page can choose heads, each at its own threshold; by default only ``table``.
-        calibration: measured times of the model's attention; None if there are none.
-        predict: predicts zero-shot ΔNLL, in percent, from the search's scores; None if they do not allow it.
-        benchmarks: sections of further result tables (``report.benchmark_sections``).
-        pair_error: returns the standard error of the difference of two rows of the comparison, which share documents.
-        engine_memory: KV cache in a serving engine, by name of each probe; None for a probe whose local heads see
-            other keys than the engine keeps. Empty: no engine.
-        scores: tables of ``score``, under any name.
-        verdicts: tables of ``verdict``, under any name.
-        alarms: sentences of results whose numbers make no sense.
-        commands: the command that proposes layouts, by the probe's name; by default for the current folder.
-        covered: each layout's coverage, in [0, 1]; computed.
-
     Raises:
         UserError: a layout has another shape than the table, or the comparison cannot be read.
     """
 
-    table: HeadScores
-    layouts: Mapping[str, Layout]
-    comparison: pd.DataFrame | None = None
-    record: Mapping[str, Any] = field(default_factory=dict)
-    agreement: pd.DataFrame | None = None
-    search: pd.DataFrame | None = None
-    search_record: Mapping[str, Any] = field(default_factory=dict)
+    table: HeadScores  # head scores of the reference model
+    layouts: Mapping[str, Layout]  # layouts by name, which is their strategy in the comparison
+    comparison: pd.DataFrame | None = None  # retrained layouts, with every column once checked; None before training
+    record: Mapping[str, Any] = field(default_factory=dict)  # content of ``comparison.yaml``
+    agreement: pd.DataFrame | None = None  # comparison of probes; None without one
+    search: pd.DataFrame | None = None  # table of a search; None without one
+    search_record: Mapping[str, Any] = field(default_factory=dict)  # content of ``search.yaml``
+    # how well the table ranks the heads, for the layout ``densest``; None if it was not measured
     trust: Trust | None = None
+    # tables by which the page can choose heads, each at its own threshold; by default only ``table``
     probes: Sequence[HeadScores] = ()
-    calibration: Calibration | None = None
+    calibration: Calibration | None = None  # measured times of the model's attention; None if there are none
+    # predicts zero-shot ΔNLL, in percent, from the search's scores; None if they do not allow it
     predict: Predict | None = None
-    benchmarks: Sequence[Section] = ()
+    benchmarks: Sequence[Section] = ()  # sections of further result tables (``report.benchmark_sections``)
+    # returns the standard error of the difference of two rows of the comparison, which share documents
     pair_error: PairError = no_pair_error
+    # KV cache in a serving engine, by name of each probe; None for a probe whose local heads see other keys than the
+    # engine keeps. Empty: no engine
     engine_memory: Mapping[str, EngineMemory | None] = field(default_factory=dict)
-    scores: Sequence[ResultFile] = ()
-    verdicts: Sequence[ResultFile] = ()
-    alarms: Sequence[str] = ()
+    scores: Sequence[ResultFile] = ()  # tables of ``score``, under any name
+    verdicts: Sequence[ResultFile] = ()  # tables of ``verdict``, under any name
+    alarms: Sequence[str] = ()  # sentences of results whose numbers make no sense
+    # the command that proposes layouts, by the probe's name; by default for the current folder
     commands: Mapping[str, str] = field(default_factory=dict)
-    covered: Mapping[str, float] = field(init=False)
+    covered: Mapping[str, float] = field(init=False)  # each layout's coverage, in [0, 1]; computed
 
     def __post_init__(self) -> None:
         """Check the layouts' shapes and the comparison, and fill in what is derived."""

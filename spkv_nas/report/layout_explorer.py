@@ -8,13 +8,13 @@ browsers decompress. The explorer starts with the layout of the page's ``Verdict
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from gzip import compress
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from spkv_nas.proposal.coverage import coverage, densest_candidates, densest_cov
 from spkv_nas.proposal.propose import densest_layout
 from spkv_nas.report.cache_size import token_bytes
 from spkv_nas.report.colours import shades
-from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence
+from spkv_nas.report.evidence import SEARCH, Result, all_evidence
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.serving import budgets_in_engine, layout_in_engine
 from spkv_nas.report.verdict import Verdict
@@ -48,7 +48,12 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     if not signals:
         return None
     # Collect distinct layouts: proposed, then measured
-    evidence = [replace(mode, results=_known_heads(mode)) for mode in all_evidence(inputs)]
+    evidence = [
+        replace(
+            mode, results=tuple(each for each in mode.results if each.mask is not None and each.delta == each.delta)
+        )
+        for mode in all_evidence(inputs)
+    ]
     proposed = [Result(name, 0.0, mask=layout.global_mask) for name, layout in inputs.layouts.items()]
     retrained = [result for mode in evidence if mode.steps != 0 for result in mode.results]
     measured = [result for mode in evidence for result in mode.results]
@@ -71,7 +76,11 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         "start": -1 if verdict.layout is None else indices.get(verdict.layout.key, -1),
         "signals": signals,
         "times": _times(inputs.calibration),
-        "layouts": [[name, _flags(key)] for key, name in names.items() if isinstance(key, bytes)],
+        "layouts": [  # global heads, layer by layer, one bit each
+            [name, b64encode(np.packbits(np.frombuffer(key, np.bool_)).tobytes()).decode()]
+            for key, name in names.items()
+            if isinstance(key, bytes)
+        ],
         "engine": None if inputs.served is None else inputs.served.title,
         "served": _served_layouts(inputs, proposed_or_retrained),
         "files": [_layout_file(inputs, proposed_or_retrained[index]) for index in sorted(proposed_or_retrained)],
@@ -80,7 +89,7 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         "measured": [
             [
                 mode.description,
-                _column(mode),
+                3 - FIDELITIES.index(mode.fidelity) if mode.source == SEARCH else -1,  # column in the search's table
                 [[indices[scored.key], _number(scored.delta), _number(scored.error)] for scored in mode.results],
             ]
             for mode in evidence
@@ -90,26 +99,14 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     }
 
 
-def _known_heads(evidence: Evidence) -> tuple[Result, ...]:
-    """Return the results whose heads and change of NLL are known."""
-    return tuple(result for result in evidence.results if result.mask is not None and not math.isnan(result.delta))
-
-
-def _column(evidence: Evidence) -> int:
-    """Return an evaluation mode's column in the search's table; -1 if it has none."""
-    return 3 - FIDELITIES.index(evidence.fidelity) if evidence.source == SEARCH else -1
-
-
 def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None:
     """Return the search's second objective of each layout, formatted as in its table; None without one."""
     rows = inputs.search
     if rows is None or rows["cost"].isna().any():
         return None
-    masks = {row["heads"].replace(" ", ""): row["cost"] for row in rows.to_dict("records")}
-    letters = (
-        "".join("G" if head else "L" for head in np.frombuffer(key, np.bool_)) for key in keys if isinstance(key, bytes)
-    )
-    return [f"{masks[text]:.4g}" if text in masks else "" for text in letters]
+    costs = {heads.replace(" ", ""): f"{cost:.4g}" for heads, cost in zip(rows["heads"], rows["cost"], strict=True)}
+    masks = (np.frombuffer(key, np.bool_) for key in keys if isinstance(key, bytes))
+    return [costs.get("".join("G" if head else "L" for head in mask), "") for mask in masks]
 
 
 def _served_layouts(inputs: ReportInputs, results: Mapping[int, Result]) -> list[str | None] | None:
@@ -179,6 +176,7 @@ def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
     probe_tau, start = (
         _nearest(tables, tau) for tau in (table.tau, (page_table if page_table.name == table.name else table).tau)
     )
+    served = inputs.engine_memory.get(table.name)
     return {
         "name": table.name,
         "command": inputs.commands.get(table.name, f"spkv-nas propose --probe {shlex.quote(table.name)}"),
@@ -186,19 +184,13 @@ def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
         "unit": "" if measure.is_share else f" {measure.unit}",
         "shown": measure.shown,
         "decimals": measure.decimals,
-        "scale": {
-            "low": scale.low,
-            "high": scale.high,
-            "factor": scale.factor,
-            "even": scale.even if scale.is_stretched else 0,
-        },
+        "scale": {key: getattr(scale, key) for key in ("low", "high", "factor")}
+        | {"even": scale.even if scale.is_stretched else 0},
         "domains": list(table.domains),
         "cache": _cache(table),
-        "served": None
-        if (served := inputs.engine_memory.get(table.name)) is None
-        else budgets_in_engine(served, table),
+        "served": None if served is None else budgets_in_engine(served, table),
         "file": _file(tables[probe_tau]),
-        "taus": [yaml_line(_origin(candidate)["tau"]) for candidate in tables],
+        "taus": [yaml_line(densest_layout(candidate, 1).provenance["tau"]) for candidate in tables],
         "probe_tau": probe_tau,
         "start": start,
         "tables": compressed({**tables_at_thresholds(tables), "predicted": _predicted(tables, inputs)}),
@@ -224,27 +216,16 @@ def _file(table: HeadScores) -> dict[str, Any]:
 
     Provenance entries that differ between layouts are "".
     """
-    layout = _example(table)
+    layout = densest_layout(table, 1)  # any one
     before, _, after = layout.text.partition(layout.rows)
-    origin = layout.provenance
     return {
         "before": before,
         "between": after.partition("{")[0],
         "window": layout.window,
         **({"sinks": layout.sinks} if layout.sinks else {}),
         "strategy": yaml_line({"strategy": layout.strategy})[1:-1],
-        "origin": [[key, "" if key in _VARY else yaml_line({key: value})[1:-1]] for key, value in origin.items()],
+        "origin": [[key, "" if key in _VARY else yaml_line({key: v})[1:-1]] for key, v in layout.provenance.items()],
     }
-
-
-def _example(table: HeadScores) -> Layout:
-    """Return any one layout of a table."""
-    return densest_layout(table, 1)
-
-
-def _origin(table: HeadScores) -> Mapping[str, Any]:
-    """Return the provenance of a table's layouts."""
-    return _example(table).provenance
 
 
 def _cache(table: HeadScores) -> dict[str, Any] | None:
@@ -290,14 +271,9 @@ def _predicted(tables: list[HeadScores], inputs: ReportInputs) -> dict[str, Any]
     return {"low": low, "means": means, "deviations": deviations}
 
 
-def _flags(mask: bytes) -> str:
-    """Return a layout's global heads, layer by layer, one bit each, in base64."""
-    return b64encode(np.packbits(np.frombuffer(mask, np.bool_)).tobytes()).decode()
-
-
 def _number(value: float) -> float | None:
     """Round to five significant digits; NaN is None."""
-    return None if math.isnan(value) else float(f"{value:.5g}")
+    return None if isnan(value) else float(f"{value:.5g}")
 
 
 def tables_at_thresholds(tables: list[HeadScores]) -> dict[str, Any]:
@@ -341,11 +317,8 @@ def levels(values: NDArray[np.float64], measure: Measure) -> list[int]:
     for number, value in enumerate(values.ravel().tolist()):
         if abs(value * units - round(value * units)) < 1e-6:  # on a boundary, where halves round to even
             below, above = round(value * units) - 1, round(value * units)
-            is_above = _formatted(measure, (above + 0.5) / units) == _formatted(measure, value)
-            quantised[number] = above if is_above else below
+            written, shown = (
+                (measure.exact(each), measure.scale.text(each)) for each in (value, (above + 0.5) / units)
+            )
+            quantised[number] = above if shown == written else below
     return quantised
-
-
-def _formatted(measure: Measure, value: float) -> tuple[str, str]:
-    """Return a value as the page writes it: exactly, and on the map."""
-    return measure.exact(value), measure.scale.text(value)

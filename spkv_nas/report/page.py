@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -21,7 +20,6 @@ from spkv_nas.proposal.stability import caution
 from spkv_nas.report import tables
 from spkv_nas.report.budget_charts import coverage_budget_chart
 from spkv_nas.report.chart import Chart, Panels
-from spkv_nas.report.data import page_data
 from spkv_nas.report.density_charts import (
     density_chart,
     domain_chart,
@@ -31,8 +29,7 @@ from spkv_nas.report.density_charts import (
     stability_chart,
 )
 from spkv_nas.report.figures import SEARCH_FIGURES
-from spkv_nas.report.glossary import glossary
-from spkv_nas.report.html import compact, render
+from spkv_nas.report.html import compact, page_data, render
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data, layout_indices
 from spkv_nas.report.plot import save_chart
@@ -113,79 +110,41 @@ def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
     return {name: [chart for chart in charts if chart is not None] for name, charts in groups.items()}
 
 
-def _singles(charts: list[Chart | Panels]) -> list[Chart]:
-    """Return charts as the page shows them, with panels split into their charts."""
-    return [single for chart in charts for single in (chart.charts if isinstance(chart, Panels) else (chart,))]
-
-
-def _render(
-    inputs: ReportInputs,
-    verdict: Verdict,
-    steps: Sequence[Step],
-    groups: Groups,
-    figures: list[str],
-) -> str:
+def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], groups: Groups, figures: list[str]) -> str:
     """Return the page's HTML."""
-    table, search = inputs.table, inputs.search
-    charts = {name: _singles(group) for name, group in groups.items()}
+    table = inputs.table
+    charts = {  # as the page shows them, with panels split into their charts
+        name: [single for each in group for single in (each.charts if isinstance(each, Panels) else (each,))]
+        for name, group in groups.items()
+    }
     # Charts whose numbers are embedded; maps of heads take theirs from the explorer's data
     embedded = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
     embedded += [chart for section in inputs.benchmarks for chart in section.charts]
+    # Layouts, highest coverage first
+    layouts = sorted(
+        zip(inputs.layouts, inputs.layouts.values(), charts["layouts"], strict=True),
+        key=lambda layout: -inputs.covered[layout[0]],
+    )
     # Fill the template
-    choices = explorer_data(inputs, verdict)
+    choices, folder = explorer_data(inputs, verdict), Path(__file__).parent
+    serving = [] if inputs.served is None else [serving_section(inputs.served, table, inputs.layouts)]
     return render(
         "page.html.j2",
         version=__version__,
         data=Markup(page_data(embedded, choices, layout_indices(choices))),
-        script=Markup(_script()),
+        script=Markup(compact("\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS))),
         explorer=choices,
-        charts=charts,
+        inputs=inputs,
         table=table,
         measure=table.measure,
         verdict=verdict,
         steps=steps,
-        findings=tables.findings(inputs.record),
-        diagnosis=table.diagnosis(),
-        facts=tables.facts(inputs, verdict),
-        layouts=_layouts(inputs, charts["layouts"]),
-        scores=tables.score_rows(table),
-        comparison=tables.comparison_rows(inputs, verdict),
-        certainty=inputs.certainty,
+        tables=tables,
+        charts=charts,
+        layouts=layouts,
+        strategy_of=strategy_of,
         caution=caution(table),
-        trust=inputs.trust,
-        missed=tables.missed_rows(inputs),
-        agreement=tables.agreement_rows(inputs.agreement),
-        benchmarks=inputs.benchmarks,
-        serving=[] if inputs.served is None else [serving_section(inputs.served, table, inputs.layouts)],
-        search=tables.search_rows(inputs, verdict),
-        search_about="" if search is None else tables.search_about(inputs),
-        search_is_retrained=search is not None
-        and bool(search[["short_delta_percent", "full_delta_percent"]].notna().any(axis=None)),
-        search_findings=tables.search_findings(inputs),
-        words=glossary(inputs),
-        provenance=tables.provenance(inputs),
-        downloads=tables.downloads(inputs),
+        sections=(*inputs.benchmarks, *serving),
+        words=tables.glossary(inputs),
         figures=figures,
     )
-
-
-def _layouts(inputs: ReportInputs, charts: list[Chart]) -> list[dict[str, Any]]:
-    """Return each layout as the template shows it, highest coverage first."""
-    by_name = dict(zip(inputs.layouts, charts, strict=True))
-    return [
-        {
-            "name": name,
-            "layout": inputs.layouts[name],
-            "chart": by_name[name],
-            "coverage": f"{100 * inputs.covered[name]:.1f}",
-            "strategy": strategy.help if (strategy := strategy_of(name)) else "",
-            "interval": inputs.certainty.interval(name) if inputs.certainty else "",
-        }
-        for name in sorted(inputs.layouts, key=lambda name: -inputs.covered[name])
-    ]
-
-
-def _script() -> str:
-    """Return the page's scripts, joined in order."""
-    folder = Path(__file__).parent
-    return compact("\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS))

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from matplotlib.backend_bases import GraphicsContextBase, RendererBase
 from matplotlib.colors import to_hex
 from matplotlib.path import Path
-from matplotlib.transforms import Affine2D, Transform
+from matplotlib.transforms import Affine2D, Bbox, Transform
 
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.report.chart import Chart
@@ -57,8 +57,7 @@ class PageRenderer(RendererBase):
 
     def draw_path(self, gc: GraphicsContextBase, path: Path, transform: Transform, rgbFace: Any = None) -> None:
         """Write a path; consecutive ones of one style are one element, unless they have a tooltip."""
-        box = None if rgbFace is not None else gc.get_clip_rectangle()
-        clip = None if box is None else tuple(box.transformed(self._flip).extents)
+        clip = self._clip(gc) if rgbFace is None else None
         self._path(_style(gc, rgbFace) | self._reference(), _commands(path.transformed(transform + self._flip), clip))
 
     def draw_markers(
@@ -75,7 +74,7 @@ class PageRenderer(RendererBase):
         centres: Any = path.transformed(trans + self._flip).vertices
         codes: Any = shape.codes
         is_round, radius = bool(np.isin(Path.CURVE4, codes)), shape.get_extents().width / 2
-        reference = self._reference()
+        reference, clip = self._reference(), self._clip(gc)
         if is_round and "stroke" not in style and "data-mark" not in reference:
             dots = [(round(x), round(y)) for x, y in centres]
             shades = {key.replace("fill", "stroke"): value for key, value in style.items() if key.startswith("fill")}
@@ -86,13 +85,13 @@ class PageRenderer(RendererBase):
         if is_round or reference:
             group, self._last = add(self._root, "g", **style), None
         for index, (x, y) in enumerate(centres):
-            each = {key: f"{value},{index}" for key, value in reference.items()}
+            each, mark = {key: f"{value},{index}" for key, value in reference.items()}, Affine2D().translate(x, y)
             if is_round:
                 add(group, "circle", cx=x, cy=y, r=radius, **each)
             elif each:
-                add(group, "path", d=_commands(shape.transformed(Affine2D().translate(x, y))), **each)
-            else:
-                self._path(style, _commands(shape.transformed(Affine2D().translate(x, y))))
+                add(group, "path", d=_commands(shape.transformed(mark)), **each)
+            elif clip is None or clip.overlaps(shape.get_extents(mark)):
+                self._path(style, _commands(shape.transformed(mark)))
 
     def draw_text(
         self, gc: Any, x: float, y: float, s: str, prop: Any, angle: float, ismath: Any = False, mtext: Any = None
@@ -106,6 +105,11 @@ class PageRenderer(RendererBase):
         attributes |= {"class": "tick"} if to_hex(gc.get_rgb()) == TONES["muted"] else {}
         add(self._root, "text", s, **attributes, **({} if size == 12 else {"font_size": size}))
         self._last = None
+
+    def _clip(self, gc: GraphicsContextBase) -> Bbox | None:
+        """Return the box beyond which nothing is drawn."""
+        box, height = gc.get_clip_rectangle(), self._size[1]
+        return None if box is None else Bbox.from_extents(box.x0, height - box.y1, box.x1, height - box.y0)
 
     def _path(self, style: dict[str, str], commands: str) -> None:
         """Append a path, to the last element if that has the same style and no tooltip."""
@@ -138,9 +142,9 @@ def _style(gc: GraphicsContextBase, face: Any) -> dict[str, str]:
     return style
 
 
-def _commands(path: Path, clip: Any = None) -> str:
+def _commands(path: Path, clip: Bbox | None = None) -> str:
     """Return a path as SVG commands; lines are cut at the box ``clip``."""
-    segments: Any = path.iter_segments(clip=clip, simplify=False)
+    segments: Any = path.iter_segments(clip=None if clip is None else clip.extents, simplify=False)
     return "".join(
         _COMMANDS[code] + ("" if code == Path.CLOSEPOLY else " ".join(map(px, vertices))) for vertices, code in segments
     )

@@ -12,10 +12,15 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report.chart import Chart, Panels
-from spkv_nas.report.density_charts import density_chart, grid_chart, layout_chart, layout_charts
+from spkv_nas.report.density_charts import (
+    density_chart,
+    density_evolution_chart,
+    grid_chart,
+    layout_chart,
+    layout_charts,
+)
 from spkv_nas.report.plot import Picture, picture, save_pdf
 from spkv_nas.report.result_charts import coverage_nll_chart, tau_sweep_chart
-from spkv_nas.report.training_charts import density_evolution_chart
 
 _WIDTHS = {  # in text widths, as in the paper
     "layouts": 0.5,

@@ -20,15 +20,10 @@ from spkv_nas.report.section import Row, Section
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """KV cache in a serving engine, for requests of maximum length.
+    """KV cache in a serving engine, for requests of maximum length."""
 
-    Attributes:
-        cost: the engine, its settings, and the sizes of a request.
-        memory: bytes of the cache; None: not limited.
-    """
-
-    cost: EngineCost
-    memory: int | None = None
+    cost: EngineCost  # the engine, its settings, and the sizes of a request
+    memory: int | None = None  # bytes of the cache; None: not limited
 
     @property
     def title(self) -> str:

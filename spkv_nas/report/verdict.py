@@ -41,38 +41,24 @@ Advise = Callable[["Verdict"], Sequence[Step]]
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """The conclusion from all evidence on a page.
+    """The conclusion from all evidence on a page."""
 
-    Attributes:
-        num_heads: KV heads of the model.
-        measure: quantity that the table holds.
-        layout: the layout that the page is about, as ``conclude`` chooses it; None if there is none.
-        evidence: the evidence that decided; None if no loss was measured.
-        others: the other layouts of the same budget, in order.
-        standings: ``TIED`` (within ``critical`` standard errors of the difference), ``BEHIND`` or ``UNKNOWN``, for
-            each of the others.
-        errors: standard error of each difference from the best, in percentage points; NaN: unknown.
-        covered: coverage of the layout, in [0, 1]; None if its heads are unknown.
-        summary: the first sentence if there is no layout.
-        critical: standard errors on either side of a 95 % interval.
-        saving: how much less cache the layout takes, in words.
-        judged: what a verdict says of the layout, such as "passes 1 % (nll)"; "" without one.
-        warnings: sentences on measurements that decide nothing.
-    """
-
-    num_heads: int
-    measure: Measure
-    layout: Result | None = None
-    evidence: Evidence | None = None
-    others: tuple[Result, ...] = ()
+    num_heads: int  # KV heads of the model
+    measure: Measure  # quantity that the table holds
+    layout: Result | None = None  # the layout that the page is about, as ``conclude`` chooses it; None if there is none
+    evidence: Evidence | None = None  # the evidence that decided; None if no loss was measured
+    others: tuple[Result, ...] = ()  # the other layouts of the same budget, in order
+    # ``TIED`` (within ``critical`` standard errors of the difference), ``BEHIND`` or ``UNKNOWN``, for each of the
+    # others
     standings: tuple[str, ...] = ()
+    # standard error of each difference from the best, in percentage points; NaN: unknown
     errors: tuple[float, ...] = ()
-    covered: float | None = None
-    summary: str = ""
-    critical: float = 2.0
-    saving: str = ""
-    judged: str = ""
-    warnings: tuple[str, ...] = ()
+    covered: float | None = None  # coverage of the layout, in [0, 1]; None if its heads are unknown
+    summary: str = ""  # the first sentence if there is no layout
+    critical: float = 2.0  # standard errors on either side of a 95 % interval
+    saving: str = ""  # how much less cache the layout takes, in words
+    judged: str = ""  # what a verdict says of the layout, such as "passes 1 % (nll)"; "" without one
+    warnings: tuple[str, ...] = ()  # sentences on measurements that decide nothing
 
     @cached_property
     def is_clear(self) -> bool:

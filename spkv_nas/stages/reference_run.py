@@ -82,8 +82,8 @@ def _read_recipe(file: Path, workspace: Workspace, device: str | None, dtype: st
 
 def _show_training(checkpoint: Path, folder: Path) -> None:
     """Write ``density-evolution`` (.csv, figure) and ``heldout-log.csv`` of a run that was long enough to log them."""
+    from spkv_nas.report.density_charts import density_evolution_chart
     from spkv_nas.report.plot import save_chart
-    from spkv_nas.report.training_charts import density_evolution_chart
 
     log, heldout = checkpoint / "density-log.csv", checkpoint / "heldout-log.csv"
     if log.is_file():

@@ -36,11 +36,11 @@ from spkv_nas.proposal.agreement import agreement, read_agreement, short_labels,
 from spkv_nas.proposal.constraints import read_head_costs
 from spkv_nas.proposal.foreign_formats import read_scores
 from spkv_nas.proposal.ranking import densest
+from spkv_nas.report.density_charts import density_evolution_chart
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data
 from spkv_nas.report.search_charts import search_charts
 from spkv_nas.report.tables import findings, search_rows
-from spkv_nas.report.training_charts import density_evolution_chart
 from spkv_nas.report.verdict import conclude
 from spkv_nas.stages.report.results import read_results
 from spkv_nas.training.recipe import Recipe

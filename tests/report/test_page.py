@@ -24,8 +24,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.errors import UserError
 from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
-from spkv_nas.report.data import page_data
 from spkv_nas.report.figures import write_study_figures
+from spkv_nas.report.html import page_data
 from spkv_nas.report.inputs import PairError, ReportInputs, no_pair_error
 from spkv_nas.report.page import write_report
 from spkv_nas.report.search_charts import front_chart, search_charts

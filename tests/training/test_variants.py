@@ -18,8 +18,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.report.chart import Line
+from spkv_nas.report.density_charts import density_evolution_chart
 from spkv_nas.report.plot import save_chart
-from spkv_nas.report.training_charts import density_evolution_chart
 from spkv_nas.training import callbacks
 from spkv_nas.training.branches import Branch, train_branch
 from spkv_nas.training.corpus import Corpus

@@ -20,7 +20,7 @@ from spkv_nas.evaluation.searched import best_layouts
 from spkv_nas.report.density_charts import thumbnail
 from spkv_nas.report.evidence import MIN_DOCUMENTS
 from spkv_nas.report.formatting import change
-from spkv_nas.report.index import Card, write_index
+from spkv_nas.report.html import Card, write_index
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import conclude
 from spkv_nas.stages.lookup import find_proposal, find_table
