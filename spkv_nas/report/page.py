@@ -44,12 +44,7 @@ Groups = dict[str, list[Chart | Panels]]
 
 
 def write_report(
-    folder: Path,
-    inputs: ReportInputs,
-    *,
-    advise: Advise | None = None,
-    pictures: bool = True,
-    progress: Progress = no_progress,
+    folder: Path, inputs: ReportInputs, *, advise: Advise | None = None, progress: Progress = no_progress
 ) -> Path:
     """Write ``index.html`` and its figures (PNG and SVG) into ``folder``, and return the page's path.
 
@@ -57,7 +52,6 @@ def write_report(
         folder: created if missing; files of the same names are replaced, each atomically.
         inputs: everything the page shows.
         advise: returns the commands to recommend for the page's verdict; None recommends nothing.
-        pictures: draw the figures too; otherwise the page links to those that exist.
         progress: called with (number of figures drawn, total).
 
     Raises:
@@ -66,25 +60,16 @@ def write_report(
     verdict = conclude(inputs)
     steps = advise(verdict) if advise and inputs.alarm is None else []
     groups = _charts(inputs, verdict)
-    figures = _figures(folder, groups, inputs, progress if pictures else None)
+    # Draw the page's own figures; those of searches and result tables were drawn with them
+    charts = [chart for name, group in groups.items() if name != "search" for chart in group]
+    for number, chart in enumerate(charts, 1):
+        save_chart(folder, chart)
+        progress(number, len(charts))
+    names = [chart.name for chart in charts] + [*(SEARCH_FIGURES if groups["search"] else ())]
+    names += [chart.name for section in inputs.benchmarks for chart in section.charts]
+    figures = [name for name in names if (folder / f"{name}.png").is_file()]
     write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures))
     return folder / _PAGE
-
-
-def _figures(folder: Path, groups: Groups, inputs: ReportInputs, progress: Progress | None) -> list[str]:
-    """Draw the page's own figures, unless ``progress`` is None.
-
-    Returns:
-        The names of all figures of the page whose files exist.
-    """
-    charts_to_draw = [chart for name, charts in groups.items() if name != "search" for chart in charts]
-    if progress is not None:
-        for number, chart in enumerate(charts_to_draw, 1):
-            save_chart(folder, chart)
-            progress(number, len(charts_to_draw))
-    names = [chart.name for chart in charts_to_draw] + [*(SEARCH_FIGURES if groups["search"] else ())]
-    names += [chart.name for section in inputs.benchmarks for chart in section.charts]
-    return [name for name in names if (folder / f"{name}.png").is_file()]
 
 
 def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:

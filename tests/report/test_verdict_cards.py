@@ -11,6 +11,7 @@ import pytest
 from helpers import Page, make_domain_table
 
 from spkv_nas.artifacts.result_tables import VERDICT
+from spkv_nas.report import page as report_page
 from spkv_nas.report.benchmark_sections import read_benchmarks
 from spkv_nas.report.chart import Line, Points, Rule
 from spkv_nas.report.inputs import ReportInputs
@@ -94,8 +95,9 @@ def test_a_verdict_without_samples() -> None:
     assert not empty.charts
 
 
-def test_the_page_escapes_names(section: Section, tmp_path: Path) -> None:
-    file = write_report(tmp_path, ReportInputs(make_domain_table(), {}, benchmarks=(section,)), pictures=False)
+def test_the_page_escapes_names(section: Section, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    file = write_report(tmp_path, ReportInputs(make_domain_table(), {}, benchmarks=(section,)))
     text = file.read_text(encoding="utf-8")
     assert "<other>" not in text.partition("<script")[0]
     shown = Page(text).texts
