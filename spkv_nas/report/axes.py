@@ -17,16 +17,9 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def round_axis(title: str, low: float, high: float, *, exact: bool = False, padded: bool = False) -> Axis:
-    """Return a linear axis with ticks at round values.
+    """Return a linear axis that ends a little beyond the data, or at the last round tick before that point.
 
-    It ends a little beyond the data, or at the last tick before that point. A NaN end, as of an empty table, is 0.
-
-    Args:
-        title: its label.
-        low: smallest value.
-        high: largest value.
-        exact: end at the data.
-        padded: always end beyond the data.
+    With ``exact`` it ends at the data, with ``padded`` always beyond. A NaN end, as of an empty table, is 0.
     """
     low, high = (end if math.isfinite(end) else 0.0 for end in (low, high))
     if not high > low:
@@ -53,11 +46,7 @@ def percent_axis(title: str) -> Axis:
 def name_axis(title: str, names: Sequence[str], *, every: int = 1, down: bool = False) -> Axis:
     """Return an axis with one position per name, at 0, 1, 2, ...
 
-    Args:
-        title: its label.
-        names: in order.
-        every: label only every ``every``-th.
-        down: put the first at the top.
+    Only every ``every``-th is labelled; with ``down`` the first is at the top.
     """
     ends = (len(names) - 0.5, -0.5) if down else (-0.5, len(names) - 0.5)
     return Axis(title, *ends, tuple((float(i), name) for i, name in enumerate(names) if i % every == 0))
@@ -70,14 +59,9 @@ def log_axis(title: str, low: float, high: float) -> Axis:
 
 
 def decades_axis(title: str, low: float, high: float, *, multiples: Sequence[int] = (1,), powers: bool = False) -> Axis:
-    """Return a logarithmic axis over decades.
+    """Return a logarithmic axis over decades, with ticks at ``multiples`` of each power of ten.
 
-    Args:
-        title: its label.
-        low: its start.
-        high: its end.
-        multiples: ticks at these multiples of each power of ten.
-        powers: write ticks as powers of ten instead of in full.
+    With ``powers`` ticks are written as powers of ten.
     """
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [(multiple * 10.0**exponent, exponent) for exponent in exponents for multiple in multiples]
@@ -86,14 +70,7 @@ def decades_axis(title: str, low: float, high: float, *, multiples: Sequence[int
 
 
 def spread_axis(title: str, low: float, high: float, *, zero: bool = True) -> Axis:
-    """Return a logarithmic axis if all values are positive and span a decade, else a linear one.
-
-    Args:
-        title: its label.
-        low: smallest value.
-        high: largest value.
-        zero: include 0 on a linear axis.
-    """
+    """Return a logarithmic axis if positive values span a decade, else a linear one, which holds 0 with ``zero``."""
     if 0 < _WIDE * low <= high < math.inf:
         return decades_axis(f"{title} (log)", low / _BEYOND, high * _BEYOND, multiples=(1, 2, 5))
     return round_axis(title, min(0.0, low) if zero else low, high)
@@ -105,11 +82,7 @@ def _plain(ticks: Iterable[float]) -> tuple[tuple[float, str], ...]:
 
 
 def _round_values(low: float, high: float, max_intervals: int) -> list[float]:
-    """Return multiples of a round step that cover the range from ``low`` to ``high``.
-
-    The step is the smallest of 1, 2, 2.5, 5 times a power of ten that needs at most ``max_intervals`` intervals; it is
-    an integer for a range above 3.
-    """
+    """Return multiples of a round step that cover the range from ``low`` to ``high``; integers if it is above 3."""
     decade = 10.0 ** math.floor(math.log10((high - low) / max_intervals))
     for step in (decade * factor for factor in (*_STEPS, *(10 * step for step in _STEPS))):
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

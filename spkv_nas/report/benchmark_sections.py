@@ -16,10 +16,10 @@ import pandas as pd
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, SCORES, TASKS, VERDICT, ResultTable
 from spkv_nas.base.statistics import critical_errors
+from spkv_nas.report.chart import Row, Section
 from spkv_nas.report.formatting import change, measured, number, without_folder
 from spkv_nas.report.inputs import ResultFile
 from spkv_nas.report.result_charts import baselines_chart
-from spkv_nas.report.section import Row, Section
 from spkv_nas.report.verdict_cards import verdict_section
 
 Record = Mapping[str, Any]

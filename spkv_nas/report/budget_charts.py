@@ -28,11 +28,7 @@ def coverage_budget_chart(
 ) -> Chart | None:
     """Return coverage against budget by strategy, with the layouts as dots; None if no head keeps anything.
 
-    Args:
-        table: head scores.
-        layouts: layouts by name.
-        covered: each layout's coverage, in [0, 1].
-        certainty: confidence band of the densest heads' curve; None if unknown.
+    ``covered`` is each layout's coverage, in [0, 1]; ``certainty`` gives the band of the curve of highest scores.
     """
     curve = coverage_by_budget(table)
     if curve is None:

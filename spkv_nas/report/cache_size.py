@@ -19,13 +19,10 @@ def token_bytes(table: HeadScores) -> float | None:
 
 
 def cache_share(table: HeadScores, density: float, context: int = CONTEXT) -> float:
-    """Return the cache of one sequence as a share of the unchanged model's.
+    """Return the cache of one sequence of ``context`` tokens as a share of the unchanged model's.
 
-    Args:
-        table: probe with the window and the sink tokens of local heads.
-        density: share of the tokens outside the window that is kept, averaged over heads; for a layout, the share of
-            heads that are global.
-        context: tokens of the sequence.
+    ``density`` is the share of the tokens outside the window that is kept, averaged over heads; for a layout, the share
+    of heads that are global.
     """
     local_keys = (table.window or DEFAULT_WINDOW) + table.sinks
     if not table.native_heads:

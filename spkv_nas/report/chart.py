@@ -171,3 +171,26 @@ def numbers(values: Iterable[float], scale: float = 1.0) -> Numbers:
 def points(rows: pd.DataFrame, x: str, y: str, error: str, **fields: Any) -> Points:
     """Return marks for the rows of a table, by the names of its columns; ``fields`` are further ones of ``Points``."""
     return Points(numbers(rows[x]), numbers(rows[y]), numbers(rows[error]), **fields)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a section's table."""
+
+    head: str  # the row's name, in the first column
+    cells: tuple[str, ...]  # the other columns
+    tag: str = ""  # a short label on the row, "" for none
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of the page."""
+
+    name: str  # its id on the page, and the file name of its table
+    title: str  # its heading
+    about: str  # what was measured, and how to read it
+    header: tuple[str, ...]  # titles of the columns, the first for the rows' names
+    groups: tuple[tuple[Row, ...], ...]  # rows of the table, in groups separated by a line
+    findings: tuple[str, ...] = ()  # sentences
+    folded: tuple[tuple[Row, ...], ...] = ()  # further rows, hidden until the reader expands them
+    charts: tuple[Chart, ...] = ()  # charts above the table

@@ -16,6 +16,14 @@ const REACH = 8; /* greatest distance of the pointer from a dot */
 function delta(change, error) {
   return (change < 0 ? "\u2212" : "+") + Math.abs(change).toFixed(3) + " \u00b1 " + (error === null ? "\u2014" : error.toFixed(3));
 }
+/* Move between neighbours by arrow keys, open by Enter or space. */
+function walk(event, at, length, move, open) {
+  if (event.key === "Enter" || event.key === " ") open();
+  else if (!steps[event.key]) return;
+  const next = at + (steps[event.key] || [0, 0]).reduce((sum, step) => sum + step);
+  if (next !== at && next >= 0 && next < length) move(next);
+  event.preventDefault();
+}
 /* Select a layout among the dots of one element: the nearest to the pointer, or by arrow keys; open it by click or Enter. */
 function linkClouds(explorer, layouts, goTo) {
   const describe = index => [layouts[index].name, count(layouts[index].mask) + " global heads", ...explorer.measured.flatMap(([mode, , results]) =>
@@ -49,16 +57,7 @@ function linkClouds(explorer, layouts, goTo) {
       const dot = dotUnder(event);
       if (dot >= 0) goTo(dots[dot][2]);
     });
-    cursor.addEventListener("keydown", event => {
-      const next = current + (steps[event.key] || [0, 0]).reduce((sum, step) => sum + step);
-      if (event.key === "Enter" || event.key === " ") goTo(dots[current][2]);
-      else if (!steps[event.key]) return;
-      else if (dots[next]) {
-        move(next);
-        show(cursor);
-      }
-      event.preventDefault();
-    });
+    cursor.addEventListener("keydown", event => walk(event, current, dots.length, next => { move(next); show(cursor); }, () => goTo(dots[current][2])));
     move(0);
   }
 }
@@ -141,17 +140,11 @@ function linkPoints(explorer, goTo) {
       point.setAttribute("role", "button");
       point.setAttribute("tabindex", point === points[0] ? "0" : "-1");
       point.addEventListener("click", () => goTo(index));
-      point.addEventListener("keydown", event => {
-        const next = points[points.indexOf(point) + (steps[event.key] || [0, 0]).reduce((sum, step) => sum + step)];
-        if (event.key === "Enter" || event.key === " ") goTo(index);
-        else if (!steps[event.key] || !next) return;
-        else {
-          point.setAttribute("tabindex", "-1");
-          next.setAttribute("tabindex", "0");
-          next.focus();
-        }
-        event.preventDefault();
-      });
+      point.addEventListener("keydown", event => walk(event, points.indexOf(point), points.length, next => {
+        point.setAttribute("tabindex", "-1");
+        points[next].setAttribute("tabindex", "0");
+        points[next].focus();
+      }, () => goTo(index)));
     });
   }
 }

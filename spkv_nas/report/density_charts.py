@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,82 +27,77 @@ _UNEVEN = 2.0  # ratio of the widest to the narrowest bucket from which position
 def density_chart(table: HeadScores) -> Chart:
     """Return a heatmap of the score of every KV head."""
     measure, scale = table.measure, table.measure.scale
-    cells = Heatmap(_rows(table.values), scale=scale, legend=measure.noun)
-    title = f"{measure.title} by layer and KV head"
     about = f"Columns are layers, rows are KV heads; the mean is {measure.exact(table.mean)}."
     heading = f"{measure.title}, {measure.shown} (mean {scale.factor * table.mean:.1f})"
-    return Chart(_DENSITY, title, about, *_head_axes(table.grid), (cells,), heading=heading)
+    title = f"{measure.title} by layer and KV head"
+    return _map(_DENSITY, title, about, table.values, heading, scale=scale, legend=measure.noun)
 
 
 def layout_chart(table: HeadScores, label: str, layout: Layout, covered: float, *, number: int) -> Chart:
-    """Return a small heatmap of the same values, with a layout's global heads marked.
-
-    Args:
-        table: head scores.
-        label: name of the layout.
-        layout: the layout.
-        covered: its coverage, in [0, 1].
-        number: makes the chart's name unique.
-    """
+    """Return a small heatmap of the same values, with a layout's global heads marked; ``number`` names the chart."""
+    rows = ([str(head) for head, letter in enumerate(row) if letter == "G"] for row in layout.heads)
+    heads = "; ".join(f"layer {layer}: {', '.join(row)}" for layer, row in enumerate(rows) if row)
     chosen = tuple((int(head), int(layer)) for head, layer in np.argwhere(layout.global_mask.T))
-    global_heads = [
-        f"layer {layer}: " + ", ".join(str(head) for head, letter in enumerate(row) if letter == "G")
-        for layer, row in enumerate(layout.heads)
-        if "G" in row
-    ]
-    return Chart(
+    return _map(
         f"layout-{number}",
         f"Layout {label}",
-        f"Global KV heads: {'; '.join(global_heads) or 'none'}.",
-        *_head_axes(table.grid, small=True),
-        (Heatmap(_rows(table.values), chosen=chosen, written=False, scale=table.measure.scale, same_as=_DENSITY),),
-        heading=f"{short(label, 28)}: {layout.num_global} of {layout.num_heads}, coverage {100 * covered:.1f} %",
+        f"Global KV heads: {heads or 'none'}.",
+        table.values,
+        f"{short(label, 28)}: {layout.num_global} of {layout.num_heads}, coverage {100 * covered:.1f} %",
+        small=True,
+        chosen=chosen,
+        scale=table.measure.scale,
+        same_as=_DENSITY,
     )
 
 
 def thumbnail(title: str, values: NDArray[np.float64], scale: Scale | None, number: int) -> Chart:
-    """Return a small heatmap without axis labels.
-
-    Args:
-        title: for screen readers.
-        values: [L, Hkv].
-        scale: colour scale; None for shares.
-        number: makes the chart's name unique.
-    """
+    """Return a small heatmap of values [L, Hkv] without axis labels; ``number`` names the chart. No scale: shares."""
     layers, heads = values.shape
-    axes = (Axis("layer", -0.5, layers - 0.5, ()), Axis("KV head", heads - 0.5, -0.5, ()))
     about = f"{layers} layers from left to right, {heads} KV heads from top to bottom."
-    cells = Heatmap(_rows(values), written=False, scale=scale or PERCENT)
-    return Chart(f"thumbnail-{number}", title, about, *axes, (cells,))
+    chart = _map(f"thumbnail-{number}", title, about, values, "", small=True, scale=scale or PERCENT)
+    return replace(chart, x=replace(chart.x, ticks=()), y=replace(chart.y, ticks=()))
 
 
 def grid_chart(layout: Layout) -> Chart:
     """Return a layout without scores: global heads light, local heads dark."""
     title = f"{short(layout.strategy, 28)}: {layout.num_global} of {layout.num_heads} global, {layout.reach}"
-    cells = Heatmap(_rows(layout.global_mask.astype(float)), written=False)
-    axes = _head_axes(layout.grid, small=True)
-    return Chart("layout", title, "Columns are layers, rows are KV heads.", *axes, (cells,), heading=title)
+    return _map("layout", title, "", layout.global_mask.astype(float), title, small=True)
 
 
 def layout_charts(table: HeadScores, layouts: Mapping[str, Layout], covered: Mapping[str, float]) -> Panels | None:
     """Return one chart per layout, in order; None without layouts."""
-    if not layouts:
-        return None
     charts = tuple(
         layout_chart(table, label, layout, covered[label], number=number)
         for number, (label, layout) in enumerate(layouts.items(), 1)
     )
-    return Panels("layouts", charts, 1 if table.num_layers > 40 else 2)
+    return Panels("layouts", charts, 1 if table.num_layers > 40 else 2) if charts else None
 
 
 def stability_chart(certainty: Certainty) -> Chart:
-    """Return the probability of every KV head to be among the densest under resampling."""
-    probability = certainty.probability["densest"]
+    """Return the probability of every KV head to be among those of highest score under resampling."""
     about = f"Columns are layers, rows are KV heads; the budget is {certainty.budget} heads."
     heading = f"Resamples in which a head is one of the {certainty.budget} of highest score, %"
-    title = "Selection frequency of every head"
-    cells = Heatmap(_rows(probability), "selected in % % of the resamples")
-    return Chart("stability", title, about, *_head_axes(probability.shape), (cells,), heading=heading)
+    words, title = "selected in % % of the resamples", "Selection frequency of every head"
+    return _map("stability", title, about, certainty.probability["densest"], heading, words=words)
+
+
+def _map(
+    name: str,
+    title: str,
+    about: str,
+    values: NDArray[np.float64],
+    heading: str,
+    *,
+    small: bool = False,
+    **fields: Any,
+) -> Chart:
+    """Return a heatmap of values [L, Hkv], layers from left to right; ``fields`` are further ones of ``Heatmap``."""
+    layers, heads = values.shape
+    x = name_axis("layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1)
+    y = name_axis("KV head" if small else "", [f"{'' if small else 'head '}{h}" for h in range(heads)], down=True)
+    cells = Heatmap(tuple(numbers(row) for row in values.T), written=not small, **fields)
+    return Chart(name, title, about, x, y, (cells,), heading=heading)
 
 
 def domain_chart(table: HeadScores) -> Chart:
@@ -218,11 +215,6 @@ def jitter(index: int) -> float:
     return ((index * 0.6180339887) % 1 - 0.5) * 0.56
 
 
-def _rows(values: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
-    """Transpose [L, Hkv] to one row per KV head."""
-    return tuple(numbers(row) for row in values.T)
-
-
 def _value_axis(table: HeadScores) -> Axis:
     """Return an axis over the values of all domains."""
     measure = table.measure
@@ -230,15 +222,6 @@ def _value_axis(table: HeadScores) -> Axis:
     if measure.scale.is_stretched:
         low, high = min(low, float(table.rows["score"].min())), max(high, float(table.rows["score"].max()))
     return round_axis(f"{measure.title}, {measure.unit}", low, high)
-
-
-def _head_axes(shape: tuple[int, ...], *, small: bool = False) -> tuple[Axis, Axis]:
-    """Return the axes of a map: layers from left to right, KV heads from top to bottom."""
-    layers, heads = shape
-    layer_axis = name_axis("layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1)
-    if small:
-        return layer_axis, name_axis("KV head", [str(head) for head in range(heads)], down=True)
-    return layer_axis, name_axis("", [f"head {head}" for head in range(heads)], down=True)
 
 
 def domain_profile(table: HeadScores) -> pd.DataFrame:

@@ -114,7 +114,11 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     selection = _number((record.get("documents") or {}).get("chosen_on")), math.nan
     for fidelity in reversed(FIDELITIES):
         columns = f"{fidelity}_delta_percent", f"{fidelity}_standard_error"
-        results = tuple(_search_results(inputs, rows.dropna(subset=columns[0]), *columns))
+        results = [
+            Result(str(row["name"]), float(row[columns[0]]), float(row[columns[1]]), float(mask.sum()), mask)
+            for row in rows.dropna(subset=columns[0]).to_dict("records")
+            if (mask := _mask(row["heads"], inputs.table.grid)) is not None
+        ]
         if not results:
             continue
         is_zero_shot = fidelity == "zero_shot"
@@ -126,14 +130,6 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         yield Evidence(description, steps, SEARCH, baseline, _distinct(results), fidelity, *documents)
 
 
-def _search_results(inputs: ReportInputs, rows: pd.DataFrame, delta: str, error: str) -> Iterator[Result]:
-    """Yield the rows of a search whose layout has the table's grid."""
-    for row in rows.to_dict("records"):
-        mask = _mask(row["heads"], inputs.table.grid)
-        if mask is not None:
-            yield Result(str(row["name"]), float(row[delta]), float(row[error]), float(mask.sum()), mask)
-
-
 def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield the evidence of each number of steps in the comparison."""
     if inputs.comparison is None:
@@ -142,24 +138,17 @@ def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     documents = _number(heldout.get("documents")), _number(heldout.get("effective_documents"))
     rows = inputs.comparison[is_layout(inputs.comparison) & inputs.comparison["nll"].notna()]
     for steps, group in rows.groupby("steps", dropna=False):
-        results = tuple(_comparison_result(inputs, row) for row in group.to_dict("records"))
+        results = []
+        for row in group.to_dict("records"):
+            name, num_global = row["strategy"], row["num_global"]
+            layout = inputs.layouts.get(name)
+            if layout is not None and num_global >= 0 and num_global != layout.num_global:
+                layout = None  # its file has been replaced by a layout of another budget
+            mask = None if layout is None else layout.global_mask
+            num_global = num_global if layout is None else float(layout.num_global)
+            change = row["delta_nll_percent"], row["delta_nll_standard_error"]
+            results.append(Result(name, *change, num_global, mask, row["nll"], layout))
         yield Evidence(_mode(float(steps)), float(steps), COMPARISON, baseline, _distinct(results), "", *documents)
-
-
-def _comparison_result(inputs: ReportInputs, row: dict[Any, Any]) -> Result:
-    """Return a row of the comparison with the heads of the layout of that name, if there is one."""
-    layout = inputs.layouts.get(row["strategy"])
-    if layout is not None and row["num_global"] >= 0 and row["num_global"] != layout.num_global:
-        layout = None  # its file has been replaced by a layout of another budget
-    return Result(
-        row["strategy"],
-        row["delta_nll_percent"],
-        row["delta_nll_standard_error"],
-        row["num_global"] if layout is None else float(layout.num_global),
-        None if layout is None else layout.global_mask,
-        row["nll"],
-        layout,
-    )
 
 
 def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
@@ -187,16 +176,12 @@ def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
                 continue
             nll = rows[rows["criterion"] == "nll"]
             delta, num_documents = (float(nll[column].max()) for column in ("loss", "num_samples"))
-            judged = f"{_VERBS[file.record.get('answers', {}).get(name, 'open')]} {_margins(rows)}"
+            margins = ", ".join(f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples())
+            judged = f"{_VERBS[file.record.get('answers', {}).get(name, 'open')]} {margins}"
             results.append(_result(inputs, layout, delta, judged=judged))
         if results:
             mode = f"{_UNTRAINED}, by a verdict"
             yield Evidence(mode, 0.0, VERDICT, DENSE, _distinct(results), "", num_documents, math.nan, file.name)
-
-
-def _margins(rows: pd.DataFrame) -> str:
-    """List the margins of a candidate, such as "1 % (nll)"."""
-    return ", ".join(f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples())
 
 
 def _is_here(inputs: ReportInputs, layout: Layout) -> bool:

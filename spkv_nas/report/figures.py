@@ -17,9 +17,7 @@ SEARCH_FIGURES = ("search-retrained", "search-front")
 def save_figure(folder: Path, chart: Chart | Panels) -> Path | None:
     """Write a table's picture and return its PNG file.
 
-    Returns:
-        The file; None, with a warning, if the drawing libraries are not installed. A picture of an earlier table is
-        then removed.
+    If the drawing libraries are not installed, return None, warn, and remove a picture of an earlier table.
     """
     try:
         from spkv_nas.report.plot import save_chart
@@ -37,10 +35,7 @@ def save_figure(folder: Path, chart: Chart | Panels) -> Path | None:
 def write_study_figures(folder: Path, rows: pd.DataFrame, cost: str | None) -> None:
     """Write those of ``SEARCH_FIGURES`` that have data, and remove the others, left by an earlier search.
 
-    Args:
-        folder: of the files.
-        rows: columns as in ``search.csv``.
-        cost: name of the second objective; None without one.
+    ``rows`` are as in ``search.csv``; ``cost`` names the second objective, None without one.
     """
     from spkv_nas.report.plot import save_chart
 

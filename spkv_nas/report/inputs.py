@@ -23,7 +23,7 @@ from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.stability import Certainty, bootstrap, knee
 from spkv_nas.report.cache_size import CONTEXT, cache_share
-from spkv_nas.report.section import Section
+from spkv_nas.report.chart import Section
 from spkv_nas.report.serving import EngineMemory
 
 Float = NDArray[np.float64]

@@ -8,13 +8,13 @@ browsers decompress. The explorer starts with the layout of the page's ``Verdict
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from gzip import compress
-from math import isnan
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,7 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         return None
     # Collect distinct layouts: proposed, then measured
     evidence = [
-        replace(
-            mode, results=tuple(each for each in mode.results if each.mask is not None and each.delta == each.delta)
-        )
+        replace(mode, results=tuple(result for result in mode.results if _is_known(result)))
         for mode in all_evidence(inputs)
     ]
     proposed = [Result(name, 0.0, mask=layout.global_mask) for name, layout in inputs.layouts.items()]
@@ -64,8 +62,9 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     indices = {key: number for number, key in enumerate(names)}
     named = {(result.name, indices[result.key]) for result in (*proposed, *measured)}
     proposed_or_retrained = {indices[result.key]: result for result in reversed((*proposed, *retrained))}
+    filed = [(inputs, result) for _, result in sorted(proposed_or_retrained.items(), key=lambda entry: entry[0])]
     # Data of the page's script
-    colours = shades()
+    colours, served = shades(), inputs.served
     return {
         "grid": inputs.table.grid,
         "shades": [colour for colour, _ in colours],
@@ -81,11 +80,13 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
             for key, name in names.items()
             if isinstance(key, bytes)
         ],
-        "engine": None if inputs.served is None else inputs.served.title,
-        "served": _served_layouts(inputs, proposed_or_retrained),
-        "files": [_layout_file(inputs, proposed_or_retrained[index]) for index in sorted(proposed_or_retrained)],
+        "engine": served and served.title,
+        "served": None
+        if inputs.served is None
+        else [layout_in_engine(inputs.served, _layout(*each)) for each in filed],
+        "files": [_layout_file(*each) for each in filed],
         "aliases": sorted([name, index] for name, index in named if name != [*names.values()][index]),
-        "offered": len(proposed_or_retrained),  # number of layouts with a file
+        "offered": len(filed),  # number of layouts with a file
         "measured": [
             [
                 mode.description,
@@ -99,6 +100,11 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     }
 
 
+def _is_known(result: Result) -> bool:
+    """Return whether the heads and the change of NLL of a result are known."""
+    return result.mask is not None and not math.isnan(result.delta)
+
+
 def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None:
     """Return the search's second objective of each layout, formatted as in its table; None without one."""
     rows = inputs.search
@@ -109,18 +115,18 @@ def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None
     return [costs.get("".join("G" if head else "L" for head in mask), "") for mask in masks]
 
 
-def _served_layouts(inputs: ReportInputs, results: Mapping[int, Result]) -> list[str | None] | None:
-    """Return the memory of each layout with a file in the engine; None without an engine or the layout's heads."""
-    served = inputs.served
-    if served is None:
-        return None
-    texts: list[str | None] = []
-    for result in (results[index] for index in sorted(results)):
-        layout = inputs.layouts.get(result.name)
-        if layout is None and result.mask is not None:
-            layout = Layout.from_mask(result.mask, window=_window(inputs))
-        texts.append(None if layout is None else layout_in_engine(served, layout))
-    return texts
+def _layout(inputs: ReportInputs, result: Result) -> Layout:
+    """Return a result's layout: the page's, else one with window and sink tokens of the search, or of the probe."""
+    layout, record = inputs.layouts.get(result.name), inputs.search_record
+    if layout is not None and layout.global_mask.tobytes() == result.key:
+        return layout
+    assert result.mask is not None
+    sinks = record.get("sinks", 0 if "window" in record else None)  # recorded only if there are any
+    return Layout.from_mask(
+        result.mask,
+        window=record.get("window") or inputs.table.window or DEFAULT_WINDOW,
+        sinks=inputs.table.sinks if sinks is None else sinks,
+    )
 
 
 def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
@@ -129,29 +135,15 @@ def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
     Returns:
         Name, exact coverage in percent, hash, and the text before and after the rows; [] if it cannot be a file.
     """
-    table, name = inputs.table, result.name
-    layout = inputs.layouts.get(name)
-    if result.mask is None:
-        return []
-    if layout is None or layout.global_mask.tobytes() != result.key:
+    table, name, layout = inputs.table, result.name, _layout(inputs, result)
+    if layout is not inputs.layouts.get(name):
         try:
-            bare = Layout.from_mask(result.mask, window=_window(inputs), strategy=name, sinks=_sinks(inputs))
+            layout = replace(layout, strategy=name)
         except UserError:  # the name cannot be a file name
             return []
-        layout = replace(bare, provenance=provenance(table, bare, int(bare.num_global), None))
+        layout = replace(layout, provenance=provenance(table, layout, int(layout.num_global), None))
     before, _, after = layout.text.partition(layout.rows)
     return [name, f"{100 * coverage(table, layout):.2f}", layout.hash, before, after]
-
-
-def _window(inputs: ReportInputs) -> int:
-    """Return the window of a search's layouts."""
-    return inputs.search_record.get("window") or inputs.table.window or DEFAULT_WINDOW
-
-
-def _sinks(inputs: ReportInputs) -> int:
-    """Return the sink tokens of a search's layouts; a record with a window has them only if there are any."""
-    recorded = inputs.search_record.get("sinks", 0 if "window" in inputs.search_record else None)
-    return inputs.table.sinks if recorded is None else recorded
 
 
 def layout_indices(choices: Mapping[str, Any] | None) -> dict[str, int]:
@@ -273,7 +265,7 @@ def _predicted(tables: list[HeadScores], inputs: ReportInputs) -> dict[str, Any]
 
 def _number(value: float) -> float | None:
     """Round to five significant digits; NaN is None."""
-    return None if isnan(value) else float(f"{value:.5g}")
+    return None if math.isnan(value) else float(f"{value:.5g}")
 
 
 def tables_at_thresholds(tables: list[HeadScores]) -> dict[str, Any]:

@@ -41,18 +41,9 @@ def draw_names(ax: Axes, chart: Chart) -> None:
 
 
 def _write(ax: Axes, name: str, at: Any, heights: list[float], taken: list[Bbox], *, gap: float = 10) -> bool:
-    """Write a name right or left of a position, at the first of some heights above it where there is room.
+    """Write a name right or left of a position [2], at the first of some heights above it where there is room.
 
-    Args:
-        ax: axes that the name stays within.
-        name: its text.
-        at: position [2].
-        heights: of the text's middle above ``at``.
-        taken: boxes to avoid; the name's is appended.
-        gap: distance from ``at``.
-
-    Returns:
-        Whether there was room.
+    ``taken`` are the boxes to avoid, to which the name's is added. Returns whether there was room within the axes.
     """
     width, inside = LETTER * len(name), ax.get_window_extent()
     for height in heights:

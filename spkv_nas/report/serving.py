@@ -5,7 +5,7 @@ Everything is computed when the page is written; the page's script only looks it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.engines.cache import CachePlan
+from spkv_nas.report.chart import Row, Section
 from spkv_nas.report.formatting import capitalized
-from spkv_nas.report.section import Row, Section
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def budgets_in_engine(served: EngineMemory, table: HeadScores) -> dict[str, Any]
         only; and ``texts``, which also say which larger number takes no more.
     """
     num_heads, engine = table.num_heads, served.cost.serving.engine
-    cache, stride = served.cost.cache(num_heads), _stride(served, table)
+    cache, stride = served.cost.cache(num_heads), 1 if engine.per_head else table.num_kv_heads
     plans = {number: engine.plan(cache, number) for number in range(0, num_heads + 1, stride)}
     sizes = [plans[number].request_bytes if number in plans else None for number in range(num_heads + 1)]
     # Say which larger number of global heads takes no more
@@ -89,41 +89,23 @@ def layout_in_engine(served: EngineMemory, layout: Layout) -> str:
 
 
 def serving_section(served: EngineMemory, table: HeadScores, layouts: Mapping[str, Layout]) -> Section:
-    """Return the section on the memory of layouts."""
+    """Return the section on the memory of layouts, in the form that takes least; dashes where none is run."""
     cost, engine = served.cost, served.cost.serving.engine
-    about = (
-        f"Planned as the allocator of {engine.title} does ({engine.evidence}), for requests of {cost.context:,} tokens "
-        f"with keys and values in {cost.dtype}, pages of {cost.serving.page_size} tokens and "
-        f"{cost.serving.in_flight:,} tokens in flight."
-    )
-    # Layouts, in the form that takes least
-    rows = [_full_attention(served, table), *(_row(served, name, layout) for name, layout in layouts.items())]
-    header = ("Layout", "Global heads", "Served as", "One request", *served.limited)
+    full = served.cells(served.full_attention(table.num_heads))
+    rows = [Row("full attention", (str(table.num_heads), "whole layers", *full))]
+    for name, layout in layouts.items():
+        planned = cost.layout_plan(layout)
+        if planned is None:
+            cells: tuple[str, ...] = (f"not run: {cost.limit(layout)}", *("-" for _ in full))
+        else:
+            cells = (planned.form, *served.cells(planned.plan))
+        rows.append(Row(name, (str(layout.num_global), *cells)))
     return Section(
         "serving",
         f"KV cache in {engine.title}",
-        f"{about} {capitalized(engine.note)}.",
-        header,
+        f"Planned as the allocator of {engine.title} does ({engine.evidence}), for requests of {cost.context:,} tokens "
+        f"with keys and values in {cost.dtype}, pages of {cost.serving.page_size} tokens and "
+        f"{cost.serving.in_flight:,} tokens in flight. {capitalized(engine.note)}.",
+        ("Layout", "Global heads", "Served as", "One request", *served.limited),
         (tuple(rows),),
     )
-
-
-def _stride(served: EngineMemory, table: HeadScores) -> int:
-    """Return the heads by which budgets grow: a layer's where the engine runs whole layers only."""
-    return 1 if served.cost.serving.engine.per_head else table.num_kv_heads
-
-
-def _full_attention(served: EngineMemory, table: HeadScores) -> Row:
-    """Return the row of full attention."""
-    plan = served.full_attention(table.num_heads)
-    return Row("full attention", (str(table.num_heads), "whole layers", *served.cells(plan)))
-
-
-def _row(served: EngineMemory, name: str, layout: Layout) -> Row:
-    """Return the row of a layout; dashes where the engine does not run it."""
-    planned = served.cost.layout_plan(layout)
-    if planned is None:
-        cells: Sequence[str] = (f"not run: {served.cost.limit(layout)}", *("-" for _ in ("", *served.limited)))
-    else:
-        cells = (planned.form, *served.cells(planned.plan))
-    return Row(name, (str(layout.num_global), *cells))

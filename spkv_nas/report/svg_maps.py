@@ -102,14 +102,7 @@ def _look(cells: Heatmap, value: float) -> tuple[str, str]:
 
 
 def svg(chart: Chart, kind: str, width: float, height: float) -> Element:
-    """Return an ``svg`` element that carries the chart's title and description for screen readers.
-
-    Args:
-        chart: named in ``data-chart``.
-        kind: CSS class.
-        width: of the view box, in user units.
-        height: of the view box, in user units.
-    """
+    """Return an ``svg`` element of a CSS class, with the chart's title and description for screen readers."""
     root = Element("svg", {"class": kind, "role": "img", "data-chart": chart.name})
     root.set("aria-labelledby", f"{chart.name}-t {chart.name}-d")
     root.set("viewBox", f"0 0 {px(width)} {px(height)}")
@@ -119,14 +112,7 @@ def svg(chart: Chart, kind: str, width: float, height: float) -> Element:
 
 
 def add(parent: Element, tag: str, text: str | None = None, **attributes: Any) -> Element:
-    """Append a child element and return it.
-
-    Args:
-        parent: element to extend.
-        tag: name of the child.
-        text: its text.
-        attributes: attributes of it; underscores become dashes, numbers are written as lengths.
-    """
+    """Append a child element and return it: underscores in attributes become dashes, numbers are written as lengths."""
     child = ElementTree.SubElement(parent, tag)
     for key, value in attributes.items():
         child.set(key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else px(value))

@@ -16,10 +16,10 @@ from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.tables import csv_text
 from spkv_nas.evaluation.ranking import MIN_ITEMS
 from spkv_nas.evaluation.searched import best_layouts, correlations
+from spkv_nas.report.chart import Row
 from spkv_nas.report.evidence import COMPARISON, SEARCH, all_evidence
 from spkv_nas.report.formatting import BASELINES, change, number, signed, without_folder
 from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.section import Row
 from spkv_nas.report.verdict import Verdict
 
 _MAX_MISSED = 5

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from spkv_nas.evaluation.verdict.registry import CRITERIA
 from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by
 from spkv_nas.report.axes import name_axis, round_axis
-from spkv_nas.report.chart import Band, Chart, Line, Mark, Points, Rule, Shape, Tone, numbers
+from spkv_nas.report.chart import Band, Chart, Line, Mark, Points, Row, Rule, Section, Shape, Tone, numbers
 from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
-from spkv_nas.report.section import Row, Section
 
 _MARKS: dict[str, tuple[Shape, Tone]] = {
     "passes": ("circle", "accent"),
@@ -67,9 +67,7 @@ def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
         yield Chart(
             f"{prefix}-{criterion}",
             card_title(str(criterion)),
-            f"Loss by {criterion}, margin {margin:g} {unit}: "
-            + "; ".join(_tip(row, noun) for _, row in group.iterrows())
-            + ".",
+            "",
             x,
             name_axis("", names, down=True),
             tuple(_marks(group, x.low, x.high, margin, noun)),
@@ -93,18 +91,15 @@ def _marks(group: pd.DataFrame, left: float, right: float, margin: float, noun: 
         ends = tuple(end if math.isfinite(end) else edge for end, edge in ((row["low"], left), (row["high"], right)))
         clipped = tuple(min(max(end, left), right) for end in ends)
         yield Line(clipped, (place, place), tone=_MARKS.get(row["answer"], _MARKS["open"])[1], width=5.0, opacity=0.45)
+    rows = group.assign(place=numbers(range(len(group)))).loc[np.isfinite(group["loss"])]
     for answer, (shape, tone) in _MARKS.items():
-        chosen = [
-            (place, row)
-            for place, (_, row) in enumerate(group.iterrows())
-            if row["answer"] == answer and math.isfinite(row["loss"])
-        ]
+        chosen = rows[rows["answer"] == answer].to_dict("records")
         if chosen:
             yield Points(
-                numbers(min(max(row["loss"], left), right) for _, row in chosen),
-                numbers(place for place, _ in chosen),
-                tips=tuple(_tip(row, noun) for _, row in chosen),
-                names=tuple("" if left <= row["loss"] <= right else _loss(row["loss"]) for _, row in chosen),
+                numbers(min(max(row["loss"], left), right) for row in chosen),
+                numbers(row["place"] for row in chosen),
+                tips=tuple(_tip(row, noun) for row in chosen),
+                names=tuple("" if left <= row["loss"] <= right else _loss(row["loss"]) for row in chosen),
                 label=answer,
                 shape=shape,
                 tone=tone,
@@ -124,7 +119,7 @@ def _row(row: pd.Series[Any], record: Record) -> Row:
     return Row(str(row["candidate"]), cells, str(row["answer"]))
 
 
-def _tip(row: pd.Series[Any], noun: str) -> str:
+def _tip(row: Mapping[Any, Any], noun: str) -> str:
     """Return a candidate's loss in words."""
     return (
         f"{row['candidate']} {row['answer']}: {_loss(row['loss'])} {row['unit']}, interval {_loss(row['low'])} to "

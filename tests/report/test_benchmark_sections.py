@@ -27,9 +27,9 @@ from spkv_nas.contrib.evaluate.tasks import stage as tasks
 from spkv_nas.contrib.evaluate.tasks.stage import TasksResult
 from spkv_nas.report import page as report_page
 from spkv_nas.report.benchmark_sections import SECTIONS, read_benchmarks
+from spkv_nas.report.chart import Row, Section
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
-from spkv_nas.report.section import Row, Section
 from spkv_nas.stages.subject import NLLTable
 
 COMMITTED = ROOT / "reports" / "stdlib-21x3"

@@ -13,10 +13,9 @@ from helpers import Page, make_domain_table
 from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.report import page as report_page
 from spkv_nas.report.benchmark_sections import read_benchmarks
-from spkv_nas.report.chart import Line, Points, Rule
+from spkv_nas.report.chart import Line, Points, Rule, Section
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
-from spkv_nas.report.section import Section
 from spkv_nas.report.verdict_cards import verdict_section
 
 ROWS = (
