@@ -19,9 +19,10 @@ from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.workspace import BUDGETS
 from spkv_nas.proposal.budget import parse_budgets
-from spkv_nas.proposal.coverage import coverage, domain_coverage
+from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
 from spkv_nas.proposal.earlier import replace_layouts
 from spkv_nas.proposal.propose import densest_layout, resolve_tau
+from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.stability import Bootstrap, bootstrap, knee
 
@@ -170,3 +171,20 @@ def _layouts(
         else:
             layout = densest_layout(table, budget, window=window)
         yield budget, replace(layout, strategy=f"{layout.strategy}-{budget}")
+
+
+def coverage_by_budget(table: HeadScores) -> pd.DataFrame | None:
+    """Return coverage in [0, 1] by budget: columns budget, densest, random, and each pattern of whole layers.
+
+    The patterns spend whole layers, so they are NaN at other budgets. None if no head keeps anything.
+    """
+    if table.mean == 0.0:
+        return None
+    curve = coverage_curve(table)
+    total = table.density.sum()
+    for pattern in (strategy for strategy in STRATEGIES if strategy.whole_layers):
+        curve[pattern.name] = np.nan
+        for layers in range(1, table.num_layers + 1):
+            mask = pattern.choose(table, layers * table.num_kv_heads)
+            curve.loc[layers * table.num_kv_heads - 1, pattern.name] = table.density[mask].sum() / total
+    return curve

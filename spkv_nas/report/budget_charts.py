@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.agreement import short_labels
-from spkv_nas.proposal.coverage import coverage_curve
-from spkv_nas.proposal.registry import STRATEGIES
+from spkv_nas.proposal.budget_curve import coverage_by_budget
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import SERIES, Band, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers
@@ -51,18 +50,14 @@ def coverage_budget_chart(
         marks.append(Line(numbers(line["budget"]), numbers(line[name], 100), name, tone, dash))
     # A dot per layout
     if layouts:
-        heads = numbers(layout.num_global for layout in layouts.values())
-        percent = numbers((covered[name] for name in layouts), 100)
-        tips = tuple(
-            f"{name}\n{layout.num_global} heads, coverage {100 * covered[name]:.1f} %"
-            for name, layout in layouts.items()
-        )
-        marks.append(Points(heads, percent, tips=tips, tone="ink", label="layout"))
+        heads = {name: layout.num_global for name, layout in layouts.items()}
+        tips = tuple(f"{name}\n{heads[name]} heads, coverage {100 * covered[name]:.1f} %" for name in layouts)
+        dots = numbers(heads.values()), numbers((covered[name] for name in layouts), 100)
+        marks.append(Points(*dots, tips=tips, tone="ink", label="layout"))
         note += " Dots: the layouts of this report."
     if certainty is not None:
-        note += (
-            f" Band: {interval_label} points, over documents. Knee: beyond it each further head adds less than average."
-        )
+        band = f"Band: {interval_label} points, over documents."
+        note += f" {band} Knee: beyond it each further head adds less than average."
     # Description
     covers = f"{table.measure.title} coverage"
     third = curve.iloc[max(0, round(len(curve) / 3) - 1)]
@@ -107,20 +102,3 @@ def _matrix(rows: pd.DataFrame, column: str, labels: Mapping[str, str]) -> tuple
         i, k = names.index(first), names.index(second)
         values[i, k] = values[k, i] = value
     return tuple(tuple(row) for row in values.tolist())
-
-
-def coverage_by_budget(table: HeadScores) -> pd.DataFrame | None:
-    """Return coverage in [0, 1] by budget: columns budget, densest, random, and each pattern of whole layers.
-
-    The patterns spend whole layers, so they are NaN at other budgets. None if no head keeps anything.
-    """
-    if table.mean == 0.0:
-        return None
-    curve = coverage_curve(table)
-    total = table.density.sum()
-    for pattern in (strategy for strategy in STRATEGIES if strategy.whole_layers):
-        curve[pattern.name] = math.nan
-        for layers in range(1, table.num_layers + 1):
-            mask = pattern.choose(table, layers * table.num_kv_heads)
-            curve.loc[layers * table.num_kv_heads - 1, pattern.name] = table.density[mask].sum() / total
-    return curve

@@ -18,11 +18,11 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM
 from spkv_nas.base.errors import UserError
+from spkv_nas.cost.cache_share import CONTEXT, cache_share
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.stability import Certainty, bootstrap, knee
-from spkv_nas.report.cache_size import CONTEXT, cache_share
 from spkv_nas.report.chart import Section
 from spkv_nas.report.serving import EngineMemory
 
@@ -122,7 +122,7 @@ class ReportInputs:
         return min(CONTEXT, self.table.metadata.get("positions") or CONTEXT)
 
     def cache_share(self, density: float) -> float:
-        """Return the cache of one sequence as a share of the unchanged model's (``cache_size.cache_share``)."""
+        """Return the cache of one sequence as a share of the unchanged model's (``cost.cache_share``)."""
         return cache_share(self.table, density, self.context)
 
     @property

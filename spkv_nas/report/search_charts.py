@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import partial
-
+import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.report.axes import round_axis, spread_axis
-from spkv_nas.report.chart import SERIES, Axis, Chart, Line, Mark, Numbers, Panels, Points, Shape, Tone, numbers, points
+from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Numbers, Panels, Points, Shape, Tone, numbers, points
 from spkv_nas.report.formatting import capitalized, change, short, signed
 
 _SHAPES: tuple[Shape, ...] = ("circle", "diamond", "triangle", "circle")
@@ -31,22 +28,24 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
     # Vertical axis
     value, error = retrained["full_delta_percent"], retrained["full_standard_error"].fillna(0.0)
     nll_axis = spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
-    charts = []
-    predictors: tuple[tuple[str, str, str, Callable[[float, float], Axis]], ...] = (
-        ("zero-shot", "zero_shot_delta_percent", "Zero-shot and retrained NLL", partial(spread_axis, _CHANGE)),
-        (
-            "coverage",
-            "coverage_percent",
-            "Coverage and retrained NLL",
-            lambda _, high: round_axis("Coverage, %", 0, high),
-        ),
+    low, high = (retrained["zero_shot_delta_percent"].agg(end) for end in ("min", "max"))
+    predictors = {
+        "zero-shot": ("zero_shot_delta_percent", spread_axis(_CHANGE, low, high)),
+        "coverage": ("coverage_percent", round_axis("Coverage, %", 0, retrained["coverage_percent"].max())),
+    }
+    charts = (
+        Chart(
+            f"search-retrained-{name}",
+            f"{capitalized(name)} and retrained NLL",
+            "",
+            axis,
+            nll_axis,
+            _by_sampler(retrained, column),
+            note="Bars: one standard error.",
+        )
+        for name, (column, axis) in predictors.items()
+        if retrained[column].notna().any()
     )
-    for name, column, title, axis in predictors:
-        values = retrained[column].dropna()
-        if not values.empty:
-            axes = axis(float(values.min()), float(values.max())), nll_axis
-            marks, note = _by_sampler(retrained, column), "Bars: one standard error."
-            charts.append(Chart(f"search-retrained-{name}", title, "", *axes, marks, note=note))
     return Panels("search-retrained", tuple(charts))
 
 
@@ -116,15 +115,6 @@ def _names(rows: pd.DataFrame) -> tuple[str, ...]:
 def _front(trials: pd.DataFrame, end: float) -> tuple[Numbers, Numbers]:
     """Return the lowest ΔNLL at each cost, as steps up to the cost ``end``."""
     ordered = trials.sort_values(["cost", "zero_shot_delta_percent"])
-    lowest = math.inf
-    x: list[float] = []
-    y: list[float] = []
-    for cost, value in zip(ordered["cost"], ordered["zero_shot_delta_percent"], strict=True):
-        if value < lowest:
-            if x:
-                x.append(float(cost))
-                y.append(lowest)
-            x.append(float(cost))
-            y.append(float(value))
-            lowest = float(value)
-    return (*x, end), (*y, lowest)
+    lowest = ordered["zero_shot_delta_percent"].cummin()
+    is_lower = lowest != lowest.shift()
+    return (*numbers(np.repeat(ordered.loc[is_lower, "cost"], 2)[1:]), end), numbers(np.repeat(lowest[is_lower], 2))

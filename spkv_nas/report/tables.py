@@ -192,13 +192,8 @@ def downloads(inputs: ReportInputs) -> list[tuple[str, str]]:
     frames = {"density.csv": inputs.table.rows}
     if inputs.comparison is not None:
         frames["comparison.csv"] = inputs.comparison
-    return [
-        (
-            f"{name}.gz",
-            "data:application/gzip;base64," + b64encode(compress(safe_csv(frame).encode(), mtime=0)).decode(),
-        )
-        for name, frame in frames.items()
-    ]
+    packed = {name: b64encode(compress(safe_csv(frame).encode(), mtime=0)).decode() for name, frame in frames.items()}
+    return [(f"{name}.gz", f"data:application/gzip;base64,{text}") for name, text in packed.items()]
 
 
 def safe_csv(frame: pd.DataFrame) -> str:
@@ -286,44 +281,33 @@ def glossary(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
             f"Sum of {measure.noun}{clipping} over the global heads of a layout, as a share of the sum over all heads.",
         ),
     }
-    # Terms of gates and of results
+    # Terms of gates
     if table.is_density:
-        terms["tau"] = (
-            "Threshold τ",
-            "A key is kept if its utility, which the gate predicts, is at least τ."
-            + (
-                " At thresholds other than the probe's, densities are interpolated from its histogram of utilities, as "
-                "by propose --tau."
-                if table.histogram
-                else ""
-            ),
+        interpolated = (
+            " At thresholds other than the probe's, densities are interpolated from its histogram of utilities, as by "
+            "propose --tau."
         )
-    if inputs.comparison is not None or inputs.search is not None:
-        terms |= _result_terms(inputs)
-    return terms
-
-
-def _result_terms(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
-    """Return the terms of measured losses."""
-    terms = {
+        meaning = "A key is kept if its utility, which the gate predicts, is at least τ."
+        terms["tau"] = "Threshold τ", meaning + (interpolated if table.histogram else "")
+    # Terms of results
+    comparison = inputs.comparison
+    if comparison is None and inputs.search is None:
+        return terms
+    baseline = "the dense model as it is where nothing was retrained, else the control"
+    if comparison is not None:
+        baseline = BASELINES[counted_from(comparison)]
+        if inputs.search is not None and counted_from(comparison) == DENSE:
+            baseline += "; in the search, of retrained layouts, the control"
+    return terms | {
         "control": (
             "Control",
             "Full attention, retrained like the layouts: a difference from it is due to the layout, not to the "
             "retraining.",
         ),
         "dense": ("Dense model as it is", "The checkpoint before any retraining."),
+        "delta": (
+            "Δ NLL",
+            f"Change of the negative log-likelihood per token on held-out text against {baseline}, in percent; lower "
+            "is better. ± is one standard error over documents.",
+        ),
     }
-    # Baseline of changes of NLL
-    comparison = inputs.comparison
-    if comparison is None:
-        baseline = "the dense model as it is where nothing was retrained, else the control"
-    else:
-        baseline = BASELINES[counted_from(comparison)]
-        if inputs.search is not None and counted_from(comparison) == DENSE:
-            baseline += "; in the search, of retrained layouts, the control"
-    terms["delta"] = (
-        "Δ NLL",
-        f"Change of the negative log-likelihood per token on held-out text against {baseline}, in percent; lower is "
-        "better. ± is one standard error over documents.",
-    )
-    return terms

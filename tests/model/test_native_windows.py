@@ -18,6 +18,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.cache_cost import CacheCost
+from spkv_nas.cost.cache_share import CONTEXT, cache_share, full_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attention import GLOBAL_WINDOW, layer_states
@@ -32,7 +33,6 @@ from spkv_nas.probing.measure import measure_signal
 from spkv_nas.proposal.constraints import Constraints, solve
 from spkv_nas.proposal.propose import propose
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.report.cache_size import CONTEXT, cache_share, full_bytes
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data
 from spkv_nas.report.verdict import conclude

@@ -18,8 +18,9 @@ from matplotlib.transforms import Bbox
 from spkv_nas.artifacts.comparison import COLUMNS, read_comparison, write_comparison
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.proposal.budget_curve import coverage_by_budget
 from spkv_nas.report.axes import decades_axis, log_axis, round_axis, spread_axis
-from spkv_nas.report.budget_charts import agreement_charts, coverage_budget_chart, coverage_by_budget
+from spkv_nas.report.budget_charts import agreement_charts, coverage_budget_chart
 from spkv_nas.report.chart import Axis, Chart, Heatmap, Line, Panels, Points, Rule
 from spkv_nas.report.colours import cividis
 from spkv_nas.report.density_charts import density_chart, domain_profile, position_chart, position_profile

@@ -1,4 +1,4 @@
-"""Compute the KV-cache size of a page's model."""
+"""Compute the KV-cache size of a model whose heads were scored, and the share of it that a layout keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW
 from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.cost.formulas import head_bytes, visible_keys
 
-CONTEXT = 131_072  # tokens; longest sequence whose cache the page counts by default
+CONTEXT = 131_072  # tokens; longest sequence whose cache is counted by default
 
 
 def token_bytes(table: HeadScores) -> float | None:
