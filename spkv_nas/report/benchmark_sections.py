@@ -91,15 +91,9 @@ def file_section(kind: ResultTable, file: ResultFile, number: int) -> Section:
 
 
 def _section(title: str, about: str, rows: pd.DataFrame, first: str, columns: str, **fields: Any) -> Section:
-    """Return the section of a result table.
+    """Return the section of a result table; ``columns`` are names of ``_COLUMNS``, ``first`` titles the one before.
 
-    Args:
-        title: its heading.
-        about: how to read it.
-        rows: with columns ``head`` and, if they are needed, ``tag``, ``group`` (rows between two lines) and ``folded``.
-        first: title of the first column.
-        columns: names of the others, as in ``_COLUMNS``.
-        fields: further fields of the section.
+    ``rows`` have a column ``head`` and, if they are needed, ``tag``, ``group`` (rows between two lines) and ``folded``.
     """
     names = columns.split()
     parts: tuple[dict[Any, list[Row]], ...] = ({}, {})
@@ -118,7 +112,11 @@ def _ties(rows: pd.DataFrame, column: str, error: str, critical: Any = 2.0) -> l
 
 def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of ``evaluation.csv``: a row per checkpoint."""
-    labels = {line["checkpoint"]: _checkpoint_label(line) for line in rows.to_dict("records")}
+    # Name checkpoints after what their run trained and the run's folder, else by their path
+    labels = {
+        str(path): f"{variant} ({PurePath(str(path)).parent.name})" if variant else without_folder(str(path))
+        for path, variant in zip(rows["checkpoint"], rows["variant"], strict=True)
+    }
     length, critical = record.get("block_size"), rows["effective_documents"].map(critical_errors)
     blocks = "" if length is None else f", in blocks of {length} tokens"
     return _section(
@@ -127,7 +125,7 @@ def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> Section:
         "“Baseline”, ± one standard error, paired by document. “Effective” is the number of equally long documents "
         "that would give the same standard error.",
         rows.assign(
-            head=rows["checkpoint"].map(labels),
+            head=rows["checkpoint"].astype(str).map(labels),
             label=[labels.get(str(each), str(each)) or "—" for each in rows["against"]],
             tag=_ties(rows, *_DELTA, critical),
         ),
@@ -135,12 +133,6 @@ def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> Section:
         "documents effective tokens nll density checkpoint delta",
         name=name,
     )
-
-
-def _checkpoint_label(line: Line) -> str:
-    """Return a checkpoint's name: what its run trained and the run's folder, else its path."""
-    path = PurePath(str(line["checkpoint"]))
-    return f"{line['variant']} ({path.parent.name})" if line["variant"] else without_folder(str(path))
 
 
 def _scores(name: str, rows: pd.DataFrame, record: Record) -> Section:

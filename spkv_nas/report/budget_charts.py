@@ -42,6 +42,8 @@ def coverage_budget_chart(
             Band(budget, numbers(low, 100), numbers(high, 100), interval_label, opacity=0.3),
             Rule(certainty.knee, f"knee {certainty.knee}"),
         ]
+        band = f"Band: {interval_label} points, over documents."
+        note += f" {band} Knee: beyond it each further head adds less than average."
     # A line per strategy
     names = [str(name) for name in curve.columns if name != "budget"]
     for name, (tone, dash) in zip(names, SERIES, strict=False):
@@ -55,9 +57,6 @@ def coverage_budget_chart(
         dots = numbers(heads.values()), numbers((covered[name] for name in layouts), 100)
         marks.append(Points(*dots, tips=tips, tone="ink", label="layout"))
         note += " Dots: the layouts of this report."
-    if certainty is not None:
-        band = f"Band: {interval_label} points, over documents."
-        note += f" {band} Knee: beyond it each further head adds less than average."
     # Description
     covers = f"{table.measure.title} coverage"
     third = curve.iloc[max(0, round(len(curve) / 3) - 1)]
@@ -65,20 +64,16 @@ def coverage_budget_chart(
     return Chart(
         "coverage-budget",
         "Coverage vs budget",
-        f"{covers} with {third['budget']:.0f} of {table.num_heads} heads global: {shares}. Dots are the layouts.",
         round_axis(_BUDGET, 0, table.num_heads, exact=True),
         round_axis(f"{covers}, %", 0, 100),
         tuple(marks),
+        description=f"{covers} with {third['budget']:.0f} of {table.num_heads} heads global: {shares}.",
         note=note,
     )
 
 
 def agreement_charts(rows: pd.DataFrame) -> Panels:
-    """Return matrices over all pairs of probes: Jaccard index of the chosen heads, and rank correlation.
-
-    Args:
-        rows: table of ``spkv_nas.proposal.agreement.agreement``.
-    """
+    """Return matrices over the pairs of ``proposal.agreement``: Jaccard index of the heads, and rank correlation."""
     labels = short_labels(rows)
     short_names = [short(label, 24) for label in labels.values()]
     first = rows.iloc[0]
@@ -88,7 +83,7 @@ def agreement_charts(rows: pd.DataFrame) -> Panels:
     }
     axes = name_axis("", short_names), name_axis("", short_names, down=True)
     charts = (
-        Chart(f"agreement-{column}", heading, "", *axes, (Heatmap(_matrix(rows, column, labels)),), heading=heading)
+        Chart(f"agreement-{column}", heading, *axes, (Heatmap(_matrix(rows, column, labels)),), heading=heading)
         for column, heading in headings.items()
     )
     return Panels("agreement", tuple(charts))

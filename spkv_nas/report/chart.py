@@ -19,12 +19,8 @@ Dash = Literal["solid", "dashed", "dashdot", "dotted"]
 Shape = Literal["circle", "square", "diamond", "triangle", "stroke"]
 Numbers = tuple[float, ...]
 
-SERIES: tuple[tuple[Tone, Dash], ...] = (
-    ("accent", "solid"),
-    ("muted", "dashed"),
-    ("second", "dashdot"),
-    ("third", "dotted"),
-)  # of the lines in one chart, distinguishable without colour
+SERIES: tuple[tuple[Tone, Dash], ...]  # of the lines in one chart, distinguishable without colour
+SERIES = (("accent", "solid"), ("muted", "dashed"), ("second", "dashdot"), ("third", "dotted"))
 
 
 @dataclass(frozen=True)
@@ -127,10 +123,10 @@ class Chart:
 
     name: str  # the chart's file name, and its id on the page
     title: str  # heading on the page
-    description: str  # what the chart shows, in words, for screen readers; "": its tooltips
     x: Axis  # horizontal axis
     y: Axis  # vertical axis
     marks: tuple[Mark, ...]  # what is drawn, back to front
+    description: str = ""  # what the chart shows, in words, for screen readers; "": its tooltips
     note: str = ""  # text below it on the page
     heading: str = ""  # title in a picture file; "" for none
     width: float = 400.0  # width on the page

@@ -28,13 +28,3 @@ def cividis(value: float) -> tuple[str, str]:
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     luminance = float(linear @ [0.2126, 0.7152, 0.0722])
     return to_hex(rgb.tolist()), "#000" if luminance > 0.179 else "#fff"
-
-
-def scale_stops() -> list[tuple[int, str]]:
-    """Return (percent, colour) stops of the cividis scale for its legend."""
-    return [(percent, cividis(percent / 100)[0]) for percent in range(0, 101, 10)]
-
-
-def shades() -> list[tuple[str, str]]:
-    """Return ``cividis`` at ``SHADES`` equally spaced values from 0 to 1, the colours of maps on the page."""
-    return [cividis(step / (SHADES - 1)) for step in range(SHADES)]

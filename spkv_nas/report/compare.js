@@ -61,6 +61,14 @@ function linkClouds(explorer, layouts, goTo) {
     move(0);
   }
 }
+function tag(name, properties, ...children) {
+  const node = Object.assign(document.createElement(name), properties);
+  node.append(...children);
+  return node;
+}
+function plainButton(text, open) {
+  return tag("button", { type: "button", className: "plain", onclick: open }, text);
+}
 /* Fill the table of all measured layouts, which can be filtered and sorted. */
 function measuredTable(explorer, layouts, coverage, goTo) {
   const element = name => document.getElementById("measured-" + name);
@@ -88,37 +96,22 @@ function measuredTable(explorer, layouts, coverage, goTo) {
     });
     [...heads].forEach((head, position) => { position === column ? head.setAttribute("aria-sort", isAscending ? "ascending" : "descending") : head.removeAttribute("aria-sort"); });
     body.replaceChildren(...matches.slice(0, showAll ? matches.length : maxRows).map(row => {
-      const line = document.createElement("tr"), head = document.createElement("th"), button = document.createElement("button");
-      head.scope = "row";
-      button.type = "button";
-      button.className = "plain";
-      button.textContent = row.cells[0];
-      button.addEventListener("click", () => goTo(row.index));
-      head.append(button);
+      const head = tag("th", { scope: "row" }, plainButton(row.cells[0], () => goTo(row.index)));
       if (tags.has(row.cells[0])) head.append(tags.get(row.cells[0]).cloneNode(true));
-      line.append(head, ...row.cells.slice(1).map((cell, previous) => {
-        const td = document.createElement("td"), position = previous + 1;
-        td.textContent = position < headsColumn ? cell === null ? "\u2014" : delta(cell, row.errors[position]) :
-          position === headsColumn + 1 ? (100 * cell).toFixed(1) : position === headsColumn + 2 ? explorer.costs[row.index] : cell;
-        return td;
+      return tag("tr", {}, head, ...row.cells.slice(1).map((cell, previous) => {
+        const position = previous + 1;
+        return tag("td", {}, position < headsColumn ? cell === null ? "\u2014" : delta(cell, row.errors[position]) :
+          position === headsColumn + 1 ? (100 * cell).toFixed(1) : position === headsColumn + 2 ? explorer.costs[row.index] : cell);
       }));
-      return line;
     }));
     element("count").textContent = matches.length + " of " + rows.length + " layouts" + (body.rows.length < matches.length ? ", the first " + maxRows + " shown" : "");
     element("more").hidden = body.rows.length === matches.length;
   }
-  [...heads].forEach((head, position) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.className = "plain";
-    button.textContent = head.textContent;
-    head.replaceChildren(button);
-    button.addEventListener("click", () => {
-      isAscending = position === column ? !isAscending : true;
-      column = position;
-      draw();
-    });
-  });
+  [...heads].forEach((head, position) => head.replaceChildren(plainButton(head.textContent, () => {
+    isAscending = position === column ? !isAscending : true;
+    column = position;
+    draw();
+  })));
   element("filter").addEventListener("input", draw);
   element("heads").addEventListener("input", draw);
   element("more").addEventListener("click", () => { showAll = true; draw(); });

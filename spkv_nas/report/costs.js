@@ -1,16 +1,12 @@
 /* Compute a layout's costs: bytes of its cache, seconds of its attention, and the NLL predicted from the search's scores. */
 function percent(number) { return (number < 0 ? "\u2212" : "+") + Math.abs(number).toFixed(2) + " %"; }
 function size(number) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let unit = 0;
-  while (number >= 1024 && unit < 4) { number /= 1024; unit++; }
-  return number.toFixed(unit ? 2 : 0) + " " + units[unit];
+  const unit = Math.min(4, Math.max(0, Math.floor(Math.log2(number) / 10)));
+  return (number / 1024 ** unit).toFixed(unit ? 2 : 0) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][unit];
 }
 function duration(number) {
-  const units = ["s", "ms", "\u00b5s", "ns"];
-  let unit = 0;
-  while (number < 1 && unit < 3) { number *= 1000; unit++; }
-  return number.toPrecision(3) + " " + units[unit];
+  const unit = [1, 1e-3, 1e-6].findIndex(least => number >= least), last = unit < 0 ? 3 : unit;
+  return (number * 1000 ** last).toPrecision(3) + " " + ["s", "ms", "\u00b5s", "ns"][last];
 }
 function count(mask) { return mask.reduce((number, isGlobal) => number + isGlobal, 0); }
 function bytes(cache, budget, total, context) {

@@ -83,21 +83,14 @@ def stability_chart(certainty: Certainty) -> Chart:
 
 
 def _map(
-    name: str,
-    title: str,
-    about: str,
-    values: NDArray[np.float64],
-    heading: str,
-    *,
-    small: bool = False,
-    **fields: Any,
+    name: str, title: str, about: str, values: NDArray[np.float64], heading: str, *, small: bool = False, **fields: Any
 ) -> Chart:
     """Return a heatmap of values [L, Hkv], layers from left to right; ``fields`` are further ones of ``Heatmap``."""
     layers, heads = values.shape
     x = name_axis("layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1)
     y = name_axis("KV head" if small else "", [f"{'' if small else 'head '}{h}" for h in range(heads)], down=True)
     cells = Heatmap(tuple(numbers(row) for row in values.T), written=not small, **fields)
-    return Chart(name, title, about, x, y, (cells,), heading=heading)
+    return Chart(name, title, x, y, (cells,), description=about, heading=heading)
 
 
 def domain_chart(table: HeadScores) -> Chart:
@@ -137,10 +130,10 @@ def domain_chart(table: HeadScores) -> Chart:
     return Chart(
         "domains",
         "By domain",
-        f"Mean {measure.noun} by domain: {', '.join(means)}.",
         _value_axis(table),
         name_axis("", [short(name, 18) for name in profile["domain"]], down=True),
         tuple(marks),
+        description=f"Mean {measure.noun} by domain: {', '.join(means)}.",
         note=f"Each dot is a KV head, each vertical bar a mean over heads.{f' Not shown: {others}.' if others else ''}",
         height=62.0 + 46 * len(profile),
     )
@@ -169,8 +162,6 @@ def position_chart(table: HeadScores) -> Chart | None:
     return Chart(
         "positions",
         "By position" if table.tau_of_positions == table.tau else f"By position, at τ = {table.tau_of_positions:g}",
-        f"Mean density at τ = {table.tau_of_positions:g} is {first['mean']:.3f} in the first "
-        f"{first['end']:,.0f} tokens and {last['mean']:.3f} from token {last['start']:,.0f} on.",
         axis,
         round_axis(f"Density at τ = {table.tau_of_positions:g}", 0, 1),
         (
@@ -178,6 +169,8 @@ def position_chart(table: HeadScores) -> Chart | None:
             Line(centre, mean, "mean over heads"),
             Points(centre, mean, tips=tips, size=4.2),
         ),
+        description=f"Mean density at τ = {table.tau_of_positions:g} is {first['mean']:.3f} in the first "
+        f"{first['end']:,.0f} tokens and {last['mean']:.3f} from token {last['start']:,.0f} on.",
         note="Line: mean over KV heads. Band: the middle 80 % of heads.",
     )
 
@@ -203,10 +196,10 @@ def histogram_chart(table: HeadScores) -> Chart:
     return Chart(
         "histogram",
         title,
-        about,
         _value_axis(table),
         round_axis("KV heads", 0, float(counts.max())),
         (Bars(low, high, height, tips), Rule(table.mean, f"mean {measure.rough(table.mean)}")),
+        description=about,
     )
 
 
@@ -244,12 +237,9 @@ def position_profile(table: HeadScores) -> pd.DataFrame | None:
 
 
 def density_evolution_chart(rows: pd.DataFrame) -> Chart:
-    """Return the density of every head over training, with their median, quartiles and deciles.
+    """Return the density of every head in a run's ``density-log.csv``, with their median, quartiles and deciles.
 
     SP-KV paper, figure "Per-head gate density during phase 1".
-
-    Args:
-        rows: a run's ``density-log.csv``, columns step, layer, kv_head, density.
     """
     # Densities: [steps, heads], in percent
     heads = rows.pivot_table(index="step", columns=["layer", "kv_head"], values="density")
@@ -262,7 +252,6 @@ def density_evolution_chart(rows: pd.DataFrame) -> Chart:
     return Chart(
         "density-evolution",
         "Density over training",
-        "",
         round_axis("Step", steps[0], steps[-1], exact=True),
         round_axis("Density, % of keys kept", 0, 100),
         tuple(marks),

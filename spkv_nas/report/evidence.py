@@ -39,7 +39,6 @@ class Result:
     num_global: float = math.nan  # number of global KV heads; NaN: unknown
     mask: Mask | None = None  # bool [L, Hkv], the global heads; None if only the layout's name is known
     nll: float = math.nan  # nats per token; NaN: unknown
-    layout: Layout | None = None  # layout with its window, where that is recorded
     judged: str = ""  # what a verdict says of it, such as "passes 1 % (nll)"; "" without one
 
     @property
@@ -147,7 +146,7 @@ def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
             mask = None if layout is None else layout.global_mask
             num_global = num_global if layout is None else float(layout.num_global)
             change = row["delta_nll_percent"], row["delta_nll_standard_error"]
-            results.append(Result(name, *change, num_global, mask, row["nll"], layout))
+            results.append(Result(name, *change, num_global, mask, row["nll"]))
         yield Evidence(_mode(float(steps)), float(steps), COMPARISON, baseline, _distinct(results), "", *documents)
 
 
@@ -205,7 +204,7 @@ def _result(
     name = names.get(layout.hash, layout.strategy)
     if layout.hash not in names and name in inputs.layouts:  # the name stands for other heads by now
         name = f"{name}-{layout.num_global}"
-    return Result(name, delta, error, float(layout.num_global), layout.global_mask, nll, layout, judged)
+    return Result(name, delta, error, float(layout.num_global), layout.global_mask, nll, judged)
 
 
 def _distinct(results: Sequence[Result]) -> tuple[Result, ...]:

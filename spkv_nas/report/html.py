@@ -10,15 +10,13 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from spkv_nas.base.files import write_atomic
-from spkv_nas.base.version import __version__
 from spkv_nas.report.chart import Chart, Mark, Points
 from spkv_nas.report.formatting import capitalized
 from spkv_nas.report.page_svg import draw_chart, draw_scale
@@ -28,16 +26,10 @@ _NOT_DATA = {"name", "description", "note", "heading", "width", "height"}  # fie
 
 def render(template: str, **values: Any) -> str:
     """Return the HTML of a template with the given values."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        csp_hash=_csp_hash, compact=compact, cap=capitalized, tie=_tie, draw=draw_chart, draw_scale=draw_scale
-    )
+    options: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
+    environment.filters.update(compact=compact, csp_hash=_csp_hash, tie=_tie, cap=capitalized)
+    environment.filters.update(draw=draw_chart, draw_scale=draw_scale)
     return environment.get_template(template).render(**values)
 
 
@@ -59,21 +51,14 @@ def _csp_hash(content: str) -> str:
 
 
 def page_data(
-    charts: Iterable[Chart],
-    explorer: Mapping[str, Any] | None = None,
-    indices: Mapping[str, int] | None = None,
+    charts: Iterable[Chart], explorer: Mapping[str, Any] | None = None, indices: Mapping[str, int] | None = None
 ) -> str:
     """Return the page's data as JSON: ``{"charts": {name: {title, x, y, marks}}, "explorer": ...}``.
 
     Charts are in data coordinates. Fields with their default value are omitted, and so are the coordinates of points
     without tips or names, and of points whose tips share a ``form``. Numbers are integers or have five significant
-    digits; NaN is null. The text contains no ``<``, so it cannot close the element that holds it.
-
-    Args:
-        charts: charts to embed.
-        explorer: data of the layout explorer, if the page has one.
-        indices: index of each layout among the explorer's, by name; points that stand for layouts refer to it, with -1
-            for a name that it lacks.
+    digits; NaN is null. The text contains no ``<``, so it cannot close the element that holds it. ``indices`` are the
+    explorer's layouts by name: points that stand for layouts refer to them, with -1 for a name that it lacks.
     """
 
     def chart_content(chart: Chart) -> dict[str, Any]:
@@ -104,26 +89,3 @@ def _plain(value: Any) -> Any:
             return None
         return int(value) if value == round(value) else float(f"{value:.5g}")
     return value
-
-
-@dataclass(frozen=True)
-class Card:
-    """The entry of one probe or search in the index."""
-
-    name: str  # its title
-    chart: Chart  # its map, with a name that is unique on the page
-    sentences: tuple[str, ...]  # sentences
-    page: str = ""  # URL of its page, "" without one
-    links: tuple[tuple[str, str], ...] = ()  # (text, URL) of further links
-
-
-def write_index(folder: Path, cards: Sequence[Card]) -> Path:
-    """Write ``index.html`` and return its path.
-
-    Args:
-        folder: of the file.
-        cards: entries, in order.
-    """
-    page = folder / "index.html"
-    write_atomic(page, render("index.html.j2", version=__version__, cards=cards))
-    return page

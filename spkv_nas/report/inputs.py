@@ -47,12 +47,7 @@ class ResultFile:
         return self.path.parent.name
 
     def layout(self, name: str, heads: str) -> Layout | None:
-        """Return a layout of the table; None if its window was not recorded.
-
-        Args:
-            name: its name there.
-            heads: a word of G and L per layer.
-        """
+        """Return a layout of the table, of a word of G and L per layer; None if its window was not recorded."""
         recorded, sinks = self.record.get("layouts", {}).get(name, {}), self.record.get("sinks") or 0
         window = recorded.get("window", self.record.get("windows", {}).get(name))
         number = recorded.get("sinks", sinks.get(name, 0) if isinstance(sinks, Mapping) else sinks)

@@ -66,7 +66,7 @@ function startExplorer(explorer) {
     const stored = explorer.files[state.selected], text = rowsOf(mask).map(row => "  - " + row).join("\n");
     if (stored) return stored.length ? { name: stored[0], text: stored[3] + text + stored[4], hash: stored[2] } : null;
     if (state.selected >= 0) return null;
-    const signal = explorer.signals[state.signal], { before, between, window, sinks, strategy, origin } = signal.file;
+    const signal = explorer.signals[state.signal], { before, between, window, sinks, origin } = signal.file;
     const rows = rowsOf(mask);
     const varying = {
       budget: String(state.budget), coverage: yamlShare(table().covered[state.budget - 1]), tau: signal.taus[state.tau],
@@ -156,11 +156,7 @@ function startExplorer(explorer) {
       element("download").href = "data:text/yaml;charset=utf-8," + encodeURIComponent(download.text);
       element("download").download = download.name + ".yaml";
     }
-    element("command").replaceChildren(...(state.selected < 0 ? command(signal) : next ? next.textContent : "").split(" ").flatMap((word, position) => {
-      const span = document.createElement("span");
-      span.textContent = word;
-      return position ? [" ", span] : [span];
-    }));
+    element("command").replaceChildren(...(state.selected < 0 ? command(signal) : next ? next.textContent : "").split(" ").flatMap((word, position) => [position ? " " : "", tag("span", {}, word)]));
   }
   function drawPair(mask, other) {
     element("pair").hidden = !other;

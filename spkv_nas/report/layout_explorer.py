@@ -31,7 +31,7 @@ from spkv_nas.cost.cache_share import token_bytes
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.proposal.coverage import coverage, densest_candidates, densest_coverage, provenance
 from spkv_nas.proposal.propose import densest_layout
-from spkv_nas.report.colours import shades
+from spkv_nas.report.colours import SHADES, cividis
 from spkv_nas.report.evidence import SEARCH, Result, all_evidence
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.serving import budgets_in_engine, layout_in_engine
@@ -49,7 +49,7 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         return None
     # Collect distinct layouts: proposed, then measured
     evidence = [
-        replace(mode, results=tuple(result for result in mode.results if _is_known(result)))
+        replace(mode, results=tuple(each for each in mode.results if each.mask is not None and np.isfinite(each.delta)))
         for mode in all_evidence(inputs)
     ]
     proposed = [Result(name, 0.0, mask=layout.global_mask) for name, layout in inputs.layouts.items()]
@@ -64,7 +64,7 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     proposed_or_retrained = {indices[result.key]: result for result in reversed((*proposed, *retrained))}
     filed = [(inputs, result) for _, result in sorted(proposed_or_retrained.items(), key=lambda entry: entry[0])]
     # Data of the page's script
-    colours, served = shades(), inputs.served
+    colours, served = [cividis(step / (SHADES - 1)) for step in range(SHADES)], inputs.served
     return {
         "grid": inputs.table.grid,
         "shades": [colour for colour, _ in colours],
@@ -98,11 +98,6 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         ],
         "costs": _costs(inputs, indices),
     }
-
-
-def _is_known(result: Result) -> bool:
-    """Return whether the heads and the change of NLL of a result are known."""
-    return result.mask is not None and not math.isnan(result.delta)
 
 
 def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None:
@@ -165,10 +160,11 @@ def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
         return None
     # Thresholds of the probe and of the page
     measure, scale = table.measure, table.measure.scale
-    probe_tau, start = (
-        _nearest(tables, tau) for tau in (table.tau, (page_table if page_table.name == table.name else table).tau)
-    )
+    start_tau = (page_table if page_table.name == table.name else table).tau
+    taus = np.array([each.tau for each in tables])
+    probe_tau, start = (int(abs(taus - tau).argmin()) for tau in (table.tau, start_tau))
     served = inputs.engine_memory.get(table.name)
+    content = {**tables_at_thresholds(tables), "predicted": _predicted(tables, inputs)}
     return {
         "name": table.name,
         "command": inputs.commands.get(table.name, f"spkv-nas propose --probe {shlex.quote(table.name)}"),
@@ -185,13 +181,8 @@ def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
         "taus": [yaml_line(densest_layout(candidate, 1).provenance["tau"]) for candidate in tables],
         "probe_tau": probe_tau,
         "start": start,
-        "tables": compressed({**tables_at_thresholds(tables), "predicted": _predicted(tables, inputs)}),
+        "tables": b64encode(compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode(),
     }
-
-
-def _nearest(tables: list[HeadScores], tau: float) -> int:
-    """Return the index of the table whose threshold is nearest to ``tau``."""
-    return min(range(len(tables)), key=lambda number: abs(tables[number].tau - tau))
 
 
 def _at_thresholds(table: HeadScores, extra_tau: float) -> Iterator[HeadScores]:
@@ -215,7 +206,6 @@ def _file(table: HeadScores) -> dict[str, Any]:
         "between": after.partition("{")[0],
         "window": layout.window,
         **({"sinks": layout.sinks} if layout.sinks else {}),
-        "strategy": yaml_line({"strategy": layout.strategy})[1:-1],
         "origin": [[key, "" if key in _VARY else yaml_line({key: v})[1:-1]] for key, v in layout.provenance.items()],
     }
 
@@ -291,11 +281,6 @@ def tables_at_thresholds(tables: list[HeadScores]) -> dict[str, Any]:
         "order": [densest_candidates(table).tolist() for table in tables],
         "coverage": np.diff(covered, prepend=0).tolist(),
     }
-
-
-def compressed(content: Mapping[str, Any]) -> str:
-    """Return JSON, gzipped, in base64."""
-    return b64encode(compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode()
 
 
 def levels(values: NDArray[np.float64], measure: Measure) -> list[int]:

@@ -81,6 +81,4 @@ def _obstacles(ax: Axes, chart: Chart) -> list[Bbox]:
                 (x, y), (left, bottom, right, top) = place((mark.value, mark.value)), extent.extents
                 ends = [(x - 2, bottom), (x + 2, top)] if mark.vertical else [(left, y - 2), (right, y + 2)]
                 boxes.append(Bbox(ends))
-            case _:
-                pass
     return boxes

@@ -17,17 +17,9 @@ from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.base.version import __version__
 from spkv_nas.proposal.registry import strategy_of
 from spkv_nas.proposal.stability import caution
-from spkv_nas.report import tables
+from spkv_nas.report import density_charts, tables
 from spkv_nas.report.budget_charts import coverage_budget_chart
 from spkv_nas.report.chart import Chart, Panels
-from spkv_nas.report.density_charts import (
-    density_chart,
-    domain_chart,
-    histogram_chart,
-    layout_charts,
-    position_chart,
-    stability_chart,
-)
 from spkv_nas.report.figures import SEARCH_FIGURES
 from spkv_nas.report.html import compact, page_data, render
 from spkv_nas.report.inputs import ReportInputs
@@ -77,19 +69,19 @@ def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
     table = inputs.table
     has_cost = inputs.search is not None and bool(inputs.search["cost"].notna().all())
     groups: dict[str, list[Chart | Panels | None]] = {
-        "density": [density_chart(table)],
-        "layouts": [layout_charts(table, inputs.layouts, inputs.covered)],
+        "density": [density_charts.density_chart(table)],
+        "layouts": [density_charts.layout_charts(table, inputs.layouts, inputs.covered)],
         "results": [
             cache_nll_chart(inputs, verdict),
             None if inputs.comparison is None else coverage_nll_chart(inputs.comparison, table.measure.noun),
             coverage_budget_chart(table, inputs.layouts, inputs.covered, inputs.certainty),
         ],
         "detail": [
-            domain_chart(table) if len(table.domains) > 1 else None,
-            position_chart(table),
-            histogram_chart(table),
+            density_charts.domain_chart(table) if len(table.domains) > 1 else None,
+            density_charts.position_chart(table),
+            density_charts.histogram_chart(table),
         ],
-        "certainty": [None if inputs.certainty is None else stability_chart(inputs.certainty)],
+        "certainty": [None if inputs.certainty is None else density_charts.stability_chart(inputs.certainty)],
         "search": [] if inputs.search is None else [*search_charts(inputs.search, "cost" if has_cost else None)],
     }
     return {name: [chart for chart in charts if chart is not None] for name, charts in groups.items()}

@@ -18,7 +18,7 @@ from matplotlib.transforms import Affine2D, Bbox, Transform
 
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.report.chart import Chart
-from spkv_nas.report.colours import TONES, scale_stops
+from spkv_nas.report.colours import TONES, cividis
 from spkv_nas.report.names import LETTER
 from spkv_nas.report.plot import draw, drawing
 from spkv_nas.report.svg_maps import LEFT, add, along, draw_map, markup, px, svg
@@ -181,8 +181,8 @@ def draw_scale(measure: Measure) -> Markup:
     root.set("viewBox", f"0 0 {px(width)} 54")
     root.set("width", px(width))
     shades = add(add(root, "defs"), "linearGradient", id="cividis")
-    for percent, fill in scale_stops():
-        add(shades, "stop", offset=f"{percent}%", stop_color=fill)
+    for percent in range(0, 101, 10):
+        add(shades, "stop", offset=f"{percent}%", stop_color=cividis(percent / 100)[0])
     add(root, "rect", x=LEFT, y=4, width=_SCALE, height=12, rx=2, fill="url(#cividis)")
     ticks = [(LEFT + _SCALE * float(scale.fraction(value)), scale.text(value)) for value in scale.ticks]
     add(root, "path", class_="axis", d="".join(f"M{px(x)} 16v4" for x, _ in ticks))

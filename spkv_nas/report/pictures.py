@@ -11,14 +11,8 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
 from spkv_nas.proposal.coverage import coverage
+from spkv_nas.report import density_charts
 from spkv_nas.report.chart import Chart, Panels
-from spkv_nas.report.density_charts import (
-    density_chart,
-    density_evolution_chart,
-    grid_chart,
-    layout_chart,
-    layout_charts,
-)
 from spkv_nas.report.plot import Picture, picture, save_pdf
 from spkv_nas.report.result_charts import coverage_nll_chart, tau_sweep_chart
 
@@ -42,19 +36,16 @@ def write_paper_figures(
 ) -> Path:
     """Write the figures that have data into ``folder`` and return the path of ``figures.tex``.
 
-    Args:
-        folder: created if missing.
-        table: as in ``spkv_nas.report.page.write_report``.
-        layouts: as there.
-        comparison: as there.
-        evolution: table of ``spkv_nas.artifacts.density_log``.
-        sweep: table of ``spkv_nas.evaluation.sweep``.
+    ``evolution`` is a table of ``artifacts.density_log``, ``sweep`` one of ``evaluation.sweep``; the others are as in
+    ``ReportInputs``.
     """
     charts: list[Chart | Panels | None] = [
-        layout_charts(table, layouts, {name: coverage(table, layout) for name, layout in layouts.items()}),
+        density_charts.layout_charts(
+            table, layouts, {name: coverage(table, layout) for name, layout in layouts.items()}
+        ),
         None if comparison is None else coverage_nll_chart(comparison, table.measure.noun),
-        density_chart(table),
-        None if evolution is None else density_evolution_chart(evolution),
+        density_charts.density_chart(table),
+        None if evolution is None else density_charts.density_evolution_chart(evolution),
         None if sweep is None else tau_sweep_chart(sweep),
     ]
     available = [chart for chart in charts if chart is not None]
@@ -67,7 +58,7 @@ def write_paper_figures(
 
 def plot_head_scores(scores: HeadScores) -> Picture:
     """Plot the score of every KV head as a matplotlib figure, as in the report."""
-    return picture(density_chart(scores))
+    return picture(density_charts.density_chart(scores))
 
 
 def plot_layout(layout: Layout, scores: HeadScores | None = None) -> Picture:
@@ -77,5 +68,5 @@ def plot_layout(layout: Layout, scores: HeadScores | None = None) -> Picture:
         UserError: the scores have another grid.
     """
     if scores is None:
-        return picture(grid_chart(layout))
-    return picture(layout_chart(scores, layout.strategy, layout, coverage(scores, layout), number=1))
+        return picture(density_charts.grid_chart(layout))
+    return picture(density_charts.layout_chart(scores, layout.strategy, layout, coverage(scores, layout), number=1))

@@ -34,19 +34,9 @@ from spkv_nas.report.names import LETTER, LINE, draw_names
 _FOOT, _GAP = 48.0, 14.0  # below the axes, for ticks and title; above and to the right of them
 _SAMPLE = 46.0  # width of a legend entry's sample, with the space around it
 _CLIP = Bbox([[-0.01, -0.01], [1.01, 1.01]])  # clip box of lines in axes coordinates, with a margin of 1 %
-_MARKERS = {
-    "circle": ("o", 2.0),
-    "square": ("s", 2.0),
-    "diamond": ("D", 2.0),
-    "triangle": ("^", 2.4),
-    "stroke": ("|", 2.0),
-}
-_DASHES: dict[str, Any] = {
-    "solid": "-",
-    "dashed": (0, (4, 2)),
-    "dashdot": (0, (5, 1.6, 1.2, 1.6)),
-    "dotted": (0, (1.2, 1.6)),
-}
+_MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "stroke": "|"}
+_DASHES: Any
+_DASHES = {"solid": "-", "dashed": (0, (4, 2)), "dashdot": (0, (5, 1.6, 1.2, 1.6)), "dotted": (0, (1.2, 1.6))}
 _STYLE: Any = {  # matplotlib settings
     "svg.hashsalt": "spkv-nas",
     "svg.fonttype": "none",
@@ -55,18 +45,12 @@ _STYLE: Any = {  # matplotlib settings
     "font.family": "DejaVu Sans",
     "font.size": 12,
     "axes.facecolor": "none",
-    "axes.spines.left": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": TONES["muted"],
-    "axes.labelcolor": TONES["muted"],
     "axes.axisbelow": True,
+    **dict.fromkeys(("axes.spines.left", "axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), TONES["muted"]),
     "grid.color": TONES["line"],
-    "xtick.color": TONES["muted"],
-    "ytick.color": TONES["muted"],
     "ytick.major.size": 0,
     "figure.facecolor": "white",
-    "legend.frameon": False,
     "text.color": TONES["ink"],
 }
 
@@ -237,8 +221,9 @@ def _line_style(line: Line) -> dict[str, Any]:
 
 def _point_style(points: Points) -> dict[str, Any]:
     """Return matplotlib's options for points."""
-    colour, (marker, size) = TONES[points.tone], _MARKERS[points.shape]
-    style = {"color": colour, "marker": marker, "linestyle": "", "markersize": size * points.size, "clip_on": False}
+    colour, marker = TONES[points.tone], _MARKERS[points.shape]
+    size = (2.4 if points.shape == "triangle" else 2.0) * points.size
+    style = {"color": colour, "marker": marker, "linestyle": "", "markersize": size, "clip_on": False}
     edge, width = ("white", 1.0) if points.opacity == 1 else ("none", 0.0)
     if points.hollow:
         style["markerfacecolor"], edge, width = "white", colour, 1.6
@@ -275,18 +260,12 @@ def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
     # Cells
     values = np.array(cells.values)
     rows, columns = values.shape
-    style = {"vmin": 0, "vmax": 1, "cmap": "cividis", "square": True, "cbar": False, "linecolor": "white", "fmt": ""}
-    texts = np.array([[cells.scale.text(value) for value in row] for row in cells.values]) if cells.written else None
-    sns.heatmap(
-        cells.scale.fraction(values),
-        ax=ax,
-        linewidths=0.8 if cells.written else 1.2,
-        annot=texts,
-        annot_kws={"fontsize": 8.5},
-        xticklabels=False,
-        yticklabels=False,
-        **style,
-    )
+    style: Any = {"vmin": 0, "vmax": 1, "cmap": "cividis", "square": True, "cbar": False, "linecolor": "white"}
+    style |= {"linewidths": 0.8 if cells.written else 1.2, "xticklabels": False, "yticklabels": False}
+    if cells.written:
+        texts = [[cells.scale.text(value) for value in row] for row in cells.values]
+        style |= {"annot": np.array(texts), "annot_kws": {"fontsize": 8.5}, "fmt": ""}
+    sns.heatmap(cells.scale.fraction(values), ax=ax, **style)
     # Seaborn's cells start at integers, a chart's are centred on them: shift by half a cell
     for artist in (*ax.collections, *ax.texts):
         artist.set_transform(Affine2D().translate(-0.5, -0.5) + ax.transData)

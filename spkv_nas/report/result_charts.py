@@ -29,12 +29,7 @@ _DELTA = ("delta_nll_percent", "delta_nll_standard_error")
 
 
 def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Chart | None:
-    """Return coverage against NLL increase with one standard error; None if no row has both.
-
-    Args:
-        comparison: table of ``spkv_nas.artifacts.comparison``.
-        noun: quantity that coverage sums.
-    """
+    """Return coverage of a comparison's rows, summing ``noun``, against NLL increase; None if no row has both."""
     rows = comparison.dropna(subset=["coverage_percent", "delta_nll_percent"])
     baseline, marks = counted_from(comparison), []
     for style in (LAYOUT, *SHAPES.values()):
@@ -49,17 +44,13 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Ch
         percent_axis(f"Coverage, % of all heads' {noun}"),
         error_axis(DELTA_AXES[baseline], *(rows[column] for column in _DELTA)),
     )
-    return Chart("coverage-nll", "Does coverage predict the NLL?", "", *axes, tuple(marks), note=NOTE)
+    return Chart("coverage-nll", "Does coverage predict the NLL?", *axes, tuple(marks), note=NOTE)
 
 
 def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
-    """Return density against the change of NLL from open gates as tau moves, with one standard error.
+    """Return density against the change of NLL from open gates as tau moves, by a table of ``evaluation.sweep``.
 
     SP-KV paper, figure "Relationship between NLL and KV cache density".
-
-    Args:
-        rows: table of ``spkv_nas.evaluation.sweep``, columns tau, density, delta_nll_percent,
-            delta_nll_standard_error.
     """
     names = [f"τ {round(tau, 2 if 0.1 <= tau <= 0.9 else 3):g}" if tau else "open" for tau in rows["tau"]]
     rows = rows.assign(density=100 * rows["density"], name=names)
@@ -74,14 +65,13 @@ def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
         percent_axis("Density, % of keys kept (mean over heads)"),
         error_axis("NLL change from open gates, %", *(rows[column] for column in _DELTA)),
     )
-    return Chart("tau-sweep", "NLL against density", "", *axes, tuple(marks), note="Bars: one standard error.")
+    return Chart("tau-sweep", "NLL against density", *axes, tuple(marks), note="Bars: one standard error.")
 
 
 def baselines_chart(rows: pd.DataFrame) -> Chart:
     """Return density against the change of NLL from the dense model: pruning rules, and SP-KV as tau moves.
 
-    Args:
-        rows: table of ``artifacts.result_tables.BASELINES``, the dense model first.
+    ``rows`` are a table of ``artifacts.result_tables.BASELINES``.
     """
     rows = rows[rows["method"] != FULL_ATTENTION].assign(density=100 * rows["density"])
     is_spkv = rows["method"] == SP_KV
@@ -104,7 +94,6 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     return Chart(
         "baselines",
         "NLL against density, by compression rule",
-        "",
         round_axis("Density, % of keys outside the window", 0.0, dots["density"].max(), padded=True),
         error_axis("NLL change from the dense model, %", *(dots[column] for column in _DELTA)),
         tuple(marks),
@@ -166,7 +155,6 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
     return Chart(
         "cache-nll",
         "NLL against KV cache",
-        "",
         round_axis(f"KV cache of one sequence of {inputs.context:,} tokens, {of_full}", 0.0, scale, padded=True),
         spread_axis(DELTA_AXES[evidence.baseline], min(ends), max(ends)),
         tuple(marks),

@@ -33,19 +33,12 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
         "zero-shot": ("zero_shot_delta_percent", spread_axis(_CHANGE, low, high)),
         "coverage": ("coverage_percent", round_axis("Coverage, %", 0, retrained["coverage_percent"].max())),
     }
-    charts = (
-        Chart(
-            f"search-retrained-{name}",
-            f"{capitalized(name)} and retrained NLL",
-            "",
-            axis,
-            nll_axis,
-            _by_sampler(retrained, column),
-            note="Bars: one standard error.",
-        )
-        for name, (column, axis) in predictors.items()
-        if retrained[column].notna().any()
-    )
+    charts = []
+    for name, (column, axis) in predictors.items():
+        if retrained[column].notna().any():
+            title, marks = f"{capitalized(name)} and retrained NLL", _by_sampler(retrained, column)
+            note = "Bars: one standard error."
+            charts.append(Chart(f"search-retrained-{name}", title, axis, nll_axis, marks, note=note))
     return Panels("search-retrained", tuple(charts))
 
 
@@ -73,10 +66,10 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
     return Chart(
         "search-front",
         "NLL against cost",
-        f"Lowest zero-shot ΔNLL at each cost, by sampler: {', '.join(samplers)}. Squares are the baselines.",
         round_axis(capitalized(cost), 0.0, float(rows["cost"].max())),
         round_axis(_CHANGE, min(0.0, float(value.min())), float(value.max())),
         (*clouds, *lines, *([squares] if len(baselines) else [])),
+        description=f"Lowest zero-shot ΔNLL at each cost, by sampler: {', '.join(samplers)}.",
         note="Lines: the front of each sampler. Dots: all layouts. Squares are baselines.",
         width=440.0,
         height=300.0,

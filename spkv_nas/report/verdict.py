@@ -50,10 +50,7 @@ class Verdict:
     def tag(self, name: str, source: str, steps: float | None = None) -> str:
         """Return a short label for a layout's row in a table; "" where the verdict does not apply.
 
-        Args:
-            name: of the layout.
-            source: table that the row belongs to, ``COMPARISON`` or ``SEARCH``.
-            steps: the row's number of steps, if the rows of its table differ in them.
+        ``source`` is ``COMPARISON`` or ``SEARCH``; ``steps`` are the row's, if the rows of its table differ in them.
         """
         if self.evidence is None or self.layout is None or self.evidence.source != source or not self.others:
             return ""
@@ -116,15 +113,9 @@ def _about(
     warnings: tuple[str, ...],
     others: Sequence[Result] = (),
 ) -> Verdict:
-    """Return a verdict about a layout: how much memory it saves, what it loses, and how others compare.
+    """Return a verdict about a layout: how much memory it saves, what it loses, and how others of its budget compare.
 
-    Args:
-        inputs: what the page shows.
-        layout: the layout, with its result.
-        evidence: what the result is part of; None if no loss was measured.
-        judged: what verdicts say of layouts, which counts before retraining, by ``Result.key``.
-        warnings: first sentences.
-        others: the other layouts of the same budget.
+    ``judged`` is what verdicts say of layouts, by ``Result.key``, which counts before retraining.
     """
     table, size = inputs.table, ""
     if not math.isnan(layout.num_global):

@@ -15,11 +15,8 @@ from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import Band, Chart, Line, Mark, Points, Row, Rule, Section, Shape, Tone, numbers
 from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
 
-_MARKS: dict[str, tuple[Shape, Tone]] = {
-    "passes": ("circle", "accent"),
-    "fails": ("diamond", "second"),
-    "open": ("square", "muted"),
-}
+_MARKS: dict[str, tuple[Shape, Tone]]
+_MARKS = {"passes": ("circle", "accent"), "fails": ("diamond", "second"), "open": ("square", "muted")}
 _REACH = 4.0  # largest loss that an axis shows, in margins; what is beyond it is drawn at its end
 _HEIGHT, _ROW = 96.0, 30.0  # height of a card without rows, and of a row
 _MAX_NAMED = 4
@@ -67,7 +64,6 @@ def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
         yield Chart(
             f"{prefix}-{criterion}",
             card_title(str(criterion)),
-            "",
             x,
             name_axis("", names, down=True),
             tuple(_marks(group, x.low, x.high, margin, noun)),

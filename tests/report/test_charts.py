@@ -68,7 +68,7 @@ def test_names_cover_no_mark_and_no_other_name() -> None:
     points = Points(
         tuple(100.0 + 3 * i for i in range(7)), tuple(100.0 + 2 * (i % 3) for i in range(7)), names=("strategy",) * 7
     )
-    chart = Chart("a", "", "", axis, axis, (points,))
+    chart = Chart("a", "", axis, axis, (points,))
     boxes = [box for _, box in names_of(chart)]
     assert len(boxes) == 7
     assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
@@ -79,7 +79,7 @@ def test_names_cover_no_mark_and_no_other_name() -> None:
 def test_the_name_of_a_vertical_line_keeps_off_curves() -> None:
     axis = Axis("x", 0.0, 10.0, ())
     curves = Line((0.0, 10.0), (9.9, 9.9)), Line((5.0, 9.0), (0.0, 9.0))
-    chart = Chart("a", "", "", axis, axis, (Rule(5.0, "knee"), *curves))
+    chart = Chart("a", "", axis, axis, (Rule(5.0, "knee"), *curves))
     ((name, box),) = names_of(chart)
     ax = draw(chart).axes[0]
     (x, bottom), top = ax.transData.transform((5.0, 9.0)), ax.transData.transform((5.0, 9.9))[1]
@@ -228,7 +228,7 @@ def test_positions_of_unequal_parts_are_logarithmic(last: int) -> None:
 
 
 def test_an_error_bar_below_zero_ends_at_a_logarithmic_axis() -> None:
-    chart = Chart("a", "", "", round_axis("", 0, 2), log_axis("ΔNLL %", 0.02, 20.0), (Points((1.0,), (0.1,), (0.5,)),))
+    chart = Chart("a", "", round_axis("", 0, 2), log_axis("ΔNLL %", 0.02, 20.0), (Points((1.0,), (0.1,), (0.5,)),))
     root = ElementTree.fromstring(draw_chart(chart))
     height = float(root.attrib["viewBox"].split()[3])
     paths = [re.findall(r"-?[\d.]+ (-?[\d.]+)", path.attrib["d"]) for path in root.iter("path")]

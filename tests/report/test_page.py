@@ -114,9 +114,7 @@ def test_data_cannot_end_its_element(page: Page) -> None:
     """A domain may have the name of the closing tag."""
     assert "<" not in page.texts["script"][0]
     axis = Axis("", 0.0, 1.0, ())
-    text = page_data(
-        [Chart("a", "</script><script>", "", axis, axis, (Points((np.pi,), (math.nan,), tips=("<!--",)),))]
-    )
+    text = page_data([Chart("a", "</script><script>", axis, axis, (Points((np.pi,), (math.nan,), tips=("<!--",)),))])
     assert "<" not in text
     assert json.loads(text)["charts"]["a"] == {
         "title": "</script><script>",

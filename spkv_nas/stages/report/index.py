@@ -6,6 +6,7 @@ layouts links to another page of its model, with this probe selected.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -14,13 +15,16 @@ import numpy as np
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.search_table import BASELINE, FIDELITIES, Fidelity, SearchRecord, read_search
+from spkv_nas.base.files import write_atomic
 from spkv_nas.base.records import read_unchecked
+from spkv_nas.base.version import __version__
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.searched import best_layouts
+from spkv_nas.report.chart import Chart
 from spkv_nas.report.density_charts import thumbnail
 from spkv_nas.report.evidence import MIN_DOCUMENTS
 from spkv_nas.report.formatting import change
-from spkv_nas.report.html import Card, write_index
+from spkv_nas.report.html import render
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import conclude
 from spkv_nas.stages.lookup import find_proposal, find_table
@@ -32,6 +36,17 @@ _AFTER: dict[Fidelity, str] = {
     "short": " retrained briefly",
     "full": " retrained in full",
 }
+
+
+@dataclass(frozen=True)
+class Card:
+    """The entry of one probe or search in the index."""
+
+    name: str  # its title
+    chart: Chart  # its map, with a name that is unique on the page
+    sentences: tuple[str, ...]
+    page: str = ""  # URL of its page, "" without one
+    links: tuple[tuple[str, str], ...] = ()  # (text, URL) of further links
 
 
 def pages(workspace: Workspace) -> list[str]:
@@ -49,7 +64,11 @@ def write_workspace_index(workspace: Workspace) -> Path | None:
     searched = sorted(file.parent.name for file in workspace.reports.glob(f"*/{SEARCH}"))
     others = [name for name in searched if not name.startswith(".") and name not in workspace.probes()]
     cards += [_search(workspace, name, number) for number, name in enumerate(others, len(cards))]
-    return write_index(workspace.reports, cards) if len(cards) > 1 else None
+    if len(cards) < 2:
+        return None
+    page = workspace.reports / "index.html"
+    write_atomic(page, render("index.html.j2", version=__version__, cards=cards))
+    return page
 
 
 def _probe(workspace: Workspace, name: str, number: int) -> Card:

@@ -38,5 +38,5 @@ def flops_charts(rows: pd.DataFrame, context: int, density: float) -> Panels:
             gigaflops = numbers(rows[f"{part}_{kind}"], 1e-9)
             marks += [Line(size, gigaflops, label, tone, dash, 1.8), Points(size, gigaflops, tone=tone, size=3.0)]
         heading = f"{part}, {context:,} tokens of context"
-        charts.append(Chart(f"flops-{part}", heading, "", *axes, tuple(marks), heading=heading))
+        charts.append(Chart(f"flops-{part}", heading, *axes, tuple(marks), heading=heading))
     return Panels("flops", tuple(charts))

@@ -38,7 +38,7 @@ def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> Panels:
     return Panels(
         "palindrome",
         tuple(
-            Chart(f"palindrome-{name}", title, "", steps, round_axis(title, 0, high), marks)
+            Chart(f"palindrome-{name}", title, steps, round_axis(title, 0, high), marks)
             for name, title, high, marks in charts
         ),
     )

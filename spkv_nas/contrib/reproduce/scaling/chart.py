@@ -53,7 +53,6 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> Chart:
     return Chart(
         "scaling",
         "NLL by training compute",
-        "",
         decades_axis("Training compute, FLOPs", compute_grid[0], compute_grid[-1], powers=True),
         log_axis("NLL, nats per token", floor, ceiling),
         (*marks, *points),
