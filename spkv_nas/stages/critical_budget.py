@@ -15,8 +15,6 @@ from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.device import dtype_name
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import format_bytes
-from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.margins import parse_risk
@@ -46,25 +44,14 @@ class Memory:
     """KV cache at the critical budget.
 
     Attributes:
-        cost: sizes of the cache.
-        engine: engine whose allocator counts it; None: keys and values alone.
         full: bytes with full attention.
         used: bytes at the critical budget.
-        max_heads_same_memory: largest number of global heads that takes no more memory.
+        sentence: both for people, with the sizes and the engine that they are counted for.
     """
 
-    cost: CacheCost
-    engine: str | None
     full: int
     used: int
-    max_heads_same_memory: int
-
-    @classmethod
-    def of(cls, cost: CacheCost, requirements: Requirements, table: HeadScores, num_global: int, window: int) -> Memory:
-        """Count the memory of a number of global heads."""
-        engine = None if requirements.serving is None else requirements.serving.engine.title
-        full, used = (cost.total(number, table.num_heads) for number in (table.num_candidates, num_global))
-        return cls(cost, engine, full, used, requirements.max_heads_same_memory(table, num_global, window))
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -133,12 +120,17 @@ def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT)
     cost = requirements.cache_cost(table, window)
     assert cost is not None  # there is a default context
     rows = found.rows.assign(kv_bytes=[cost.total(number, table.num_heads) for number in found.rows["num_global"]])
+    memory = None
+    if found.passes is not None:
+        full, used = (cost.total(number, table.num_heads) for number in (table.num_candidates, found.passes))
+        sentence, *_ = str(requirements.memory(table, found.passes, window)).partition(": --budget")  # of propose
+        memory = Memory(full, used, sentence)
     result = BudgetResult(
         **vars(replace(found, rows=rows)),
         compared=compared,
         probe=table.name,
         num_heads=table.num_candidates,
-        memory=None if found.passes is None else Memory.of(cost, requirements, table, found.passes, window),
+        memory=memory,
         file=None if smallest is None else files.files.get(names[smallest]),
         folder=options.folders.report_dir(compared.name),
         next=() if found.passes is None or files.layouts else (_proposal(options, table.name, found.passes),),
@@ -230,7 +222,8 @@ def _sentences(result: BudgetResult) -> list[str]:
     shared = f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
     compared = result.compared
     rests_on = escape(basis(result.risk, shared, compared.num_left_out, compared.selected.by, result.unrecorded))
-    return [*filter(None, (_answer(result), _order(result), _saving(result))), rests_on]
+    saving = "" if result.memory is None else f"it needs {escape(result.memory.sentence)}"
+    return [*filter(None, (_answer(result), _order(result), saving)), rests_on]
 
 
 def _answer(result: BudgetResult) -> str:
@@ -276,19 +269,3 @@ def _order(result: BudgetResult) -> str:
         if budget > result.passes and answer != "passes"
     ]
     return f"larger budgets do not all pass: {', '.join(larger)}" if larger else ""
-
-
-def _saving(result: BudgetResult) -> str:
-    """Return what the critical budget saves; empty without one."""
-    memory = result.memory
-    if memory is None:
-        return ""
-    cost, what = memory.cost, "of keys and values" if memory.engine is None else f"in {memory.engine}"
-    saved = 100.0 * (1.0 - memory.used / memory.full)
-    sentence = (
-        f"it needs {format_bytes(memory.used)} {what} at {cost.context:,} tokens x {cost.batch}, {cost.dtype}, instead "
-        f"of {format_bytes(memory.full)}: {saved:.1f} % less"
-    )
-    if result.passes is not None and memory.max_heads_same_memory > result.passes:
-        sentence += f"; {memory.max_heads_same_memory} global heads take no more memory there"
-    return sentence

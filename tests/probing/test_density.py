@@ -118,7 +118,7 @@ class TestStrings:
         assert table.rows.equals(expected.rows)
 
     def test_need_a_tokenizer(self, model: PreTrainedModel) -> None:
-        with pytest.raises(UserError, match=r"probe\(model, texts, tokenizer=tokenizer\)"):
+        with pytest.raises(UserError, match="strings need the model's tokenizer: give tokenizer=tokenizer"):
             probe(model, ["a text"])
 
 

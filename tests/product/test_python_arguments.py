@@ -45,6 +45,8 @@ class TestArguments:
             "measure_separator": {"model": model, "tokenizer": tiny_tokenizer, "texts": TEXTS},
             "evaluate": measured,
             "score": {**measured, "layouts": LAYOUT},
+            "verdict": {**measured, "layouts": LAYOUT},
+            "critical_budget": {**measured, "scores": scores, "budgets": "1..8"},
             "paired_difference": {"candidate": nll, "baseline": nll},
             "head_gates": measured,
             "probe": measured,

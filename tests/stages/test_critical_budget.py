@@ -224,9 +224,11 @@ class TestCommand:
         head = 2 * 8 * 4 * 1024  # bytes of keys and values, head dimension 8, float32
         assert keys.full == NUM_HEADS * head
         assert keys.used == 6 * head + 2 * head * 4 // 1024
+        assert keys.sentence.startswith("384.50 KiB of keys and values at 1,024 tokens x 1, head dimension 8, float32")
         served = run(context="1k", engine="vllm").memory
         assert served is not None
-        assert served.engine is not None
+        assert "in vLLM 0.32 at 1,024 tokens x 1" in served.sentence
+        assert "7 global heads take no more memory there than 6" in served.sentence
         assert served.used != keys.used
 
     @pytest.mark.parametrize(

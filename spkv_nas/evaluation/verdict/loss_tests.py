@@ -7,9 +7,10 @@ the margin, and that it is above.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,34 +45,32 @@ class Evidence:
         return float(anytime_p(self.fails)[-1]) if len(self.fails) else 1.0
 
 
-class PairedTest(Protocol):
+class PairedTest(ABC):
     """Test of a loss that is measured on the same samples with both models.
 
-    Pairs are float64 [n, 2]: what the candidate and the baseline scored, in random order of the samples. Losses and
-    margins are in ``unit``; a positive loss means that the candidate is worse.
+    Pairs are float64 [n, 2]: what the candidate and the baseline scored, in random order of the samples. A positive
+    loss means that the candidate is worse.
+
+    Attributes:
+        unit: unit of losses and margins.
+        lowest: smallest possible loss.
+        highest: largest possible loss.
     """
 
-    @property
-    def unit(self) -> str:
-        """Return the unit of losses and margins."""
+    unit: ClassVar[str]
+    lowest: ClassVar[float] = -math.inf
+    highest: ClassVar[float] = math.inf
 
-    @property
-    def lowest(self) -> float:
-        """Return the smallest possible loss."""
-
-    @property
-    def highest(self) -> float:
-        """Return the largest possible loss."""
-
+    @abstractmethod
     def loss(self, pairs: Float) -> float:
         """Return the loss on these samples."""
 
+    @abstractmethod
     def evidence(self, pairs: Float, margin: float) -> Evidence:
         """Return the evidence after each sample."""
 
 
-@dataclass(frozen=True)
-class RelativeRise:
+class RelativeRise(PairedTest):
     """Test of the rise of a ratio of sums, such as NLL per token, in percent of the baseline's.
 
     The samples are documents, with the sum of the NLL of their tokens: c for the candidate, d for the baseline. The
@@ -81,9 +80,7 @@ class RelativeRise:
     model is going to be used on. Their losses have no bound, so each is bounded by those before it.
     """
 
-    unit: str = "%"
-    lowest: float = -math.inf
-    highest: float = math.inf
+    unit = "%"
 
     def loss(self, pairs: Float) -> float:
         """Return the change of the ratio in percent; NaN without samples."""
@@ -97,13 +94,10 @@ class RelativeRise:
         return Evidence(betting_log_e(gain, bounds), betting_log_e(-gain, bounds))
 
 
-@dataclass(frozen=True)
-class MeanDrop:
+class MeanDrop(PairedTest):
     """Test of the drop of a mean of scores in [0, 1], in points of 100. Exact for any distribution."""
 
-    unit: str = "points"
-    lowest: float = -100.0
-    highest: float = 100.0
+    unit, lowest, highest = "points", -100.0, 100.0
 
     def loss(self, pairs: Float) -> float:
         """Return the drop of the mean in points; NaN without samples."""
@@ -118,7 +112,6 @@ class MeanDrop:
         return Evidence(betting_log_e(gain, 1.0 - allowed), betting_log_e(-gain, 1.0 + allowed))
 
 
-@dataclass(frozen=True)
 class MeanShortfall(MeanDrop):
     """Test of how far a mean of scores in [0, 1] is below 1, the baseline's own score; exact for any distribution.
 
@@ -126,7 +119,7 @@ class MeanShortfall(MeanDrop):
     ``MeanDrop``.
     """
 
-    lowest: float = 0.0
+    lowest = 0.0
 
     def evidence(self, pairs: Float, margin: float) -> Evidence:
         """Return the evidence after each sample."""
