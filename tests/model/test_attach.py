@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import FAMILIES, logits, recompute_activations, save_with_tokenizer, scatter_gates, tiny_model
-from marks import slow_after
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -167,7 +166,8 @@ class TestLayouts:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile itself
-@pytest.mark.parametrize("family", slow_after(1, ["llama", "gemma3_text"]))
+@pytest.mark.slow  # tests/product/test_python_objects.py compiles one quickly
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_compiled_hybrid_computes_the_same(family: str, tokens: Tensor) -> None:
     model = tiny_model(family)
     apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6, sinks=2))

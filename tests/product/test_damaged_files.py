@@ -14,6 +14,7 @@ import pytest
 from attack.mutants import Reader, attack
 from attack.readers import READERS, make_probe
 from helpers import fails, make_comparison, make_layouts, make_search, make_table
+from marks import slow_after
 from paths import ROOT
 
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
@@ -36,9 +37,10 @@ from spkv_nas.report.axes import round_axis
 from spkv_nas.search.storage import open_storage, open_study, storage_errors
 
 
+@pytest.mark.parametrize("number", slow_after(1, [25, 110]))
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
-def test_every_reader_survives_mutants(reader: Reader) -> None:
-    outcome = attack(reader, 110)
+def test_every_reader_survives_mutants(reader: Reader, number: int) -> None:
+    outcome = attack(reader, number)
     assert outcome.crashes == []
     assert outcome.refused
 

@@ -41,7 +41,7 @@ EMBEDDED = {"install.md", "budget.md", "compare-signals.md"}  # on the embedded 
 SLOW = {  # whole workflows, of twenty seconds and more
     *("install.md", "cost.md", "decoding.md", "evaluation.md", "report.md", "scores.md", "vllm.md"),
     *("budget.md", "compare-signals.md", "own-model.md", "retrain.md", "python.md", "serve.md"),
-    "serve-vllm.md",
+    *("serve-vllm.md", "search.md", "distributed.md"),
 }
 OTHERS = {"make", "pip", "uv", "optuna-dashboard", "vllm"}  # programs that install, or serve a page
 SERVER = "localhost:8000"  # in blocks of Python that talk to a server, which another test starts
@@ -171,7 +171,7 @@ def run_blocks(page: Path) -> None:
         elif language == "yaml":
             check_yaml(block)
         elif SERVER not in block:
-            exec(compile(LEARNING.sub(r"\1, steps=2)", block), name_of(page), "exec"), shared)
+            exec(compile(LEARNING.sub(r"\1, steps=2)", block), name_of(page), "exec", dont_inherit=True), shared)
 
 
 def name_of(page: Path) -> str:

@@ -15,6 +15,7 @@ import peft
 import pytest
 import torch
 from helpers import DENSITY, gated, logits, make_table, tiny_model
+from marks import slow, slow_after
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, GPT2DoubleHeadsModel, PreTrainedTokenizerBase
 from transformers.models.auto import modeling_auto
@@ -56,7 +57,7 @@ def outputs(model: Any, tokens: Tensor) -> Tensor:
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore")  # of PEFT and torch.compile
 class TestWrappedModels:
-    @pytest.mark.parametrize("kind", WRAPPERS)
+    @pytest.mark.parametrize("kind", [slow(kind) if kind == "compiled" else kind for kind in WRAPPERS])
     def test_layouts_act_through_the_wrapper(self, kind: str, tokens: Tensor, blocks: TokenBlocks) -> None:
         """PEFT's passed functions half-way, which left a dense model with the config of a hybrid."""
         torch._dynamo.reset()
@@ -212,7 +213,7 @@ class TestGradients:
 
 
 @pytest.mark.filterwarnings("ignore")  # of PEFT and torch.compile
-@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("sinks", slow_after(1, [3, 0]))
 def test_a_hybrid_compiles_into_one_graph(sinks: int, tokens: Tensor) -> None:
     """The values of a window per head were read from a tensor."""
     model = tiny_model()
