@@ -130,12 +130,12 @@ def agreement_rows(rows: pd.DataFrame | None) -> Table | None:
     }
     lines = tuple(
         Row(
-            f"{row['first']} and {row['second']}",
-            tuple(number(factor * row[column], digits) for column, digits, factor in columns.values()),
+            str(row["first"]),
+            (str(row["second"]), *(number(f * row[column], digits) for column, digits, f in columns.values())),
         )
         for row in rows.to_dict("records")
     )
-    return ("Probes", *columns), [lines]
+    return ("Probe", "Other probe", *columns), [lines]
 
 
 def search_about(inputs: ReportInputs) -> str:
