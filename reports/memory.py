@@ -160,8 +160,8 @@ def measure(stage: str, folder: Path, size: str, length: int) -> None:
 
 def predicted(stage: str, folder: Path, size: str, length: int) -> float:
     """Return the bytes that the plan predicts for a stage."""
-    from spkv_nas.stages.plan.options import PlanOptions
-    from spkv_nas.stages.plan.stage import plan
+    from spkv_nas.stages.options.plan import PlanOptions
+    from spkv_nas.stages.plan import plan
 
     options = PlanOptions(
         model=str(folder / size / "dense"), block_size=length, heldout_tokens=BATCH * length, context="1"

@@ -35,16 +35,16 @@ from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
+from spkv_nas.stages.options.plan import PlanOptions
+from spkv_nas.stages.options.plan_attention import AttentionOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.options.search import SearchOptions
 from spkv_nas.stages.options.train import TrainOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.options.verdict import VerdictOptions
-from spkv_nas.stages.plan.attention.command import attention
-from spkv_nas.stages.plan.command import plan
-from spkv_nas.stages.report.command import report
 from spkv_nas.stages.result import Results
 from spkv_nas.stages.schema import schema
 from spkv_nas.stages.serve_check import serve_check
@@ -121,6 +121,7 @@ app = typer.Typer(
     "choose the global heads, train-hybrid retrains the layouts, report shows the results. spkv-nas probe without "
     "arguments measures the embedded reference model (21 layers x 3 KV heads).",
 )
+_attention = runner(AttentionOptions)
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     runner(InitOptions),
     runner(ProbeOptions),
@@ -128,20 +129,20 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     runner(CompareOptions),
     runner(SearchOptions),
     runner(TrainHybridOptions),
-    report,
+    runner(ReportOptions),
     runner(ScoreOptions),
     runner(VerdictOptions),
     runner(CriticalBudgetOptions),
     generate,
-    plan,
-    attention,
+    runner(PlanOptions),
+    _attention,
     runner(CalibrateOptions),
     runner(TrainOptions),
     runner(ExportOptions),
     serve_check,
     schema,
 )
-NAMES: dict[Callable[..., Any], str] = {attention: "plan attention"}  # of commands not called as their functions
+NAMES: dict[Callable[..., Any], str] = {_attention: "plan attention"}  # of commands not called as their functions
 LAYOUT_COMMANDS = (
     runner(ShowLayoutsOptions, "show"),
     runner(DiffOptions, "diff"),

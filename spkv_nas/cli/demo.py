@@ -51,7 +51,7 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
     from spkv_nas.stages.probe import run as probe
     from spkv_nas.stages.propose import run as propose
-    from spkv_nas.stages.report.command import report
+    from spkv_nas.stages.report import run as report
     from spkv_nas.stages.train_hybrid import run as train_hybrid
 
     start = time.perf_counter()

@@ -11,8 +11,8 @@ from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import connect
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.names import result_name
 from spkv_nas.stages.options import REFERENCE, InDtype, SubjectOptions
+from spkv_nas.stages.sized_model import result_name
 from spkv_nas.stages.subject import Subject
 
 if TYPE_CHECKING:

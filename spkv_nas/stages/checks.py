@@ -41,11 +41,10 @@ def check(command_options: object) -> None:
         for kind in reversed(type(command_options).__mro__):
             if kind in _CHECKS:
                 _CHECKS[kind](command_options)
-        # The command's check, beside its options or its function
-        module = type(command_options).__module__
-        for name in dict.fromkeys((module, f"{module.rpartition('.')[0]}.command")):
-            if (check_command := getattr(sys.modules.get(name), "check", None)) is not None:
-                check_command(command_options)
+        # The command's check, beside its options
+        check_command = getattr(sys.modules[type(command_options).__module__], "check", None)
+        if check_command is not None:
+            check_command(command_options)
     if isinstance(command_options, _WRITING) and not getattr(command_options, "dry_run", False):
         command_options.folders.check_writable()
 

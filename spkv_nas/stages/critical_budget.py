@@ -27,16 +27,16 @@ from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.propose import price_advice, with_sinks
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import Suggestion
-from spkv_nas.stages.contexts import choose_context
 from spkv_nas.stages.decision import EXIT_CODES, Compared, loss_cells, origin, prepare, shared_document
 from spkv_nas.stages.engines import chosen_engine
+from spkv_nas.stages.lookup import chosen_table
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.margins import is_layout
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.selection import probe_of
+from spkv_nas.stages.sized_model import choose_context
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages import forecast, planned_runs
-from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.commands import stage_module
 from spkv_nas.stages.forecast import Forecast
-from spkv_nas.stages.lookup import find_proposal
+from spkv_nas.stages.lookup import chosen_recipe, chosen_table, find_proposal
 from spkv_nas.stages.options import InPrecision, OnDevice, Trains
 from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
 from spkv_nas.stages.options.search import SearchOptions, specify

@@ -1,16 +1,18 @@
-"""Read the serving engine and its settings from options."""
+"""Read the serving engine and the constraints on layouts from options, in the form that ``proposal`` takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spkv_nas.artifacts.shape import HeadShape
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes
+from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes, parse_context
 from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache, Serving
 from spkv_nas.engines.registry import planned_engine, planned_engines
-from spkv_nas.stages.options import EngineOptions
+from spkv_nas.proposal.constraints import Constraints, parse_layers
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.stages.options import ConstraintOptions, EngineOptions, LayerOptions
 
 
 @dataclass(frozen=True)
@@ -108,3 +110,26 @@ def check_kv_dtype(kv_dtype: str | None) -> None:
     """Raise ``UserError`` for an unknown data type of keys and values."""
     if kv_dtype is not None and kv_dtype not in ITEM_BYTES:
         raise UserError(f"--kv-dtype '{kv_dtype}' is unknown; expected one of {', '.join(ITEM_BYTES)}")
+
+
+def read_constraints(options: LayerOptions) -> Constraints:
+    """Read the constraints on layouts that all commands take from options. Raises ``UserError`` if one is invalid."""
+    return Constraints(
+        min_per_layer=options.min_per_layer,
+        max_per_layer=options.max_per_layer,
+        global_layers=parse_layers(options.global_layers, "--global-layers"),
+        local_layers=parse_layers(options.local_layers, "--local-layers"),
+        granularity=options.granularity,
+    )
+
+
+def read_requirements(options: ConstraintOptions) -> Requirements:
+    """Read layout constraints and cache from options. Raises ``UserError`` if one is invalid."""
+    return Requirements(
+        replace(read_constraints(options), uniform=options.uniform),
+        context=None if options.context is None else parse_context(options.context),
+        batch=options.batch,
+        head_dim=options.head_dim,
+        kv_dtype=options.kv_dtype,
+        serving=chosen_engine(options),
+    )

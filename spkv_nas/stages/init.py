@@ -37,10 +37,10 @@ from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.stages import planned_runs
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import Suggestion
-from spkv_nas.stages.names import model_name
 from spkv_nas.stages.next_steps import after_init
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.result import Result
+from spkv_nas.stages.sized_model import model_name
 from spkv_nas.training.first_recipe import MIN_STEPS, Draft
 from spkv_nas.training.run_plan import ROOM, Plan, PlannedRun, Planner, summarize_runs
 from spkv_nas.training.text_size import count_text

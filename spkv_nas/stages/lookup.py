@@ -1,17 +1,24 @@
-"""Find head scores and layouts by name in a workspace, or read them from files."""
+"""Find head scores, layouts and recipes by name in a workspace or in files, or choose those that options leave open."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from spkv_nas.artifacts.comparison import check_layout_names
+from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import DENSITY
 from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.record import first_recipe, model_identity, probe_records, read_options
 
 
 def find_table(workspace: Workspace, probe: str) -> HeadScores:
@@ -46,3 +53,84 @@ def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = No
     proposal = Proposal.read(files) if files else Proposal.read_folder(folder)
     check_layout_names(proposal.layouts)
     return proposal
+
+
+_MAX_LISTED = 8  # maximum number of commands in an error
+
+
+class OfProbe(Protocol):
+    """Options of a command that takes a probe; it is a dataclass, of which an error suggests a command."""
+
+    @property
+    def probe(self) -> str | None:
+        """Return the name or file of the probe; None leaves it open."""
+
+    @property
+    def folders(self) -> Workspace:
+        """Return the workspace."""
+
+
+class OfRecipe(OfProbe, Protocol):
+    """Options of a command that takes a probe and a recipe."""
+
+    @property
+    def recipe(self) -> Path | None:
+        """Return the file of the recipe; None leaves it open."""
+
+
+def chosen_table(options: OfProbe, reporter: Reporter = SILENT) -> HeadScores:
+    """Read the probe that options name, by default the workspace's only one.
+
+    With several probes of one model the default is the recommended signal's, else the densities'; the choice is
+    announced.
+
+    Raises:
+        UserError: there is none, or the choice is ambiguous; the error then lists a command for each.
+    """
+    if options.probe is not None:
+        return find_table(options.folders, options.probe)
+    records, folder = probe_records(options.folders), options.folders.root / "probes"
+    if not records:
+        raise UserError(
+            f"no probes in {folder}\nprobe a model first (with a recipe, with --model and --data, or without arguments "
+            "for the embedded reference), or give --probe FILE.csv"
+        )
+    if len(records) == 1:
+        return find_table(options.folders, next(iter(records)))
+    # Prefer the recommended signal, then densities, if all probes are of one model
+    models = {model_identity(record) for record in records.values()}
+    for signal in (RECOMMENDED, DENSITY) if len(models) == 1 and None not in models else ():
+        names = [name for name, record in records.items() if record.get("signal", DENSITY) == signal]
+        if len(names) == 1:
+            reporter.announce(
+                f"using probe '{names[0]}' ({signal}), one of {len(records)} of this model; --probe selects another"
+            )
+            return find_table(options.folders, names[0])
+        if names:
+            break
+    # List the commands to choose from
+    named = [replace(options, probe=name) for name in list(records)[:_MAX_LISTED]]  # type: ignore[type-var]
+    commands = [next_line(command_line(each)) for each in named]
+    more = ["..."] if len(records) > _MAX_LISTED else []
+    raise UserError("\n".join([f"{folder} has {len(records)} probes: choose one with --probe NAME", *commands, *more]))
+
+
+def chosen_recipe(options: OfRecipe, table: HeadScores, embedded: str) -> Path:
+    """Return the recipe to retrain layouts by: the options', or ``embedded`` for a probe of an embedded model.
+
+    Raises:
+        UserError: the options name none and the probe is of another model; the error suggests a command that names the
+            recipe or writes one.
+    """
+    if options.recipe is not None:
+        return options.recipe
+    if str(table.metadata.get("model", "")).startswith(EMBEDDED_PREFIX):
+        return EMBEDDED / embedded
+    recorded = read_options(table.metadata, options.folders.root)
+    lines = [f"probe '{table.name}' is not of an embedded model: give the recipe to retrain its model with --recipe"]
+    if recorded is not None and recorded.recipe is not None:
+        command = command_line(replace(options, recipe=recorded.recipe, probe=options.probe or table.name))  # type: ignore[type-var]  # every one is a dataclass
+        lines.append(next_line(command))
+    elif recorded is not None and recorded.model is not None:
+        lines += ["init writes a recipe", next_line(command_line(first_recipe(recorded)))]
+    raise UserError("\n".join(lines))

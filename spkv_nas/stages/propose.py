@@ -38,13 +38,13 @@ from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, write_solutions
 from spkv_nas.proposal.stability import LEVEL, Certainty, bootstrap
 from spkv_nas.proposal.stability import caution as about_certainty
-from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import Suggestion, command_line
+from spkv_nas.stages.engines import read_requirements
+from spkv_nas.stages.lookup import chosen_table
 from spkv_nas.stages.next_steps import after_propose
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.printing import identification
 from spkv_nas.stages.record import read_options
-from spkv_nas.stages.requirements import read_requirements
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.table_trust import neighbours, trust, unknown_trust, window_advice
 

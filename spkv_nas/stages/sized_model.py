@@ -1,14 +1,65 @@
-"""Choose the model whose attention is measured or computed, of which only the sizes matter."""
+"""Name a model's results, and describe models of which only the sizes matter: their name, sizes and context."""
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
+from spkv_nas.artifacts.checkpoints import run_origin
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_json
+from spkv_nas.base.units import parse_context
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.ladder import find_level
-from spkv_nas.stages.names import model_name
 from spkv_nas.stages.options import REFERENCE
+from spkv_nas.stages.selection import probe_of
+
+_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # folder of an unfinished run
+
+
+def model_name(source: str) -> str:
+    """Return the name of a model's results: its folder's, its config file's folder's, or its id's last part.
+
+    Checkpoints of a run take the run's name, as every run ends in a folder ``final``. A revision is appended.
+    """
+    if source.startswith(EMBEDDED_PREFIX):
+        return EMBEDDED.name
+    from spkv_nas.model.source import split_revision
+
+    name, revision = split_revision(source)
+    if revision is not None:
+        return f"{Path(name).name}-{revision.replace('/', '-')}"
+    path = Path(os.path.abspath(source))  # does not follow symbolic links
+    path = path.parent if path.suffix == ".json" else path
+    if path.name == "final":
+        return path.parent.name
+    return f"{path.parent.name}-{path.name}" if _CHECKPOINT.fullmatch(path.name) else path.name
+
+
+def result_name(source: str, workspace: Workspace) -> str:
+    """Return the name of ``evaluate``'s results.
+
+    It is that of the probe that a hybrid's layout is from, else of the recipe that trained the model, else the model's.
+    """
+    if source.startswith(EMBEDDED_PREFIX):
+        return model_name(source)
+    layout = _saved_layout(Path(source, "config.json"))
+    probe, origin = None if layout is None else probe_of(workspace, [layout]), run_origin(Path(source))
+    return probe or (model_name(source) if origin is None else origin.recipe)
+
+
+def _saved_layout(file: Path) -> Layout | None:
+    """Read the layout in a hybrid's config without torch; None if there is none, or if it is damaged."""
+    try:
+        saved = read_json(file, "config")["spkv"]["layout"]
+        return Layout(tuple(saved["heads"]), saved["window"], sinks=saved.get("sinks", 0))
+    except (UserError, KeyError, TypeError, AttributeError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -42,3 +93,23 @@ class SizedModel:
         size = read_size(source)
         sizes = (size.positions, size.num_sliding, size.native_windows, size.is_mixture)
         return cls(model_name(source), source, size.shape, *sizes)
+
+
+LONG = "128k"  # default tokens of a model that supports as many or does not say
+
+
+def choose_context(text: str | None, positions: int | None) -> int:
+    """Parse a context length such as "32k"; by default 128k tokens, or the model's maximum if that is less."""
+    if text is not None or positions is None:
+        return parse_context(text or LONG)
+    return min(parse_context(LONG), positions)
+
+
+def beyond_positions(context: int, positions: int | None) -> str | None:
+    """Return a caution if a context is longer than the model was made for, else None."""
+    if positions is None or context <= positions:
+        return None
+    return (
+        f"the model supports {positions:,} tokens (max_position_embeddings); costs at {context:,} assume that its "
+        f"positions are extended\nuse --context {positions} for the model's maximum"
+    )

@@ -20,10 +20,10 @@ from spkv_nas.data import config
 from spkv_nas.data.readers import open_source
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
 from spkv_nas.model.source import check_checkpoint
-from spkv_nas.stages.names import model_name
 from spkv_nas.stages.options import (
     SubjectOptions,
 )
+from spkv_nas.stages.sized_model import model_name
 
 if TYPE_CHECKING:
     import pandas as pd

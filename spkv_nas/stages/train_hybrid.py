@@ -13,8 +13,7 @@ from spkv_nas.base.console import out, say
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.ranking import format_rank_correlation
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.chosen import chosen_recipe, chosen_table
-from spkv_nas.stages.lookup import find_proposal
+from spkv_nas.stages.lookup import chosen_recipe, chosen_table, find_proposal
 from spkv_nas.stages.next_steps import after_training_hybrids
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.printing import about_errors, change, show_alarm

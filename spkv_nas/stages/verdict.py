@@ -26,11 +26,11 @@ from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checkpoints import check_pair
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.decision import EXIT_CODES, Compared, loss_cells, origin, prepare, shared_document
-from spkv_nas.stages.names import model_name
 from spkv_nas.stages.options.margins import is_layout
 from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.printing import show_alarm
 from spkv_nas.stages.result import Result
+from spkv_nas.stages.sized_model import model_name
 
 
 @dataclass(frozen=True)

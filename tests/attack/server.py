@@ -35,7 +35,7 @@ HEAVY = (
     "spkv_nas.cli",
     "spkv_nas.stages.train",
     "spkv_nas.stages.search",
-    "spkv_nas.stages.report.stage",
+    "spkv_nas.stages.report",
     "spkv_nas.stages.probe",
     "spkv_nas.stages.propose",
     "spkv_nas.stages.evaluate.nll",

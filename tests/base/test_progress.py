@@ -12,7 +12,7 @@ from helpers import make_table
 from spkv_nas.base.progress import LOGGER, SILENT
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli.screen import working
-from spkv_nas.stages.chosen import chosen_table
+from spkv_nas.stages.lookup import chosen_table
 from spkv_nas.stages.options.propose import ProposeOptions
 
 

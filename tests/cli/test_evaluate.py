@@ -25,8 +25,7 @@ from typing import Annotated
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.evaluate.evaluation import Evaluation
-from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
+from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 from spkv_nas.stages.result import Result
 
 

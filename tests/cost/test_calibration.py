@@ -25,8 +25,8 @@ from spkv_nas.cost import timing as attention_timing
 from spkv_nas.cost.calibration import Calibration, LayerCase, Phase, Timing, default_contexts
 from spkv_nas.cost.formulas import mean_visible_keys
 from spkv_nas.cost.timing import time_attention
-from spkv_nas.stages.plan.attention.options import AttentionOptions
-from spkv_nas.stages.plan.attention.stage import attention
+from spkv_nas.stages.options.plan_attention import AttentionOptions
+from spkv_nas.stages.plan_attention import attention
 
 CASE = LayerCase(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", window=4, batch=2, device="cpu")
 SHAPE = Shape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=1000)

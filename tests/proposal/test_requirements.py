@@ -22,8 +22,8 @@ from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.budget_curve import budget_curve, curve_for, find_knee
 from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve
 from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.stages.engines import read_requirements
 from spkv_nas.stages.options.propose import ProposeOptions
-from spkv_nas.stages.requirements import read_requirements
 
 Mask = np.ndarray
 

@@ -17,7 +17,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.tables import write_csv
 from spkv_nas.report import page as report_page
 from spkv_nas.stages.options.report import ReportOptions
-from spkv_nas.stages.report.stage import report
+from spkv_nas.stages.report import report
 
 HOSTILE = "<img src=x onerror=alert(1)>#?&%"  # may name a folder
 

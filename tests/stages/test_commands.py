@@ -15,13 +15,13 @@ from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.layout import ConvertOptions
+from spkv_nas.stages.options.plan import PlanOptions
+from spkv_nas.stages.options.plan_attention import AttentionOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.options.search import SearchOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
-from spkv_nas.stages.plan.attention.options import AttentionOptions
-from spkv_nas.stages.plan.options import PlanOptions
 
 HOSTILE = 'it\'s a "text" $HOME `id`; #1\n*'
 

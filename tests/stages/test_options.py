@@ -35,12 +35,12 @@ from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.stages import flags, options
 from spkv_nas.stages.command_group import COMMAND_GROUPS
-from spkv_nas.stages.evaluate import options as evaluation_options
+from spkv_nas.stages.evaluate import evaluation as evaluation_options
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
+from spkv_nas.stages.options.plan import PlanOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
-from spkv_nas.stages.plan.options import PlanOptions
 from spkv_nas.training.first_recipe import Draft
 
 FUNCTIONS = [*COMMANDS, demo, *LAYOUT_COMMANDS, *REPRODUCE.commands, *(entry.run for entry in EVALUATIONS)]

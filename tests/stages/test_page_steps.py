@@ -14,7 +14,7 @@ from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
 from spkv_nas.artifacts.comparison import write_comparison
 from spkv_nas.report import page as report_page
 from spkv_nas.stages.options.report import ReportOptions
-from spkv_nas.stages.report.stage import report
+from spkv_nas.stages.report import report
 
 
 @pytest.fixture

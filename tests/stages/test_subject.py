@@ -14,14 +14,14 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.chosen import chosen_table
-from spkv_nas.stages.names import model_name
+from spkv_nas.stages.lookup import chosen_table
 from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.probe import probe
+from spkv_nas.stages.sized_model import model_name
 from spkv_nas.stages.subject import Subject
 
 

@@ -1,4 +1,4 @@
-"""Describe a subcommand of ``evaluate``: an entry of ``EVALUATIONS``."""
+"""Describe an evaluation, a subcommand of ``evaluate``, and the options that several of them share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from spkv_nas.base.flag import default
 from spkv_nas.base.progress import Reporter
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import REFERENCE, Measures
 from spkv_nas.stages.result import Results
 
 
@@ -24,3 +27,28 @@ class Evaluation:
     name: str
     run: Callable[[Any, Reporter], Results | None]
     distributed: bool = False
+
+
+CHECKPOINT_TAU = "the checkpoint's"
+RECIPE_NAME = "the checkpoint's recipe"  # default name of results
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(Measures):
+    """Options that name a checkpoint, its threshold, and a baseline."""
+
+    model: flags.Model = REFERENCE
+    tau: flags.Tau = default(None, CHECKPOINT_TAU)
+    against: flags.Against = None
+    name: flags.Name = default(None, RECIPE_NAME)
+
+
+def check_checkpoints(options: CheckpointOptions) -> None:
+    """Raise ``UserError`` unless both checkpoints exist and the threshold lies in [0, 1]."""
+    from spkv_nas.evaluation.thresholds import check_tau
+    from spkv_nas.model.source import check_checkpoint
+
+    check_tau(options.tau)
+    for source in (options.model, options.against):
+        if source is not None:
+            check_checkpoint(source)

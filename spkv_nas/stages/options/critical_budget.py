@@ -47,8 +47,8 @@ def check(options: CriticalBudgetOptions) -> None:
     from spkv_nas.base.errors import UserError
     from spkv_nas.proposal.budget import parse_budgets
     from spkv_nas.stages.checks import check_exist
-    from spkv_nas.stages.chosen import chosen_table
     from spkv_nas.stages.engines import check_engine_options
+    from spkv_nas.stages.lookup import chosen_table
 
     check_decision(options)
     check_engine_options(options, kv_bytes=None)

@@ -1,4 +1,4 @@
-"""Declare the options of the ``report`` command, and check them."""
+"""Declare the options of the ``report`` command, and check them; the class's docstring is the help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ Figures = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(EngineOptions, InWorkspace):
-    """Options of the ``report`` command."""
+    """Write reports/NAME/index.html and its figures from the results in the workspace.
+
+    With several probes or searches, also writes their index, reports/index.html. With --engine, the page counts the
+    bytes and requests that the allocator of a serving engine plans.
+    """
 
     probe: flags.OptionalProbe = default(None, "all that have layouts")
     figures: Figures = default(None, "only those of the page")

@@ -111,8 +111,8 @@ def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecif
     from spkv_nas.search.space import Space
     from spkv_nas.search.starts import starting_layouts
     from spkv_nas.search.trials import Effort
-    from spkv_nas.stages.chosen import chosen_recipe, chosen_table
-    from spkv_nas.stages.requirements import read_constraints
+    from spkv_nas.stages.engines import read_constraints
+    from spkv_nas.stages.lookup import chosen_recipe, chosen_table
     from spkv_nas.training.recipe import Recipe
 
     # Read the table, the recipe and the objective

@@ -30,8 +30,7 @@ class TrainHybridOptions(Trains, InPrecision):
 def check(options: TrainHybridOptions) -> None:
     """Check the probe, the layouts and the recipe."""
     from spkv_nas.stages.checks import check_recipe
-    from spkv_nas.stages.chosen import chosen_recipe, chosen_table
-    from spkv_nas.stages.lookup import find_proposal
+    from spkv_nas.stages.lookup import chosen_recipe, chosen_table, find_proposal
 
     table = chosen_table(options)
     find_proposal(options.folders, table.name, options.layouts)

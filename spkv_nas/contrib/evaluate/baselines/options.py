@@ -13,8 +13,7 @@ from spkv_nas.cli.options import runner
 from spkv_nas.contrib import defaults
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT, METHODS, PROTOCOLS
 from spkv_nas.stages import flags
-from spkv_nas.stages.evaluate.evaluation import Evaluation
-from spkv_nas.stages.evaluate.options import CHECKPOINT_TAU
+from spkv_nas.stages.evaluate.evaluation import CHECKPOINT_TAU, Evaluation
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
 Methods = Annotated[

@@ -11,8 +11,7 @@ from spkv_nas.cli.options import runner
 from spkv_nas.contrib import defaults
 from spkv_nas.contrib.defaults import LONGPPL_SHORT
 from spkv_nas.stages import flags
-from spkv_nas.stages.evaluate.evaluation import Evaluation
-from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
+from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 from spkv_nas.stages.options import SubjectOptions
 
 Evaluator = Annotated[

@@ -42,9 +42,9 @@ from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checkpoints import check_pair, hard, identity, load, origin
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.names import model_name, result_name
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
 from spkv_nas.stages.result import Result
+from spkv_nas.stages.sized_model import model_name, result_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -32,9 +32,9 @@ from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checkpoints import Loaded, check_pair, hard, identity, load
 from spkv_nas.stages.checkpoints import origin as origin_of
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.names import result_name
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
 from spkv_nas.stages.result import Result
+from spkv_nas.stages.sized_model import result_name
 
 
 @dataclass(frozen=True)

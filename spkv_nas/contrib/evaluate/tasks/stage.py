@@ -21,9 +21,9 @@ from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checkpoints import hard, identity, load, origin
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.names import result_name
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
 from spkv_nas.stages.result import Result
+from spkv_nas.stages.sized_model import result_name
 
 if TYPE_CHECKING:
     from spkv_nas.contrib.evaluate.tasks.run import TaskResult

@@ -11,7 +11,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.evaluation.verdict.continuations import NewTokens
 from spkv_nas.stages import flags
-from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
+from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, check_checkpoints
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
 _MAX_DRAFT = 1024

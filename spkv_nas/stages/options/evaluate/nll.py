@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
+from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, check_checkpoints
 from spkv_nas.stages.options import SubjectOptions
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from spkv_nas.artifacts import defaults
 from spkv_nas.base.flag import default
 from spkv_nas.stages import flags
-from spkv_nas.stages.evaluate.options import RECIPE_NAME
+from spkv_nas.stages.evaluate.evaluation import RECIPE_NAME
 from spkv_nas.stages.options import REFERENCE, SubjectOptions
 
 

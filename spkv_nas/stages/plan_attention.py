@@ -18,11 +18,11 @@ from spkv_nas.base.units import ITEM_BYTES, format_microseconds
 from spkv_nas.cost.calibration import Calibration, Phase
 from spkv_nas.cost.formulas import Cost, cost, layout_density
 from spkv_nas.stages.attention_times import calibrate_command, read_times
-from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.engines import Served, serve
 from spkv_nas.stages.options.calibrate import CalibrateOptions
-from spkv_nas.stages.plan.attention.options import AttentionOptions
-from spkv_nas.stages.sized_model import SizedModel
+from spkv_nas.stages.options.plan_attention import AttentionOptions
+from spkv_nas.stages.result import Result
+from spkv_nas.stages.sized_model import SizedModel, beyond_positions, choose_context
 
 
 @dataclass(frozen=True)
@@ -193,3 +193,8 @@ def document(result: AttentionCosts) -> dict[str, Any]:
         "times": None if result.times is None else result.times.source,
         **({} if result.served is None else result.served.document("layouts")),
     }
+
+
+def run(options: AttentionOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(attention(options, reporter), show, document)

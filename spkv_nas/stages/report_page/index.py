@@ -28,7 +28,7 @@ from spkv_nas.report.html import render
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import conclude
 from spkv_nas.stages.lookup import find_proposal, find_table
-from spkv_nas.stages.report.results import SEARCH, read_inputs
+from spkv_nas.stages.report_page.results import SEARCH, read_inputs
 from spkv_nas.stages.table_trust import neighbours
 
 _AFTER: dict[Fidelity, str] = {

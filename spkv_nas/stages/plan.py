@@ -25,11 +25,11 @@ from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages import forecast
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.engines import Served, serve
 from spkv_nas.stages.forecast import Forecast, gate_training, item_bytes, measuring_stages
-from spkv_nas.stages.names import model_name
-from spkv_nas.stages.plan.options import PlanOptions
+from spkv_nas.stages.options.plan import PlanOptions
+from spkv_nas.stages.result import Result
+from spkv_nas.stages.sized_model import beyond_positions, choose_context, model_name
 from spkv_nas.stages.subject import default_block_size
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.first_recipe import Draft
@@ -238,3 +238,8 @@ def document(result: PlanResult) -> dict[str, Any]:
     """Return the cost of every stage, and with an engine every budget worth choosing."""
     served = {} if result.served is None else result.served.document("budgets")
     return {**forecast.document(result.forecast), **served}
+
+
+def run(options: PlanOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(plan(options, reporter), show, document)

@@ -1,4 +1,4 @@
-"""Declare the options of the ``plan`` command, and check them."""
+"""Declare the options of the ``plan`` command, and check them; the class's docstring is the help."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ HeldoutTokens = Annotated[int | None, Flag("Number of held-out tokens to evaluat
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(InWorkspace, InDtype, EngineOptions):
-    """Options of the ``plan`` command."""
+    """Estimate memory, tokens, FLOPs and time of every stage on given hardware, before anything is loaded.
+
+    Reads only the config of a model, or a recipe: spkv-nas plan --model config.json --hardware h100 --devices 8.
+    Memory is the peak of one device; for a stage that does not fit, the output names what to change. Times are
+    computed from FLOPs at an assumed share of a GPU's peak; to time real steps on this machine, use --dry-run with a
+    recipe. For the KV cache and attention of a layout, see spkv-nas plan attention. With --engine, also lists the
+    numbers of global layers worth choosing in that serving engine, and the memory its allocator plans for them.
+    """
 
     recipe: flags.OptionalRecipeFile = None
     model: flags.OptionalModel = default(None, note="A config file is enough.")

@@ -29,16 +29,16 @@ from spkv_nas.report.pictures import write_paper_figures
 from spkv_nas.report.serving import EngineMemory
 from spkv_nas.search.prediction import Prediction
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.engines import chosen_engine
-from spkv_nas.stages.lookup import find_proposal, find_table
+from spkv_nas.stages.lookup import chosen_table, find_proposal, find_table
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.record import model_identity
-from spkv_nas.stages.report.index import pages, write_workspace_index
-from spkv_nas.stages.report.page_steps import page_steps
-from spkv_nas.stages.report.results import read_inputs
+from spkv_nas.stages.report_page.index import pages, write_workspace_index
+from spkv_nas.stages.report_page.page_steps import page_steps
+from spkv_nas.stages.report_page.results import read_inputs
+from spkv_nas.stages.result import Result
 from spkv_nas.stages.table_trust import neighbours, trust
 
 
@@ -225,3 +225,8 @@ def engine_memory(
         for probe in probes
     }
     return {**counted, table.name: EngineMemory(cost, memory)}
+
+
+def run(options: ReportOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(report(options, reporter), show, document)

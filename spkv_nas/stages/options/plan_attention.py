@@ -1,4 +1,4 @@
-"""Declare the options of the ``plan attention`` command, and check them."""
+"""Declare the options of the ``plan attention`` command, and check them; the class's docstring is the help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from spkv_nas.stages.options import LONGEST, REFERENCE, EngineOptions, InWorkspa
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions(InWorkspace, EngineOptions):
-    """Options of the ``plan attention`` command."""
+    """Compute KV-cache bytes, FLOPs and time per token of full attention, layouts, and SP-KV at a density.
+
+    FLOPs follow Kaplan et al., 2 N + 2 L d_attn keys, averaged over the positions of a causal sequence. Times cover
+    the attention of all layers, and are shown where spkv-nas calibrate measured this shape on this machine. With
+    --engine, also the memory that the allocator of that serving engine plans for full attention and each layout.
+    """
+
+    command = "plan attention"
 
     level: flags.Level = None
     model: flags.OptionalModel = default(None, REFERENCE, note="A config file is enough.")
