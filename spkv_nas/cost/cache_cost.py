@@ -90,7 +90,7 @@ class EngineCost(CacheCost):
     """Bytes that a serving engine needs for ``batch`` requests of ``context`` tokens.
 
     Budgets are counted for whole layers or units of equal numbers of heads, where only the number of global heads
-    matters. ``layout_total`` counts a layout, which can take less.
+    matters. ``layout_plan`` counts a layout, which can take less.
 
     Attributes:
         serving: the engine and its settings.
@@ -111,16 +111,13 @@ class EngineCost(CacheCost):
         """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
         return self.serving.engine.plan(self.cache(num_heads), num_global).memory(self.batch)
 
-    def largest_budget(self, limit: int, num_heads: int) -> int:
-        """Return the largest number of global heads whose requests fit in ``limit`` bytes, as ``fitting``."""
-        return self.fitting(limit, num_heads, num_heads)
-
-    def fitting(self, limit: int, most: int, num_heads: int) -> int:
-        """Return the largest number of global heads, at most ``most``, whose requests fit in ``limit`` bytes.
+    def largest_budget(self, limit: int, num_heads: int, most: int | None = None) -> int:
+        """Return the largest number of global heads, at most ``most`` or all, whose requests fit in ``limit`` bytes.
 
         Raises:
-            UserError: they do not fit with 1 to ``most`` global heads.
+            UserError: they do not fit with any of these numbers.
         """
+        most = num_heads if most is None else most
         totals = {number: self.total(number, num_heads) for number in range(most, 0, -1)}
         budget = next((number for number, total in totals.items() if total <= limit), None)
         if budget is None:
@@ -131,11 +128,6 @@ class EngineCost(CacheCost):
                 "use more memory, a shorter --context, a smaller --batch or another --kv-dtype"
             )
         return budget
-
-    def layout_total(self, layout: Layout) -> int | None:
-        """Return the bytes of a layout in the form that takes least; None where the engine does not run it."""
-        served = self.layout_plan(layout)
-        return None if served is None else served.plan.memory(self.batch)
 
     def layout_plan(self, layout: Layout) -> LayoutPlan | None:
         """Plan the cache of a layout in the form that takes least; None where the engine does not run it."""

@@ -177,45 +177,41 @@ class Calibration:
         return float(np.interp(context, contexts, at_contexts))
 
     def layout_seconds(
-        self, layout: Layout, context: int, phase: Phase = "decode", *, native_windows: Sequence[int | None] = ()
-    ) -> float:
-        """Return ``model_seconds`` of a layout. Raises ``UserError`` also for another number of KV heads per layer."""
-        if layout.num_kv_heads != self.num_kv_heads:
-            raise UserError(
-                f"layout '{layout.strategy}' has {layout.num_kv_heads} KV heads per layer, "
-                f"the times were measured for {self.num_kv_heads}"
-            )
-        shares = [row.count("G") / self.num_kv_heads for row in layout.heads]
-        local = {"window": layout.window, "sinks": layout.sinks}
-        return self.model_seconds(shares, context, **local, native_windows=native_windows, phase=phase)
-
-    def model_seconds(
         self,
-        shares: Sequence[float],
+        heads: Layout | Sequence[float],
         context: int,
+        phase: Phase = "decode",
         *,
         window: int = 0,
         sinks: int = 0,
         native_windows: Sequence[int | None] = (),
-        phase: Phase = "decode",
     ) -> float:
         """Return the seconds per token of attention in all layers: the sum of ``layer_seconds``.
 
         Args:
-            shares: share of the KV heads that are global, by layer.
+            heads: a layout, which has its window and sinks, or by layer the share of the KV heads that are global.
             context: as in ``layer_seconds``.
+            phase: as in ``layer_seconds``.
             window: w of the local heads.
             sinks: first tokens that local heads see besides.
             native_windows: sliding window of each layer, None for full attention; empty: no layer has one.
-            phase: as in ``layer_seconds``.
 
         Raises:
-            UserError: as ``layer_seconds``, or windows that differ from the measured one.
+            UserError: as ``layer_seconds``, windows that differ from the measured one, or a layout with another number
+                of KV heads per layer.
         """
-        native_windows = native_windows or [None] * len(shares)
+        if isinstance(heads, Layout):
+            if heads.num_kv_heads != self.num_kv_heads:
+                raise UserError(
+                    f"layout '{heads.strategy}' has {heads.num_kv_heads} KV heads per layer, "
+                    f"the times were measured for {self.num_kv_heads}"
+                )
+            window, sinks = heads.window, heads.sinks
+            heads = [row.count("G") / self.num_kv_heads for row in heads.heads]
+        native_windows = native_windows or [None] * len(heads)
         marked = {layer.native_window: layer.is_always_local for layer in config_layers(native_windows)}
         total = 0.0
-        for (native, share), number in Counter(zip(native_windows, shares, strict=True)).items():
+        for (native, share), number in Counter(zip(native_windows, heads, strict=True)).items():
             if native is not None and native < context:  # no head sees beyond the native window
                 if share < 1.0 and not marked[native]:
                     self.check_window(window)

@@ -83,6 +83,7 @@ class Engine:
     Attributes:
         name: name on the command line.
         title: name and version in sentences.
+        run_in: name and version of what it was run in, if that is another package.
         outcomes: what it does with forms, by name; those that are missing were not tried.
         tried: settings that it was run with besides the defaults, by model type of the form.
         ignores_windows: forms that it would run dense, were they not written with the key of ``guard``.
@@ -92,11 +93,17 @@ class Engine:
 
     name: str
     title: str
+    run_in: str | None = None
     outcomes: ClassVar[Mapping[str, Cell]] = {}
     tried: ClassVar[Mapping[str, Settings]] = {}
     ignores_windows: tuple[str, ...] = ()
     guard_key: str | None = None
     program: Program | None = None
+
+    @property
+    def full_title(self) -> str:
+        """Return the title, and what the engine was run in."""
+        return self.title if self.run_in is None else f"{self.title} ({self.run_in})"
 
     def guard(self, reason: str) -> Any:
         """Return a value of ``guard_key`` on which the engine's loader fails, with a reason in it."""

@@ -55,7 +55,8 @@ class LlamaCpp(PlannedEngine):
     """
 
     name = "llamacpp"
-    title = "llama.cpp (llama-cpp-python 0.3.36)"
+    title = "llama.cpp"
+    run_in = "llama-cpp-python 0.3.36"
     outcomes = dict.fromkeys(
         ("ministral", "qwen2", "qwen3", f"gemma3_text{OTHER_LAYERS}", "smollm3", f"cohere2{OTHER_LAYERS}", "exaone4",
          *SPKV_FORMS), REFUSED,

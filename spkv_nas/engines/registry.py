@@ -73,7 +73,7 @@ def cells(form: str) -> dict[Engine, Cell]:
 
 def outcomes(form: str, config: PreTrainedConfig) -> dict[str, str]:
     """Return what each engine does with a form, such as "exact" or "refused", by name and version."""
-    return {engine.title: str(engine.cell(form, config)) for engine in compared_engines().values()}
+    return {engine.full_title: str(engine.cell(form, config)) for engine in compared_engines().values()}
 
 
 def check_engine_name(name: str | None) -> None:
@@ -101,4 +101,4 @@ def objection(form: str, config: PreTrainedConfig, name: str) -> str | None:
         Outcome.UNTRIED: "was not tried with",
         Outcome.UNCHECKED: f"was not checked {cell.note} in",
     }
-    return f"{engine.title} {verbs[cell.outcome]} the form {form}"
+    return f"{engine.full_title} {verbs[cell.outcome]} the form {form}"

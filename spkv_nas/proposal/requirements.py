@@ -142,7 +142,7 @@ class Requirements:
         memory = parse_bytes(self.kv_bytes)
         num_global = self.solve(table, limit, window).num_global
         while cost.total(num_global, table.num_heads) > memory:
-            limit = Limit(cost.fitting(memory, num_global - 1, table.num_heads))
+            limit = Limit(cost.largest_budget(memory, table.num_heads, most=num_global - 1))
             num_global = self.solve(table, limit, window).num_global
         return limit
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from spkv_nas.stages.engines import Served, serve
 from spkv_nas.stages.forecast import Forecast, gate_training, item_bytes, measuring_stages
 from spkv_nas.stages.options.plan import PlanOptions
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.sized_model import beyond_positions, choose_context, model_name
+from spkv_nas.stages.sized_model import choose_context, model_name
 from spkv_nas.stages.subject import default_block_size
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.first_recipe import Draft
@@ -40,7 +41,7 @@ from spkv_nas.training.text_size import TextSize, count_text
 
 _ENOUGH = TextSize(documents=1000, tokens=10**9)  # enough text for the largest blocks and batches that init chooses
 _SHOWN_BUDGETS = 16  # approximate number of budgets printed
-_REFERENCE, _HYBRID = "train the SP-KV reference", "retrain a hybrid"
+_BRANCHES = (("train the SP-KV reference", True), ("retrain a hybrid", False))  # and whether they have gates
 
 
 @dataclass(frozen=True)
@@ -56,27 +57,6 @@ class PlanResult:
     served: Served | None
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Inputs of an estimate.
-
-    Attributes:
-        name: name of the model or the recipe.
-        stages: cost model of the measuring stages.
-        tokens: held-out tokens to measure on.
-        first: stages before any measurement.
-        trained: cost of each training.
-        remarks: assumptions behind the numbers.
-    """
-
-    name: str
-    stages: Stages
-    tokens: int
-    first: tuple[StageCost, ...]
-    trained: tuple[StageCost, ...]
-    remarks: tuple[str, ...] = ()
-
-
 def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
     """Estimate the cost of the full workflow on a recipe or a model.
 
@@ -85,18 +65,14 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
     """
     quiet_transformers(reporter)
     check(options)
-    # Count the stages: a model is measured first, a recipe trains first
-    inputs = _of_model(options, reporter) if options.recipe is None else _of_recipe(options, options.recipe, reporter)
-    stages, size = inputs.stages, inputs.stages.size
-    measured = [*inputs.first, *measuring_stages(stages, inputs.tokens)]
-    workflow = [*measured, *inputs.trained] if options.recipe is None else [*inputs.trained, *measured]
-    # State the assumptions
-    context = choose_context(options.context, size.positions)
-    if (remark := beyond_positions(context, size.positions)) is not None:
-        reporter.caution(remark)
-    text = f"text: {inputs.tokens:,} held-out tokens (--heldout-tokens); everything but training runs on one device"
+    # Count the stages
+    of = partial(_of_model, str(options.model)) if options.recipe is None else partial(_of_recipe, options.recipe)
+    name, stages, tokens, workflow, remarks = of(options, reporter)
+    size = stages.size
+    context = choose_context(options.context, size.positions, reporter)
+    text = f"text: {tokens:,} held-out tokens (--heldout-tokens); everything but training runs on one device"
     costs = (*workflow, *_generated(stages, options, context))
-    result = Forecast.of(inputs.name, stages, costs, text, *inputs.remarks, _about_time(options))
+    result = Forecast.of(name, stages, costs, text, *remarks, _about_time(options))
     # Plan the cache in an engine
     sizes = {"window": stages.gates.window, "context": context}
     served = serve(options, size.heads, size.num_sliding, options.kv_dtype, options.kv_bytes, **sizes)
@@ -107,9 +83,11 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
     return PlanResult(result, served)
 
 
-def _of_model(options: PlanOptions, reporter: Reporter) -> _Inputs:
-    """Collect the inputs for a model without a recipe, trained by the recipe that ``init`` would draft."""
-    source = str(options.model)
+_Workflow = tuple[str, Stages, int, list[StageCost], tuple[str, ...]]  # name, cost model, held-out tokens, remarks
+
+
+def _of_model(source: str, options: PlanOptions, reporter: Reporter) -> _Workflow:
+    """Measure a model, then train it by the recipe that ``init`` would draft."""
     size, gates, length = read_size(source), read_gates(source), options.block_size or default_block_size(source)
     check_dense(size, source)
     site = _site(options)
@@ -128,15 +106,14 @@ def _of_model(options: PlanOptions, reporter: Reporter) -> _Inputs:
     recipe = draft.recipe(Path())
     schedule = _training(recipe, recipe.branch, size, site)
     training_stages = replace(stages, block_size=draft.block_size)
-    first = (gate_training(stages, options.steps),) if gates is None else ()
-    trained = tuple(
-        training_stages.train(name, schedule, gated=gated) for name, gated in ((_REFERENCE, True), (_HYBRID, False))
-    )
-    return _Inputs(model_name(source), stages, tokens, first, trained, (draft.remark(),))
+    workflow = [] if gates is not None else [gate_training(stages, options.steps)]
+    workflow += measuring_stages(stages, tokens)
+    workflow += [training_stages.train(name, schedule, gated=gated) for name, gated in _BRANCHES]
+    return model_name(source), stages, tokens, workflow, (draft.remark(),)
 
 
-def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
-    """Collect the inputs for a recipe."""
+def _of_recipe(file: Path, options: PlanOptions, reporter: Reporter) -> _Workflow:
+    """Train as a recipe says, then measure."""
     # Read the recipe and its model
     recipe, site = Recipe.read(file), _site(options)
     planner = Planner(
@@ -159,13 +136,13 @@ def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
     # List its trainings
     trained = [
         stages.train(name, _training(recipe, recipe.branch, size, site, gated=gated), gated=gated)
-        for name, gated in ((_REFERENCE, True), (_HYBRID, False))
+        for name, gated in _BRANCHES
     ]
     if recipe.dense is not None:
         dense = _training(recipe, recipe.dense, size, site)
         trained.insert(0, stages.train("train the dense model", dense, gated=False))
     tokens = options.heldout_tokens or planner.text.heldout(recipe.data)
-    return _Inputs(recipe.name, stages, tokens, (), tuple(trained))
+    return recipe.name, stages, tokens, [*trained, *measuring_stages(stages, tokens)], ()
 
 
 def _generated(stages: Stages, options: PlanOptions, context: int) -> Iterator[StageCost]:

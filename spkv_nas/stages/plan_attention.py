@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from rich.markup import escape
 from rich.table import Table
@@ -22,7 +22,7 @@ from spkv_nas.stages.engines import Served, serve
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.plan_attention import AttentionOptions
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.sized_model import SizedModel, beyond_positions, choose_context
+from spkv_nas.stages.sized_model import SizedModel, choose_context
 
 
 @dataclass(frozen=True)
@@ -57,28 +57,27 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     # Choose model and context, and read layouts and times
     subject = SizedModel.of(options.level, options.model)
     shape, native = subject.shape, subject.native_windows
-    tokens = choose_context(options.context, subject.positions)
-    if (remark := beyond_positions(tokens, subject.positions)) is not None:
-        reporter.caution(remark)
+    tokens = choose_context(options.context, subject.positions, reporter)
     layouts = [Layout.read(path) for path in options.layout or []]
     shares = [layout_density(shape, layout, native) for layout in layouts]
-    windows = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
-    windows += sorted({window for window in native if window is not None and window < tokens})
-    times, remedy = _times(options, subject, windows, tokens, reporter)
+    needed = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
+    needed += sorted({window for window in native if window is not None and window < tokens})
+    times, remedy = _times(options, subject, needed, tokens, reporter)
     # Compute a row for full attention, each layout, and the density
     common: Any = {"native_windows": native, "element_size": ITEM_BYTES[options.kv_dtype or "bfloat16"]}
-    timed: Any = {"times": times, "native_windows": native}
-    rows = [_timed(cost("full attention", shape, tokens, **common), [1.0] * shape.num_layers, tokens, **timed)]
+    full_attention, windows = [1.0] * shape.num_layers, {"native_windows": native}
+    rows = [_timed(cost("full attention", shape, tokens, **common), full_attention, tokens, times, **windows)]
     for layout, share in zip(layouts, shares, strict=True):
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
         row = cost(title, shape, tokens, density=share, window=layout.local_keys, **common)
-        rows.append(_timed(row, layout, tokens, **timed))
+        rows.append(_timed(row, layout, tokens, times, **windows))
     served = _served(options, subject, [row.name for row in rows], layouts, tokens)
     if options.density is not None:
         title, sinks = f"SP-KV, density {options.density:g}", options.sinks or 0
         row = cost(title, shape, tokens, density=options.density, window=options.window + sinks, **common)
         shares = [options.density] * shape.num_layers
-        rows.append(_timed(row, shares, tokens, **timed, window=options.window, sinks=sinks))
+        local = {"window": options.window, "sinks": sinks}
+        rows.append(_timed(row, shares, tokens, times, **local, **windows))
     if subject.is_mixture:
         rows = [replace(row, total_flops=None) for row in rows]
     return AttentionCosts(subject.title, shape, tokens, rows, times, remedy, served)
@@ -101,26 +100,14 @@ def _times(
         return None, []
 
 
-def _timed(
-    row: Cost,
-    heads: Layout | Sequence[float],
-    context: int,
-    *,
-    times: Calibration | None,
-    native_windows: Sequence[int | None],
-    **local: int,
-) -> Cost:
-    """Add times to a cost: those of a layout, or of shares of global heads by layer with ``window`` and ``sinks``."""
-
-    def seconds(phase: Phase) -> float | None:
-        """Return the seconds of a phase; None where the times do not cover it."""
-        if times is None or not times.covers(context, phase):
-            return None
-        if isinstance(heads, Layout):
-            return times.layout_seconds(heads, context, phase, native_windows=native_windows)
-        return times.model_seconds(heads, context, native_windows=native_windows, phase=phase, **local)
-
-    return replace(row, decode_seconds=seconds("decode"), prefill_seconds=seconds("prefill"))
+def _timed(row: Cost, heads: Layout | Sequence[float], context: int, times: Calibration | None, **windows: Any) -> Cost:
+    """Add the times that were measured to a cost: those of ``Calibration.layout_seconds``."""
+    seconds: dict[str, Any] = {
+        f"{phase}_seconds": times.layout_seconds(heads, context, phase, **windows)
+        for phase in get_args(Phase)
+        if times is not None and times.covers(context, phase)
+    }
+    return replace(row, **seconds)
 
 
 def _served(

@@ -13,6 +13,7 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import parse_context
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.ladder import find_level
@@ -98,18 +99,17 @@ class SizedModel:
 LONG = "128k"  # default tokens of a model that supports as many or does not say
 
 
-def choose_context(text: str | None, positions: int | None) -> int:
-    """Parse a context length such as "32k"; by default 128k tokens, or the model's maximum if that is less."""
-    if text is not None or positions is None:
-        return parse_context(text or LONG)
-    return min(parse_context(LONG), positions)
+def choose_context(text: str | None, positions: int | None, reporter: Reporter = SILENT) -> int:
+    """Parse a context length such as "32k"; by default 128k tokens, or the model's maximum if that is less.
 
-
-def beyond_positions(context: int, positions: int | None) -> str | None:
-    """Return a caution if a context is longer than the model was made for, else None."""
-    if positions is None or context <= positions:
-        return None
-    return (
-        f"the model supports {positions:,} tokens (max_position_embeddings); costs at {context:,} assume that its "
-        f"positions are extended\nuse --context {positions} for the model's maximum"
-    )
+    The reporter gets a caution if it is longer than the model was made for, ``positions`` (None: unknown).
+    """
+    if text is None and positions is not None:
+        return min(parse_context(LONG), positions)
+    context = parse_context(text or LONG)
+    if positions is not None and context > positions:
+        reporter.caution(
+            f"the model supports {positions:,} tokens (max_position_embeddings); costs at {context:,} assume that its "
+            f"positions are extended\nuse --context {positions} for the model's maximum"
+        )
+    return context

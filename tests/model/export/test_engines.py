@@ -284,11 +284,11 @@ def test_the_documentation_has_the_table() -> None:
     for form in FORMS:
         row = " | ".join(str(cell) for cell in cells(form).values())
         assert f"| {form} | {row} |" in text
-    assert f"| form | {' | '.join(engine.title for engine in ENGINES)} |" in text
+    assert f"| form | {' | '.join(engine.full_title for engine in ENGINES)} |" in text
     for engine in ENGINES:
         for form, settings in engine.tried.items():
             values = {
                 key: "" if tried is None else f" ({', '.join(map(str, tried))})" for key, tried in settings.items()
             }
             tried = ", ".join(f"`{key}`{value}" for key, value in values.items()) or "-"
-            assert f"| {engine.title} | {form} | {tried} |" in text
+            assert f"| {engine.full_title} | {form} | {tried} |" in text
