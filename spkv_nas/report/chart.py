@@ -18,7 +18,7 @@ Tone = Literal["accent", "muted", "second", "third", "ink"]
 Dash = Literal["solid", "dashed", "dashdot", "dotted"]
 Shape = Literal["circle", "square", "diamond", "triangle", "stroke"]
 Numbers = tuple[float, ...]
-_MAX_TOLD = 40  # points in a description; a listener to more would lose the thread
+_MAX_DESCRIBED = 40  # points in a description; a listener to more would lose the thread
 
 SERIES: tuple[tuple[Tone, Dash], ...]  # of the lines in one chart, distinguishable without colour
 SERIES = (("accent", "solid"), ("muted", "dashed"), ("second", "dashdot"), ("third", "dotted"))
@@ -135,10 +135,10 @@ class Chart:
 
     @property
     def words(self) -> str:
-        """Return what the chart shows, in words, by ``_MAX_TOLD`` points."""
+        """Return what the chart shows, in words, by ``_MAX_DESCRIBED`` points."""
         tips = [tip.replace("\n", ", ") for mark in self.marks if isinstance(mark, Points) for tip in mark.tips]
-        more = f"; and {len(tips) - _MAX_TOLD} more" if len(tips) > _MAX_TOLD else ""
-        return self.description or f"{self.x.title}; {self.y.title}: {'; '.join(tips[:_MAX_TOLD])}{more}."
+        more = f"; and {len(tips) - _MAX_DESCRIBED} more" if len(tips) > _MAX_DESCRIBED else ""
+        return self.description or f"{self.x.title}; {self.y.title}: {'; '.join(tips[:_MAX_DESCRIBED])}{more}."
 
     @property
     def heatmap(self) -> Heatmap | None:

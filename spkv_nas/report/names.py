@@ -19,14 +19,14 @@ _LEADER: dict[str, Any] = {"arrowstyle": "-", "color": TONES["muted"], "linewidt
 
 def draw_names(ax: Axes, chart: Chart) -> None:
     """Write the names of rules and points; a name of a point that finds no room is left out."""
-    taken, inside = _obstacles(ax, chart), ax.get_window_extent()
-    place: Any = ax.transData.transform
+    occupied, inside = _obstacles(ax, chart), ax.get_window_extent()
+    to_points: Any = ax.transData.transform
     for mark in chart.marks:
         match mark:
             case Rule() if mark.label and mark.vertical:
-                top = place((mark.value, chart.y.high))
+                top = to_points((mark.value, chart.y.high))
                 heights = [-LINE * (0.5 + row / 2) for row in range(int(2 * inside.height / LINE) - 1)]
-                if not _write(ax, mark.label, top, heights, taken, gap=6):
+                if not _write(ax, mark.label, top, heights, occupied, gap=6):
                     ax.annotate(mark.label, top, (6, -8), textcoords="offset points", va="center")
             case Rule() if mark.label:
                 beside: Any = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
@@ -37,21 +37,21 @@ def draw_names(ax: Axes, chart: Chart) -> None:
                         ax.annotate(name, (x, y), (0, mark.size + 2), textcoords="offset points", ha="center")
                     elif name:
                         heights = [0.0, *(sign * row * LINE for row in range(1, 6) for sign in (1, -1))]
-                        _write(ax, name, place((x, y)), heights, taken)
+                        _write(ax, name, to_points((x, y)), heights, occupied)
 
 
-def _write(ax: Axes, name: str, at: Any, heights: list[float], taken: list[Bbox], *, gap: float = 10) -> bool:
+def _write(ax: Axes, name: str, at: Any, heights: list[float], occupied: list[Bbox], *, gap: float = 10) -> bool:
     """Write a name right or left of a position [2], at the first of some heights above it where there is room.
 
-    ``taken`` are the boxes to avoid, to which the name's is added. Returns whether there was room within the axes.
+    ``occupied`` are the boxes to avoid, to which the name's is added. Returns whether there was room within the axes.
     """
     width, inside = LETTER * len(name), ax.get_window_extent()
     for height in heights:
         for left in (gap, -gap - width):
             box = Bbox.from_bounds(at[0] + left, at[1] + height - LINE / 2, width, LINE)
-            if box.count_overlaps(taken) or not all(inside.contains(*corner) for corner in (box.min, box.max)):
+            if box.count_overlaps(occupied) or not all(inside.contains(*corner) for corner in (box.min, box.max)):
                 continue
-            taken.append(box)
+            occupied.append(box)
             leader = _LEADER | {"relpos": (left < 0, 0.5)} if abs(height) > LINE / 2 and gap > 6 else None
             text = (at[0] + (gap if left > 0 else -gap), at[1] + height)
             style: Any = {"ha": "left" if left > 0 else "right", "va": "center", "annotation_clip": False}
@@ -63,22 +63,22 @@ def _write(ax: Axes, name: str, at: Any, heights: list[float], taken: list[Bbox]
 def _obstacles(ax: Axes, chart: Chart) -> list[Bbox]:
     """Return the boxes of marks that names should avoid."""
     boxes: list[Bbox] = []
-    extent, place = ax.get_window_extent(), ax.transData.transform
+    extent, to_points = ax.get_window_extent(), ax.transData.transform
     for mark in chart.marks:
         match mark:
             case Line():
-                vertices: Any = Path(place(np.column_stack([mark.x, mark.y]))).interpolated(24).vertices
+                vertices: Any = Path(to_points(np.column_stack([mark.x, mark.y]))).interpolated(24).vertices
                 boxes += [Bbox.from_bounds(x - 2, y - 2, 4, 4) for x, y in vertices]
             case Points() if mark.opacity > _FAINT:
                 error = np.nan_to_num(mark.error or np.zeros(len(mark.x)))
-                tops = place(np.column_stack([mark.x, mark.y + error]))[:, 1]
-                for (x, y), top in zip(place(np.column_stack([mark.x, mark.y])), tops, strict=True):
+                tops = to_points(np.column_stack([mark.x, mark.y + error]))[:, 1]
+                for (x, y), top in zip(to_points(np.column_stack([mark.x, mark.y])), tops, strict=True):
                     boxes.append(Bbox.from_bounds(x - 7, y - max(7, top - y), 14, 2 * max(7, top - y)))
             case Bars():
                 corners = zip(mark.low, mark.high, mark.height, strict=True)
-                boxes += [Bbox(place([(low, 0.0), (high, height)])) for low, high, height in corners]
+                boxes += [Bbox(to_points([(low, 0.0), (high, height)])) for low, high, height in corners]
             case Rule():
-                (x, y), (left, bottom, right, top) = place((mark.value, mark.value)), extent.extents
+                (x, y), (left, bottom, right, top) = to_points((mark.value, mark.value)), extent.extents
                 ends = [(x - 2, bottom), (x + 2, top)] if mark.vertical else [(left, y - 2), (right, y + 2)]
                 boxes.append(Bbox(ends))
     return boxes

@@ -172,10 +172,10 @@ def _draw_chart(ax: Axes, chart: Chart) -> None:
     lines, columns = _legend_shape(chart)
     if lines:
         left, scale = 4 - _frame(chart, *_size(chart))[0], ax.figure.dpi_scale_trans
-        place = ax.transAxes + ScaledTranslation(left / 72, 8 / 72, scale)
+        origin = ax.transAxes + ScaledTranslation(left / 72, 8 / 72, scale)
         spaces: Any = {"borderaxespad": 0, "borderpad": 0, "handlelength": 2.4, "columnspacing": 1, "labelspacing": 0.2}
         handles = {mark.label: _sample(mark) for mark in legend_marks(chart)}
-        anchor: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "bbox_transform": place, "ncols": columns}
+        anchor: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "bbox_transform": origin, "ncols": columns}
         ax.legend([*handles.values()], [*handles], fontsize=11, **anchor, **spaces)
     if chart.heading:
         ax.set_title(chart.heading, loc="left", fontsize=12, pad=8 + lines * LINE)

@@ -92,8 +92,8 @@ def conclude(inputs: ReportInputs) -> Verdict:
         best = min(passing or judged.values(), key=lambda result: result.num_global)
         having = [each for each in everything if any(result.key == best.key for result in each.results)]
         scores = [each for each in having if each in rankable and each.steps == 0]
-        own = next(each for each in having if any(result is best for result in each.results))
-        source = min(scores, key=lambda each: each.source == VERDICT, default=own)
+        judging = next(each for each in having if any(result is best for result in each.results))
+        source = min(scores, key=lambda each: each.source == VERDICT, default=judging)
         scored = next(result for result in source.results if result.key == best.key)
         return _about(inputs, scored, source, judged, warnings)
     # A layout that was only proposed

@@ -83,17 +83,19 @@ def _marks(group: pd.DataFrame, left: float, right: float, margin: float, noun: 
     yield Band((left, margin), (bottom, bottom), (top, top), "below the margin", opacity=0.08)
     yield Rule(0.0, tone="muted", dash="solid")
     yield Rule(margin)
-    for place, (_, row) in enumerate(group.iterrows()):
+    for position, (_, row) in enumerate(group.iterrows()):
         ends = tuple(end if math.isfinite(end) else edge for end, edge in ((row["low"], left), (row["high"], right)))
         clipped = tuple(min(max(end, left), right) for end in ends)
-        yield Line(clipped, (place, place), tone=_MARKS.get(row["answer"], _MARKS["open"])[1], width=5.0, opacity=0.45)
-    rows = group.assign(place=numbers(range(len(group)))).loc[np.isfinite(group["loss"])]
+        yield Line(
+            clipped, (position, position), tone=_MARKS.get(row["answer"], _MARKS["open"])[1], width=5.0, opacity=0.45
+        )
+    rows = group.assign(position=numbers(range(len(group)))).loc[np.isfinite(group["loss"])]
     for answer, (shape, tone) in _MARKS.items():
         chosen = rows[rows["answer"] == answer].to_dict("records")
         if chosen:
             yield Points(
                 numbers(min(max(row["loss"], left), right) for row in chosen),
-                numbers(row["place"] for row in chosen),
+                numbers(row["position"] for row in chosen),
                 tips=tuple(_tip(row, noun) for row in chosen),
                 names=tuple("" if left <= row["loss"] <= right else _loss(row["loss"]) for row in chosen),
                 label=answer,
