@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import zlib
-from functools import partial
+from functools import cache, partial
 
 if gc.isenabled():
     gc.disable()  # until all tests are collected: nothing that imports create is garbage
@@ -36,6 +36,8 @@ from spkv_nas.evaluation import alarms, separators
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export import plain_logits, verify_export
 from spkv_nas.probing import sinks
+from spkv_nas.stages import forecast
+from spkv_nas.training import step_cost
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
@@ -69,15 +71,21 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)  # Triton names all of its objects that are left
 
 
+measured_speed = cache(step_cost.matmul_speed)
+
+
 @pytest.fixture(autouse=True)
 def brief_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check texts, separators and attention sinks on few tokens, except in slow tests and where this is overridden.
 
-    Every command that measures something on a model begins with these checks, each of thousands of tokens.
+    Every command that measures something on a model begins with these checks, each of thousands of tokens. The speed of
+    a large matrix product, by which plans estimate times, is measured once.
     """
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr(alarms, "_SAMPLE", 256)
         monkeypatch.setattr(separators, "SEPARATOR_TOKENS", 512)
+        monkeypatch.setattr(step_cost, "matmul_speed", measured_speed)
+        monkeypatch.setattr(forecast, "matmul_speed", measured_speed)
         monkeypatch.setattr(sinks, "measure_sinks", partial(sinks.measure_sinks, tokens=256))
 
 
