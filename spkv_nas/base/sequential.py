@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import logsumexp
 
 from spkv_nas.base.statistics import FEW_DOCUMENTS
 
@@ -48,6 +47,8 @@ def betting_log_e(samples: Float, bounds: ArrayLike) -> Float:
     share = samples / np.asarray(bounds, dtype=np.float64)
     with np.errstate(divide="ignore"):  # the largest bet loses everything at its bound
         capital = np.log1p(np.maximum(share[..., None] * _BETS, -1.0)).cumsum(-2)
+    from scipy.special import logsumexp  # scipy takes too long for --help
+
     evidence: Float = logsumexp(capital, axis=-1, b=_CAPITAL)
     return evidence
 
