@@ -29,7 +29,7 @@ STAGES = (
     "probe",
     "train gates, frozen model",
     "signal head-gates",
-    "signal opening",
+    "signal add-one-head",
     "score each layout",
 )
 KEYS = {  # recipe keys by their words in a stage's name
@@ -135,8 +135,8 @@ def command(stage: str, folder: Path, size: str, length: int) -> list[str]:
         ]
     if stage == "signal head-gates":
         return [*arguments, "--signal", "head-gates", "--max-tokens", str(BATCH * length), "--steps", "2"]
-    if stage == "signal opening":
-        return [*arguments, "--signal", "opening"]  # with its default number of tokens
+    if stage == "signal add-one-head":
+        return [*arguments, "--signal", "add-one-head"]  # with its default number of tokens
     return [*arguments, "--max-tokens", str(BATCH * length), *(["--ablation-tokens", "0"] if stage == "probe" else [])]
 
 

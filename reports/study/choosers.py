@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
-from plan import DUO, HEAD_GATES, LAYERS, LEARNED, OPENING, PRICED, RANDOM, SIGNALS, Plan
+from plan import ADD_ONE_HEAD, DUO, HEAD_GATES, LAYERS, LEARNED, PRICED, RANDOM, SIGNALS, Plan
 from references import Subject
 from rows import Row
 
@@ -22,7 +22,7 @@ from spkv_nas.proposal.propose import densest_layout
 from spkv_nas.proposal.strategies.interleaved import interleaved_last
 from spkv_nas.proposal.strategies.random_heads import random_heads
 
-_ONCE = (DUO, OPENING)  # signals that do not depend on the budget
+_ONCE = (DUO, ADD_ONE_HEAD)  # signals that do not depend on the budget
 _STRATEGY = "study"  # of every layout, so that one that two choosers choose is retrained once
 
 
@@ -103,7 +103,7 @@ class Measurement:
             HEAD_GATES: {"budget": self.heads, "steps": plan.steps.head_gates},
             DUO: {"steps": plan.steps.duo},
         }.get(self.name, {})
-        if self.name == OPENING:
+        if self.name == ADD_ONE_HEAD:
             blocks = blocks.spread(max(1, plan.scored_on // blocks.block_size))
         options |= {"window": plan.window, "sinks": self.sinks, "name": self.name, "progress": progress}
         return measure_signal(self.name, self.subject.model(), blocks, **options)

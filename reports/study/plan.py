@@ -11,7 +11,7 @@ from spkv_nas.base.files import read_yaml
 from spkv_nas.base.schema import Section, merged, validate
 from spkv_nas.training.recipe import Recipe
 
-HEAD_GATES, DUO, PRICED, OPENING = SIGNALS = ("head-gates", "duo", "priced", "opening")
+HEAD_GATES, DUO, PRICED, ADD_ONE_HEAD = SIGNALS = ("head-gates", "duo", "priced", "add-one-head")
 LAYERS, RANDOM = "interleaved-last", "random-"
 LEARNED = "learned"
 

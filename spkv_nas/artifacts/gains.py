@@ -1,7 +1,7 @@
 """Individual gain of every head, ``probes/<name>/gains.csv``, used to validate the ranking of the table beside it.
 
 The gain of a head is the NLL, in nats per token, that its global attention saves in a model whose other heads are all
-local (signal ``opening`` of ``probing.gains``), measured on a few thousand tokens. Such gains are noisy and ignore
+local (signal ``add-one-head`` of ``probing.gains``), measured on a few thousand tokens. Such gains are noisy and ignore
 interactions between heads, so they only validate a table as a whole and name the heads that it clearly misses.
 """
 

@@ -83,7 +83,7 @@ class Measure:
     """Words and number formats of a table.
 
     Attributes:
-        noun: such as "density" or "opening gain".
+        noun: such as "density" or "add-one-head gain".
         meaning: a sentence.
         unit: unit of the values.
         shown: unit of the numbers that ``scale`` writes.

@@ -1,6 +1,6 @@
-"""Summarize how well a head table ranks the heads, judged by the gains of opening single heads.
+"""Summarize how well a head table ranks the heads, measured by the gains of single heads, each added alone.
 
-Opening gains (``artifacts.gains``) are noisy and ignore interactions between heads: the heads of largest gain lose
+Add-one-head gains (``artifacts.gains``) are noisy and ignore interactions between heads: the heads of largest gain lose
 more, once retrained, than those chosen by head gates (``reports/study``). They therefore describe a table but recommend
 nothing, and no optimum over the gains is reported, which would be chosen and evaluated on the same tokens. Only heads
 whose gain is significant are named, and none where documents are few. Standard errors treat heads as independent;
@@ -42,7 +42,7 @@ class MissedHead:
 
 @dataclass(frozen=True)
 class Trust:
-    """Agreement of a head table with the gains of opening single heads.
+    """Agreement of a head table with the gains of adding single heads.
 
     Attributes:
         rho: Spearman's rank correlation of the table with the gains; None where it is not defined.
@@ -69,7 +69,7 @@ class Trust:
         Args:
             values: [L, Hkv], the table.
             chosen: bool [L, Hkv], the heads that the table chooses.
-            gains: gain of opening each head alone.
+            gains: gain of adding each head alone.
             num_documents: documents on which ``gains`` were measured, if known.
         """
         # Keep all positive gains, provided that at least one is significant

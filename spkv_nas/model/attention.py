@@ -333,7 +333,7 @@ def refuse_learned_sinks(sink_logits: Tensor | None) -> None:
     if sink_logits is not None:
         raise UserError(
             "this model has learned sinks ('s_aux'), which this measurement of attention weights does not compute: "
-            "choose another signal, such as opening"
+            "choose another signal, such as add-one-head"
         )
 
 

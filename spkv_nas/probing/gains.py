@@ -1,13 +1,13 @@
 """Single-head ablations: the NLL that a head's global attention saves, adding it alone or removing it alone.
 
-    opening (add one head):     gain_h = NLL(all heads local) - NLL(all heads local but h)
-    closing (leave one out):    gain_h = NLL(all heads global but h) - NLL(all heads global)
+    add-one-head:     gain_h = NLL(all heads local) - NLL(all heads local but h)
+    leave-one-out:    gain_h = NLL(all heads global but h) - NLL(all heads global)
 
 Both are in nats per token, on the unchanged weights, with standard errors of the paired difference over documents.
-Opening finds heads that help on their own; closing finds heads that no other head can replace. Two redundant heads both
-have a large opening gain and no closing gain. A whole layer's gain is measured by switching all of its heads at once
-and is not the sum of theirs. Gains may be negative. ``max_heads`` limits the cost on large models: whole layers are
-measured first, then single heads of the layers with the largest gains only.
+The first finds heads that help on their own; the second finds heads that no other head can replace. Two redundant heads
+both have a large add-one-head gain and no leave-one-out gain. A whole layer's gain is measured by switching all of its
+heads at once and is not the sum of theirs. Gains may be negative. ``max_heads`` limits the cost on large models: whole
+layers are measured first, then single heads of the layers with the largest gains only.
 
 Forward passes share their first layers (``evaluation.zero_shot``): a head of layer l costs (L - l) / L of a pass, and
 all heads cost about (L + 1) / 2 passes per head of a layer. Sliding-window layers are opened to their native window at
@@ -60,7 +60,7 @@ def gains(
     """Measure the gain of every KV head by domain; the model is restored afterwards.
 
     Args:
-        signal: name of the signal, "opening" or "closing".
+        signal: name of the signal, "add-one-head" or "leave-one-out".
         model: any supported decoder.
         blocks: held-out text.
         window: number of recent keys a local head sees, including the query's own key.
@@ -92,10 +92,10 @@ def gains(
     )
 
 
-def opening_gains(
+def add_one_head_gains(
     model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any
 ) -> tuple[Gains, dict[str, Any]]:
-    """Measure opening gains over all domains together, as ground truth for the ranking of another table.
+    """Measure add-one-head gains over all domains together, as ground truth for the ranking of another table.
 
     Returns:
         The gains, and the cost of the measurement: passes, tokens and documents.

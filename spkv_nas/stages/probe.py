@@ -40,7 +40,7 @@ from spkv_nas.model.model_shape import check_tokens, config_shape
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.model.windows import default_window
 from spkv_nas.probing.flags import LAYER, parse_sinks
-from spkv_nas.probing.gains import opening_gains
+from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.registry import SIGNALS
@@ -179,7 +179,7 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
         size = fitting_batch(model, blocks)
         on_main(lambda: require_logits(model, size, length))  # all ranks continue, or none
         with reporter.bar("validating the ranking") as progress:
-            gains, gains_record = opening_gains(
+            gains, gains_record = add_one_head_gains(
                 model, blocks, table.window, sinks=table.sinks, batch_size=size, progress=progress
             )
     except UserError as error:

@@ -1,6 +1,7 @@
-"""Judge how far a probe's ranking can be trusted, by single-head gains in the workspace.
+"""Say how far a probe's ranking can be trusted, by single-head gains in the workspace.
 
-Gains are stored with the probe, or are those of the signal ``opening`` on the same model, window, sink tokens and grid.
+Gains are stored with the probe, or are those of the signal ``add-one-head`` on the same model, window, sink tokens and
+grid.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from spkv_nas.evaluation.trust import Mask, Trust
 from spkv_nas.stages.record import is_comparable, is_of, model_identity, probe_records
 
 _SINKS = ("sink tokens:", "--sinks")
-_OPENING = "opening"  # signal whose values are gains
+_ADD_ONE_HEAD = "add-one-head"  # signal whose values are gains
 
 
 def trust(workspace: Workspace, table: HeadScores, chosen: Mask) -> Trust | None:
-    """Judge how well ``table`` ranks its heads; None where no gains were measured.
+    """Say how well ``table`` ranks its heads; None where no gains were measured.
 
     Args:
         workspace: workspace with the probes.
@@ -66,12 +67,12 @@ def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
     return None
 
 
-def _gains(table: HeadScores, judged_table: HeadScores) -> Gains | None:
+def _gains(table: HeadScores, ranked_table: HeadScores) -> Gains | None:
     """Return the gains measured beside a table, or its values if it measures gains itself; else None."""
     if table.gains is not None:
         return table.gains
     lacks_gains = (
-        table is judged_table or table.signal != _OPENING or table.metadata.get("granularity", "head") != "head"
+        table is ranked_table or table.signal != _ADD_ONE_HEAD or table.metadata.get("granularity", "head") != "head"
     )
     return None if lacks_gains else Gains(table.values, table.standard_error)
 

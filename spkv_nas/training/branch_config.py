@@ -83,5 +83,7 @@ class BranchConfig(Section):
         if self.distill.transfer_steps(self.steps) >= self.steps:
             raise ValueError(f"distill.hidden {self.distill.hidden:g} leaves none of the {self.steps} steps")
         if self.extend is not None:
-            raise ValueError("'distill' and 'extend' exclude each other: the dense checkpoint knows no longer blocks")
+            raise ValueError(
+                "'distill' and 'extend' exclude each other: the dense checkpoint does not support longer blocks"
+            )
         return self

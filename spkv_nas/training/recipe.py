@@ -172,7 +172,7 @@ class Recipe(Section):
             self._check_from_scratch()
         if self.sharding != "none" and OPTIMIZERS[self.optimizer].package:
             raise ValueError(
-                f"optimizer: {self.optimizer} knows no shards: with sharding: {self.sharding} leave it out"
+                f"optimizer: {self.optimizer} does not support shards: with sharding: {self.sharding} leave it out"
             )
         # Mixture tasks and tokenizer
         if self.data.mix is not None:

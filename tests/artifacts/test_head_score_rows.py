@@ -54,7 +54,7 @@ def test_tables_made_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "kind", "noun", "unit"),
     [
-        ("signal: opening\nkind: gain\nunit: nats per token\n", "gain", "opening gain", "nats per token"),
+        ("signal: add-one-head\nkind: gain\nunit: nats per token\n", "gain", "add-one-head gain", "nats per token"),
         ("signal: duo\nkind: share\n", "share", "duo score", "share in [0, 1]"),
         ("signal: nobody\nkind: score\nunit: metres\n", "score", "nobody score", "metres"),
         ("signal: nobody\nkind: gain\nunit: bits\n", "gain", "nobody gain", "bits"),

@@ -14,7 +14,7 @@ GAINS = np.array([[0.0514, 0.0357], [0.0015, -0.0007]])
 MINUS = "\N{MINUS SIGN}"
 
 
-def measure(values: object = GAINS, signal: str = "opening", unit: str | None = NATS) -> Measure:
+def measure(values: object = GAINS, signal: str = "add-one-head", unit: str | None = NATS) -> Measure:
     return Measure.of(GAIN if unit == NATS else SHARE, signal, unit, np.asarray(values, dtype=float))
 
 
@@ -29,7 +29,7 @@ def test_densities_are_percent_from_0_to_1() -> None:
 
 def test_small_gains_are_distinguished_from_each_other_and_from_0() -> None:
     shown = measure()
-    assert (shown.noun, shown.shown, shown.is_share) == ("opening gain", "nats per token / 1,000", False)
+    assert (shown.noun, shown.shown, shown.is_share) == ("add-one-head gain", "nats per token / 1,000", False)
     at = dict(zip(("low", "zero", "small", "high"), shown.scale.fraction([-0.0007, 0.0, 0.0015, 0.0514]), strict=True))
     assert (at["low"], at["high"]) == (0.0, 1.0)
     assert at["small"] - at["zero"] > 0.1  # a linear scale would have 0.03
@@ -73,7 +73,9 @@ def test_scores_are_shares() -> None:
 
 
 def test_a_notebook_shades_gains() -> None:
-    table: HeadScores = make_domain_table(density=GAINS, metadata={"signal": "opening", "kind": GAIN, "unit": NATS})
+    table: HeadScores = make_domain_table(
+        density=GAINS, metadata={"signal": "add-one-head", "kind": GAIN, "unit": NATS}
+    )
     html = table._repr_html_()
-    assert "test: opening gain, nats per token / 1,000; mean 22.2" in html
+    assert "test: add-one-head gain, nats per token / 1,000; mean 22.2" in html
     assert 'rgb(31, 95, 168); color: white; text-align: center">51<' in html

@@ -273,9 +273,9 @@ class TestCommand:
             if stage["seconds"] and not stage["name"].startswith("generate"):
                 assert stage["seconds"] == pytest.approx(2 * stages[stage["name"]]["seconds"])
         assert stages["measure sink tokens"]["tokens"] == 2048
-        opening = stages["signal opening"]
-        assert opening["tokens"] == 12_288 * (1 + 33 / 2 * 8)
-        assert opening["seconds"] == pytest.approx(opening["flops"] / (0.4 * 312e12))
+        added = stages["signal add-one-head"]
+        assert added["tokens"] == 12_288 * (1 + 33 / 2 * 8)
+        assert added["seconds"] == pytest.approx(added["flops"] / (0.4 * 312e12))
         kept = stages["generate, 64 of 256 global"]["memory"]["cache"]
         assert kept == 2 * 128 * 2 * (64 * 32768 + 192 * 128)
         assert stages["evaluate"]["bytes"] == sum(stages["evaluate"]["memory"].values())
@@ -349,7 +349,7 @@ class TestDryRunOfAProbe:
         assert list(stages) == ["train gates, frozen model", sinks, "probe", "validate the ranking"]
         assert stages["train gates, frozen model"]["tokens"] == 3 * 2048
         assert all(stage["fits"] and stage["seconds"] for stage in stages.values())
-        assert list(self.run(capsys, tmp_path, *size, "--signal", "closing")) == [sinks, "signal closing"]
+        assert list(self.run(capsys, tmp_path, *size, "--signal", "leave-one-out")) == [sinks, "signal leave-one-out"]
         regression = self.run(capsys, tmp_path, *size, "--signal", "regression", "--num-layouts", "9")
         assert list(regression) == [sinks, "signal regression, at most"]
         gates = self.run(capsys, tmp_path, *size, "--signal", "head-gates", "--steps", "3")

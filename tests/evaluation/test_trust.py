@@ -29,8 +29,8 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.ranking import spearman
 from spkv_nas.evaluation.trust import MissedHead, Trust
 from spkv_nas.model.checkpoint import save
-from spkv_nas.probing.gains import opening_gains
-from spkv_nas.probing.signals.ablation import OPENING
+from spkv_nas.probing.gains import add_one_head_gains
+from spkv_nas.probing.signals.ablation import ADD_ONE_HEAD
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.ranking import densest
 from spkv_nas.report.inputs import ReportInputs
@@ -153,16 +153,16 @@ class TestWorkspace:
     def workspace(self, tmp_path: Path) -> Workspace:
         return Workspace(tmp_path)
 
-    def test_gains_of_the_signal_opening_serve(self, workspace: Workspace) -> None:
+    def test_gains_of_the_signal_add_one_head_serve(self, workspace: Workspace) -> None:
         table = put(workspace, "mine", LEFT)
         chosen = densest(table.values, 3)
         assert trust(workspace, table, chosen) is None
-        put(workspace, "elsewhere", GAINS, signal="opening", kind="gain", unit="nats per token", model="other")
-        put(workspace, "layers", GAINS, signal="opening", kind="gain", unit="nats per token", granularity="layer")
-        put(workspace, "small", GAINS[:2], signal="opening", kind="gain", unit="nats per token")
-        put(workspace, "sinks", GAINS, signal="opening", kind="gain", unit="nats per token", sinks=1)
+        put(workspace, "elsewhere", GAINS, signal="add-one-head", kind="gain", unit="nats per token", model="other")
+        put(workspace, "layers", GAINS, signal="add-one-head", kind="gain", unit="nats per token", granularity="layer")
+        put(workspace, "small", GAINS[:2], signal="add-one-head", kind="gain", unit="nats per token")
+        put(workspace, "sinks", GAINS, signal="add-one-head", kind="gain", unit="nats per token", sinks=1)
         assert trust(workspace, table, chosen) is None
-        put(workspace, "mine-opening", GAINS, signal="opening", kind="gain", unit="nats per token")
+        put(workspace, "mine-add-one-head", GAINS, signal="add-one-head", kind="gain", unit="nats per token")
         result = trust(workspace, table, chosen)
         assert result is not None
         assert result.rho == Trust.of(table.values, chosen, gains()).rho
@@ -179,7 +179,7 @@ class TestWorkspace:
         )
         assert result.trust is not None
         assert result.trust.num_documents == 9
-        assert "opening " not in output
+        assert "add-one-head " not in output
         assert "of largest gain" not in output
         assert "mine-duo" not in output
         assert [one.reason.startswith(RECOMMENDATION) for one in result.next] == [True]
@@ -227,11 +227,11 @@ def test_gains_of_a_table_are_those_of_the_signal() -> None:
     owner = np.repeat(np.arange(8, dtype=np.int32), 20).reshape(4, 40)
     blocks = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i == 7], str(i)) for i in range(8)))
     model = tiny_model(vocab_size=300)
-    result, took = opening_gains(model, blocks, 6)
-    assert result.values == pytest.approx(OPENING.measure(model, blocks, 6).values, abs=1e-9)
+    result, took = add_one_head_gains(model, blocks, 6)
+    assert result.values == pytest.approx(ADD_ONE_HEAD.measure(model, blocks, 6).values, abs=1e-9)
     assert took == {"passes": 6.0, "tokens": 160, "documents": 8}
     one = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "a", str(i)) for i in range(8)))
-    assert result.standard_error == pytest.approx(OPENING.measure(model, one, 6).standard_error, abs=1e-9)
+    assert result.standard_error == pytest.approx(ADD_ONE_HEAD.measure(model, one, 6).standard_error, abs=1e-9)
 
 
 class TestCommand:
@@ -267,7 +267,7 @@ class TestCommand:
         assert advice is not None
         assert advice.reason.startswith("head gates are recommended for choosing the heads")
         assert advice.command == f"spkv-nas probe --signal head-gates --budget 25% --workspace {tmp_path}"
-        for signal in ("head-gates", "duo", "opening"):
+        for signal in ("head-gates", "duo", "add-one-head"):
             assert (
                 recommend(workspace, replace(table, metadata={**embedded, "signal": signal, "kind": "share"})) is None
             )

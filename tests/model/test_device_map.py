@@ -55,7 +55,7 @@ def test_density(blocks: TokenBlocks, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the model predicts")
-@pytest.mark.parametrize("signal", slow_after(2, ["attention-mass", "retrieval", "opening", "closing"]))
+@pytest.mark.parametrize("signal", slow_after(2, ["attention-mass", "retrieval", "add-one-head", "leave-one-out"]))
 def test_signals(signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
     result = measure_signal(signal, parted(tiny_model(), tmp_path / "model"), blocks, window=6)
     pd.testing.assert_frame_equal(result.rows, measure_signal(signal, tiny_model(), blocks, window=6).rows)

@@ -42,8 +42,8 @@ WINDOW = 6
 NATIVE = {"gemma3_text": 4, "gpt_oss": 8}  # sliding windows of layers 0 and 2
 ALL_GLOBAL, ALL_LOCAL = ("GG",) * 4, ("LL",) * 4
 SIGNALS: dict[str, dict[str, object]] = {
-    "opening": {},
-    "closing": {},
+    "add-one-head": {},
+    "leave-one-out": {},
     "attention-mass": {},
     "retrieval": {"needle_length": 3},
     "duo": {"steps": 2},
@@ -226,7 +226,7 @@ class TestProposals:
 
     def test_probe_yaml_records_it(self, blocks: TokenBlocks) -> None:
         model = tiny_model("mistral", vocab_size=300, sliding_window=20)
-        table = measure_signal("opening", model, blocks, window=WINDOW)
+        table = measure_signal("add-one-head", model, blocks, window=WINDOW)
         assert table.metadata["native_windows"] == [20] * 4
         assert (table.global_window, table.num_candidates) == (20, 8)
 

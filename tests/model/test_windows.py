@@ -50,7 +50,7 @@ class TestOneRule:
         tables = [HeadScores.read(tmp_path / "w" / "probes" / name) for name in ("mine", f"mine-{RECOMMENDED}")]
         assert [table.window for table in tables] == [suitable_window(128)] * 2 == [8, 8]
 
-    @pytest.mark.parametrize("signal", ["duo", "opening", "closing", "attention-mass", RECOMMENDED])
+    @pytest.mark.parametrize("signal", ["duo", "add-one-head", "leave-one-out", "attention-mass", RECOMMENDED])
     def test_every_signal_leaves_keys_outside_the_window(self, signal: str, blocks: TokenBlocks) -> None:
         """Blocks of 40 tokens get a smaller window than the default of 128."""
         options = {"steps": 2} if signal in ("duo", RECOMMENDED) else {}
@@ -68,7 +68,7 @@ class TestOneRule:
             model = tiny_model(family, vocab_size=300)
             apply_layout(model, Layout(("LL", "GL") * 2, window=6))
             assert default_window(model, 4096) == 6
-        assert measure_signal("opening", model, blocks).window == 6
+        assert measure_signal("add-one-head", model, blocks).window == 6
 
 
 class TestMixedWindows:

@@ -31,7 +31,9 @@ from spkv_nas.probing.gains import gains
 from spkv_nas.probing.measure import measure_signal
 
 WINDOW = 6
-opening, closing = (partial(gains, name, opens=opens) for name, opens in (("opening", True), ("closing", False)))
+add_one, leave_one_out = (
+    partial(gains, name, opens=opens) for name, opens in (("add-one-head", True), ("leave-one-out", False))
+)
 Signal = Callable[..., HeadScores]
 
 
@@ -80,14 +82,14 @@ def by_hand(model: PreTrainedModel, blocks: TokenBlocks, places: Sequence[Any], 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "granite"])
-@pytest.mark.parametrize("signal", [opening, closing])
+@pytest.mark.parametrize("signal", [add_one, leave_one_out])
 class TestGains:
     def test_gains_are_differences_of_plain_scores(self, signal: Signal, family: str, blocks: TokenBlocks) -> None:
         """A Gemma's local layers, with windows of 4 keys, can be neither opened nor closed beyond 6."""
         model = loud(family)
         table = signal(model, blocks, WINDOW, batch_size=2)
         places = [(layer, head) for layer in range(4) for head in range(2)]
-        expected = by_hand(model, blocks, places, opens=signal is opening)
+        expected = by_hand(model, blocks, places, opens=signal is add_one)
         assert table.values.ravel() == pytest.approx(expected, abs=1e-6)
         assert np.abs(table.values).max() > 1e-4
         assert not attention_layers(model)
@@ -100,7 +102,7 @@ class TestGains:
     def test_layer_gains_are_measured(self, signal: Signal, family: str, blocks: TokenBlocks) -> None:
         model = loud(family)
         table = signal(model, blocks, WINDOW, granularity="layer", batch_size=2)
-        expected = by_hand(model, blocks, [0, 1, 2, 3], opens=signal is opening)
+        expected = by_hand(model, blocks, [0, 1, 2, 3], opens=signal is add_one)
         assert table.values.sum(1) == pytest.approx(expected, abs=1e-6)
         assert np.array_equal(table.values[:, 0], table.values[:, 1])
         heads = signal(model, blocks, WINDOW, batch_size=2)
@@ -109,7 +111,7 @@ class TestGains:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("signal", [opening, closing])
+@pytest.mark.parametrize("signal", [add_one, leave_one_out])
 def test_a_limit_measures_the_layers_with_the_largest_gains(signal: Signal, family: str, blocks: TokenBlocks) -> None:
     model = loud(family)
     seen: list[tuple[int, int]] = []
@@ -130,7 +132,7 @@ def test_a_limit_measures_the_layers_with_the_largest_gains(signal: Signal, fami
 
 def test_errors_are_paired_by_document(blocks: TokenBlocks) -> None:
     model = loud()
-    table = opening(model, blocks, WINDOW)
+    table = add_one(model, blocks, WINDOW)
     local, whole = ends(model, WINDOW)
     base = plain(model, local, blocks)
     local[2, 1] = whole[2, 1]
@@ -157,41 +159,43 @@ def test_passes_share_their_first_layers(blocks: TokenBlocks) -> None:
 
     hooks = [layer.mlp.register_forward_hook(count) for layer in model.model.layers]
     seen: list[tuple[int, int]] = []
-    table = opening(model, blocks, WINDOW, batch_size=5, progress=lambda *step: seen.append(step))
+    table = add_one(model, blocks, WINDOW, batch_size=5, progress=lambda *step: seen.append(step))
     for hook in hooks:
         hook.remove()
     assert runs / 4 == table.metadata["passes"] == 1 + 2 * (4 + 3 + 2 + 1) / 4
     assert table.metadata["tokens"] == blocks.tokens.size
     assert seen == [(5 * number, 45) for number in range(1, 10)]
-    assert closing(model, blocks, WINDOW).metadata["passes"] == 6.0
-    assert opening(model, blocks, WINDOW, granularity="layer").metadata["passes"] == 3.5
+    assert leave_one_out(model, blocks, WINDOW).metadata["passes"] == 6.0
+    assert add_one(model, blocks, WINDOW, granularity="layer").metadata["passes"] == 3.5
 
 
 def test_gates_and_windows_do_not_count(blocks: TokenBlocks) -> None:
     model = gated()
     states = copy.deepcopy(layer_states(model))
-    result = opening(model, blocks, WINDOW).values
+    result = add_one(model, blocks, WINDOW).values
     assert layer_states(model) == states
     detach(model)
-    assert np.array_equal(opening(model, blocks, WINDOW).values, result)
+    assert np.array_equal(add_one(model, blocks, WINDOW).values, result)
 
 
 def test_refused_inputs(blocks: TokenBlocks) -> None:
     model = tiny_model(vocab_size=300)
     with pytest.raises(UserError, match="no keys beyond a window of 40 keys"):
-        measure_signal("opening", model, blocks, window=40)
+        measure_signal("add-one-head", model, blocks, window=40)
     with pytest.raises(UserError, match="--granularity must be head or layer; found 'block'"):
-        closing(model, blocks, WINDOW, granularity="block")
+        leave_one_out(model, blocks, WINDOW, granularity="block")
     with pytest.raises(UserError, match="--max-heads 1 is too small: give at least 2, the heads of a layer"):
-        opening(model, blocks, WINDOW, max_heads=1)
+        add_one(model, blocks, WINDOW, max_heads=1)
     with pytest.raises(UserError, match="--granularity layer measures none"):
-        opening(model, blocks, WINDOW, granularity="layer", max_heads=2)
-    with pytest.raises(UserError, match="--granularity does not apply to --signal duo; it applies to opening, closing"):
+        add_one(model, blocks, WINDOW, granularity="layer", max_heads=2)
+    with pytest.raises(
+        UserError, match="--granularity does not apply to --signal duo; it applies to add-one-head, leave-one-out"
+    ):
         measure_signal("duo", model, blocks, window=WINDOW, granularity="layer")
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match="not a finite number"):
-        opening(model, blocks, WINDOW)
+        add_one(model, blocks, WINDOW)
 
 
 def test_signed_values_order_heads_but_not_coverage(tmp_path: Path) -> None:
@@ -205,7 +209,7 @@ def test_signed_values_order_heads_but_not_coverage(tmp_path: Path) -> None:
         HeadScores.read(tmp_path)
     table_file = tmp_path / "density.csv"
     table_file.write_text(table_file.read_text().replace("density", "score"))
-    (tmp_path / "probe.yaml").write_text(f"signal: opening\nkind: gain\nunit: {NATS}\n")
+    (tmp_path / "probe.yaml").write_text(f"signal: add-one-head\nkind: gain\nunit: {NATS}\n")
     table = HeadScores.read(tmp_path)
     assert table.values == pytest.approx(np.array([[0.04, -0.005], [-0.1, 1.5]]))
     assert table.density == pytest.approx(np.array([[0.04, 0.0], [0.0, 1.5]]))
@@ -220,13 +224,13 @@ class TestCommand:
         save(loud(), tiny_tokenizer, tmp_path / "mine")
         (tmp_path / "text.txt").write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
         options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--block-size", 64]
-        return [*map(str, options), "--workspace", str(tmp_path / "w"), "--signal", "opening", "--window", "8"]
+        return [*map(str, options), "--workspace", str(tmp_path / "w"), "--signal", "add-one-head", "--window", "8"]
 
     def test_whole_layers_are_chosen_by_their_own_gains(
         self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["probe", *options, "--granularity", "layer", "--max-tokens", "256"])
-        name, workspace = "mine-opening-layer", tmp_path / "w"
+        name, workspace = "mine-add-one-head-layer", tmp_path / "w"
         table = HeadScores.read(workspace / "probes" / name)
         assert (table.metadata["passes"], table.metadata["tokens"]) == (3.5, 256)
         capsys.readouterr()
@@ -241,7 +245,7 @@ class TestCommand:
     def test_few_heads(self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["probe", *options, "--max-heads", "2", "--max-tokens", "256"])
         capsys.readouterr()
-        main(["propose", "--probe", "mine-opening", "--budget", "2", "--workspace", str(tmp_path / "w")])
+        main(["propose", "--probe", "mine-add-one-head", "--budget", "2", "--workspace", str(tmp_path / "w")])
         assert "measured single heads only in the layers with the largest gains" in capsys.readouterr().err
 
     def test_by_default_the_text_is_a_few_blocks_of_all_of_it(
@@ -249,7 +253,7 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr("spkv_nas.stages.probe.SCORING_TOKENS", 200)
         main(["probe", *options])
-        table = HeadScores.read(tmp_path / "w" / "probes" / "mine-opening")
+        table = HeadScores.read(tmp_path / "w" / "probes" / "mine-add-one-head")
         model, tokenizer = load(tmp_path / "mine")
         whole = build_blocks([(tmp_path / "text.txt").read_text()], tokenizer, 64)
         assert whole.num_blocks > 9
@@ -258,11 +262,11 @@ class TestCommand:
         assert min(np.diff(places)) >= whole.num_blocks // 5  # spread over the one document
         assert np.array_equal(whole.spread(99).tokens, whole.tokens)
         assert table.metadata["tokens"] == 192
-        assert table.values == pytest.approx(opening(model, chosen, 8).values, abs=1e-6)
+        assert table.values == pytest.approx(add_one(model, chosen, 8).values, abs=1e-6)
 
     def test_bad_input(self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "--steps does not apply to --signal opening" in fails(capsys, "probe", *options, "--steps", "3")
-        options[options.index("opening")] = "retrieval"
-        message = "--granularity does not apply to --signal retrieval; it applies to opening, closing"
+        assert "--steps does not apply to --signal add-one-head" in fails(capsys, "probe", *options, "--steps", "3")
+        options[options.index("add-one-head")] = "retrieval"
+        message = "--granularity does not apply to --signal retrieval; it applies to add-one-head, leave-one-out"
         assert message in fails(capsys, "probe", *options, "--granularity", "layer")
         assert not list((tmp_path / "w").rglob("*.csv"))

@@ -143,7 +143,7 @@ def test_what_every_signal_declares() -> None:
         ("density", {}, 1.0, 4096),
         ("head-gates", {}, 150, 2048),
         ("head-gates", {"steps": 2, "budget": "3"}, 6, 2048),
-        ("opening", {}, 1 + 5 / 2 * 2, 4096),
+        ("add-one-head", {}, 1 + 5 / 2 * 2, 4096),
         ("regression", {"num_layouts": 9}, 10, 4096),
         ("duo", {}, 600, 1024),
         ("duo", {"steps": 5}, 15, 1024),

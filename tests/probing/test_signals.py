@@ -196,7 +196,7 @@ class TestCommand:
         [
             (
                 ["--signal", "entropy"],
-                "unknown signal 'entropy'; expected one of density, head-gates, opening",
+                "unknown signal 'entropy'; expected one of density, head-gates, add-one-head",
             ),
             (["--signal", "duo", "--tau", "0.5"], "--tau does not apply to --signal duo; it applies to density"),
             (["--signal", "density", "--granularity", "layer"], "--granularity does not apply to --signal density"),

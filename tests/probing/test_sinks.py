@@ -193,7 +193,7 @@ class TestChoice:
         assert [parse_sinks(text) for text in (None, "auto", "0", "4")] == [None, None, 0, 4]
 
 
-@pytest.mark.parametrize("signal", ["opening", "duo", "head-gates"])
+@pytest.mark.parametrize("signal", ["add-one-head", "duo", "head-gates"])
 def test_a_window_of_all_layers_that_hides_nothing_changes_nothing(signal: str, blocks: TokenBlocks) -> None:
     """Models whose layers all have a native window got no sink tokens."""
     sliding = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": blocks.block_size}
@@ -228,19 +228,19 @@ class TestSignals:
             assert not np.array_equal(tables[0].values, tables[3].values)
 
     def test_record_what_was_measured_without_sinks(self, blocks: TokenBlocks) -> None:
-        table = measure_signal("opening", tiny_model("qwen2"), blocks, window=WINDOW)
+        table = measure_signal("add-one-head", tiny_model("qwen2"), blocks, window=WINDOW)
         assert (table.sinks, "sinks" in table.metadata) == (0, False)
         assert 0.0 < table.metadata["sink_mass"] < 0.2
         assert table.metadata["massive_activation"]["ratio"] > 1.0
 
     def test_gains_are_those_of_layouts_with_sinks(self, blocks: TokenBlocks) -> None:
         model = planted_tiny(bias=0.0)
-        table = measure_signal("opening", model, blocks, window=WINDOW, sinks=2)
+        table = measure_signal("add-one-head", model, blocks, window=WINDOW, sinks=2)
         local = Layout(("LL",) * 4, WINDOW, sinks=2)
         one = replace(local, heads=("LL", "LG", "LL", "LL"))
         before, after = (score.mean for score in zero_shot(model, [local, one], blocks))
         assert table.values[1, 1] == pytest.approx(before - after, abs=1e-7)
-        without = measure_signal("opening", model, blocks, window=WINDOW, sinks=0)
+        without = measure_signal("add-one-head", model, blocks, window=WINDOW, sinks=0)
         assert without.values[1, 1] != pytest.approx(before - after, abs=1e-6)
 
     def test_mixture_sees_sinks_in_local_attention(self) -> None:
@@ -335,7 +335,7 @@ class TestMessage:
 
     def test_of_short_blocks_names_the_sink_tokens(self, blocks: TokenBlocks) -> None:
         with pytest.raises(UserError, match="window of 47 keys and 1 sink token\n"):
-            measure_signal("opening", planted_tiny(), blocks, window=LENGTH - 1)
+            measure_signal("add-one-head", planted_tiny(), blocks, window=LENGTH - 1)
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ SERVER = "localhost:8000"  # in blocks of Python that talk to a server, which an
 PARSED = ("evaluate tasks paper", "serve-check", "spkv-nas verdict", "critical-budget")
 LIMITS = (  # options that keep a command short, by what it contains; the last of an option counts
     ("probe --signal density --model", "--steps 2 --block-size 64 --ablation-tokens 0"),
-    ("probe --signal opening --model", "--max-tokens 256 --block-size 64"),
+    ("probe --signal add-one-head --model", "--max-tokens 256 --block-size 64"),
     ("probe --signal head-gates --model", "--steps 2 --block-size 64"),
     ("probe --model", "--steps 2 --block-size 64"),
     ("probe recipe.yaml --signal head-gates", "--steps 2"),

@@ -113,7 +113,7 @@ class TestMeasuring:
         short_of_memory(model, most)
         same(probe(model, blocks, batch_size=8), expected)
 
-    @pytest.mark.parametrize("signal", ["attention-mass", "retrieval", "opening", "closing", "regression"])
+    @pytest.mark.parametrize("signal", ["attention-mass", "retrieval", "add-one-head", "leave-one-out", "regression"])
     def test_signals(self, signal: str, blocks: TokenBlocks) -> None:
         options: dict[str, Any] = {"window": WINDOW}
         options |= {"num_layouts": 20, "budget": "3"} if signal == "regression" else {}

@@ -175,8 +175,8 @@ class TestMeasures:
             spkv_nas.probe(tiny_model(), blocks, signal="x")
         with pytest.raises(UserError, match="leave window out"):
             spkv_nas.probe(gated(), blocks, window=5)
-        with pytest.raises(UserError, match="tau does not apply to signal opening"):
-            spkv_nas.probe(tiny_model(), blocks, 0.4, signal="opening")
+        with pytest.raises(UserError, match="tau does not apply to signal add-one-head"):
+            spkv_nas.probe(tiny_model(), blocks, 0.4, signal="add-one-head")
 
 
 class TestSearch:

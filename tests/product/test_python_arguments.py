@@ -146,7 +146,10 @@ class TestArguments:
             (lambda: spkv_nas.score(model, TEXTS, LAYOUT), r"found a list: .*build_blocks\(texts, tokenizer\)"),  # type: ignore[arg-type]
             (lambda: spkv_nas.evaluate(f"{tmp_path}", blocks), r"spkv_nas.load\(path\)"),  # type: ignore[arg-type]
             (lambda: spkv_nas.propose(DENSITY), r"HeadScores.from_array\(values\)"),  # type: ignore[arg-type]
-            (lambda: spkv_nas.probe(model, blocks, signal="opening", stepz=3), "opening has no option 'stepz'"),
+            (
+                lambda: spkv_nas.probe(model, blocks, signal="add-one-head", stepz=3),
+                "add-one-head has no option 'stepz'",
+            ),
             (lambda: spkv_nas.probe(model, blocks, signal="head-gates", steps="3"), "^steps must be a whole number"),
             (lambda: spkv_nas.probe(model, blocks, signal="head-gates", steps=0), "^steps must be at least 1"),
         ):
@@ -165,10 +168,10 @@ class TestArguments:
         calls: list[Callable[[], Any]] = [
             lambda: spkv_nas.head_gates(model, blocks, window=32),
             lambda: spkv_nas.probe(model, blocks, signal="retrieval", window=31),
-            lambda: spkv_nas.probe(model, blocks, signal="opening", granularity="x"),
-            lambda: spkv_nas.probe(model, blocks, signal="opening", max_heads=1),
+            lambda: spkv_nas.probe(model, blocks, signal="add-one-head", granularity="x"),
+            lambda: spkv_nas.probe(model, blocks, signal="add-one-head", max_heads=1),
             lambda: spkv_nas.probe(model, blocks, signal="regression", num_layouts=1),
-            lambda: spkv_nas.probe(model, blocks, 0.4, signal="opening"),
+            lambda: spkv_nas.probe(model, blocks, 0.4, signal="add-one-head"),
             lambda: spkv_nas.build_blocks(["short"], tiny_tokenizer, block_size=512),
             lambda: spkv_nas.build_blocks(TEXTS, tiny_tokenizer, separator="?!"),
             lambda: spkv_nas.export(LAYOUT, tmp_path, tmp_path),

@@ -179,7 +179,7 @@ class TestRestoring:
 
 class TestGradients:
     @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-    @pytest.mark.parametrize("signal", ["head-gates", "duo", "regression", "opening", "attention-mass"])
+    @pytest.mark.parametrize("signal", ["head-gates", "duo", "regression", "add-one-head", "attention-mass"])
     def test_signals_without_gradients(self, signal: str, context: Any, blocks: TokenBlocks) -> None:
         """Turn gradients on inside signals that learn, which raised a RuntimeError."""
         options = {"head-gates": {"steps": 1}, "duo": {"steps": 1}, "regression": {"num_layouts": 12}}.get(signal, {})
@@ -254,7 +254,7 @@ class TestMessages:
             "score": {"layouts": [LAYOUT]},
             "evaluate": {"batch_size": 2},
             "head_gates": {"window": 4, "steps": 3},
-            "probe": {"window": 4, "signal": "opening"},
+            "probe": {"window": 4, "signal": "add-one-head"},
             "learn_gates": {"config": GateConfig(window=4, target_density=0.5), "steps": 3},
         }[name]
         seen: list[tuple[int, int]] = []

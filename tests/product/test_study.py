@@ -52,7 +52,7 @@ heal: {batch_size: 2, learning_rate: 3e-3}
 judged:
   - steps: 0
     budgets: ["50%", "25%"]
-    choosers: [head-gates, duo, priced, opening, interleaved-last, random-0]
+    choosers: [head-gates, duo, priced, add-one-head, interleaved-last, random-0]
     sinks: [{chosen: 0, run: 0}, {chosen: 0, run: 1}, {chosen: 1, run: 1}, {chosen: 1, run: learned}]
   - steps: 2
     references: [tiny]
@@ -110,10 +110,10 @@ def test_the_study_runs_and_resumes(
     shutil.rmtree(runs)  # another machine has the results only: it trains nothing
     assert run("prepare", "--only", "tiny") == "0 cells left\n"
     assert not (runs / "models" / "branches").exists()
-    run("signals", "--only", "tiny", "--chooser", "opening", "--limit", "1")
+    run("signals", "--only", "tiny", "--chooser", "add-one-head", "--limit", "1")
     signals, judged = results / "tiny" / "signals.jsonl", results / "tiny" / "judged.jsonl"
     (first,) = signals.read_text().splitlines()
-    assert read("signals", "opening-sinks-0") == json.loads(first)
+    assert read("signals", "add-one-head-sinks-0") == json.loads(first)
     run("tables")
     assert "- tiny: 48 of 48 layouts are not evaluated\n- finished: not prepared\n" in (out / "README.md").read_text()
     assert run("signals") == "0 cells left\n"  # the other reference is not prepared: left out
@@ -213,8 +213,8 @@ def test_results_belong_to_their_plan_and_model(
     assert driver.main(["signals", *arguments, "tiny"]) == 2
     assert "run prepare first" in capsys.readouterr().err
     assert driver.main(["prepare", *arguments, "tiny"]) == 0
-    assert driver.main(["judge", *arguments, "tiny", "--chooser", "closing"]) == 2
-    assert "the plan has no 'closing'; it has head-gates, duo" in capsys.readouterr().err
+    assert driver.main(["judge", *arguments, "tiny", "--chooser", "leave-one-out"]) == 2
+    assert "the plan has no 'leave-one-out'; it has head-gates, duo" in capsys.readouterr().err
     plan.write_text(PLAN.replace("window: 8", "window: 4"))
     assert driver.main(["signals", *arguments, "tiny"]) == 2
     assert "results of another plan" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from spkv_nas.report.verdict import conclude
 
 @pytest.mark.parametrize(
     ("signal", "unit", "largest"),
-    [("density", None, 1.0), ("duo", None, 1.0), ("attention-mass", None, 0.03), ("opening", NATS, 0.0987)],
+    [("density", None, 1.0), ("duo", None, 1.0), ("attention-mass", None, 0.03), ("add-one-head", NATS, 0.0987)],
 )
 def test_levels_are_rounded_like_values(signal: str, unit: str | None, largest: float) -> None:
     """Also values that end in a half, which Python rounds to even and JavaScript up."""

@@ -285,12 +285,12 @@ def test_rank_correlations_come_with_their_intervals() -> None:
     ("metadata", "words"),
     [
         (
-            {"signal": "opening", "kind": "gain", "unit": NATS},
-            ("0.02400", "opening gain", "Opening gain, nats per token / 1,000", "Opening gain coverage"),
+            {"signal": "add-one-head", "kind": "gain", "unit": NATS},
+            ("0.02400", "add-one-head gain", "Add-one-head gain, nats per token / 1,000", "Add-one-head gain coverage"),
         ),
         ({"signal": "duo", "kind": "share"}, ("0.02400", "duo score", "Duo score, %", "duo score coverage of densest")),
     ],
-    ids=["opening", "duo"],
+    ids=["add-one-head", "duo"],
 )
 def test_another_signal_has_its_terms(tmp_path: Path, metadata: dict[str, str], words: tuple[str, ...]) -> None:
     table = make_domain_table(("a", "b"), 0.04 * DENSITY, metadata=metadata)

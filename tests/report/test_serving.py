@@ -114,7 +114,7 @@ def test_the_explorer_looks_up_the_engine() -> None:
     assert [signal["served"] for signal in counted["signals"]] == [budgets_in_engine(memory, table), None]
 
 
-@pytest.mark.parametrize("signal", ["density", "opening"])
+@pytest.mark.parametrize("signal", ["density", "add-one-head"])
 def test_the_explorer_leaves_out_heads_that_are_local_by_design(signal: str) -> None:
     """Also where heads that can be global score 0 or less, and heads that cannot would come before them."""
     native = [None, 16, 16, None]

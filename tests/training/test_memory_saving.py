@@ -201,7 +201,7 @@ class TestOptimizer:
 
     def test_eight_bits_know_no_shards(self, recipe: Recipe) -> None:
         data = {**recipe.model_dump(), "optimizer": "adamw_8bit", "sharding": "fsdp"}
-        with pytest.raises(UserError, match="adamw_8bit knows no shards"):
+        with pytest.raises(UserError, match="adamw_8bit does not support shards"):
             Recipe.parse(data, Path(), "recipe")
 
 

@@ -55,19 +55,19 @@ def ablation_passes(grid: Grid) -> float:
 
 
 @dataclass(frozen=True)
-class Opening(Ablation):
+class AddOneHead(Ablation):
     """Make single heads global in an all-local model."""
 
-    name, help = "opening", "NLL saved by making one head global in an all-local model"
+    name, help = "add-one-head", "NLL saved by making one head global in an all-local model"
     opens = True
 
 
 @dataclass(frozen=True)
-class Closing(Ablation):
+class LeaveOneOut(Ablation):
     """Make single heads local in an all-global model."""
 
-    name, help = "closing", "NLL lost by making one head local in an all-global model"
+    name, help = "leave-one-out", "NLL lost by making one head local in an all-global model"
     opens = False
 
 
-OPENING, CLOSING = Opening(), Closing()
+ADD_ONE_HEAD, LEAVE_ONE_OUT = AddOneHead(), LeaveOneOut()

@@ -2,9 +2,9 @@
 
     NLL(layout) = c - sum over the layout's global heads of gain_h + interactions
 
-``opening`` measures a head when all others are local and ``closing`` when all others are global; here, the others are
-global as often as the budget allows, so that interactions are averaged in. Random layouts of the budget are scored
-without training (``evaluation.zero_shot``). Ridge regression on their global-head masks gives the gains, with the
+``add-one-head`` measures a head when all others are local and ``leave-one-out`` when all others are global; here, the
+others are global as often as the budget allows, so that interactions are averaged in. Random layouts are scored without
+training (``evaluation.zero_shot``). Ridge regression on their global-head masks gives the gains, with the
 penalty chosen by leave-one-out cross-validation. Cached scores for the same model, text, window and budget, such as
 those of a search, are used too.
 
