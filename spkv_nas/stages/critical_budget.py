@@ -15,6 +15,7 @@ from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.device import dtype_name
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.selected import probe_of
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.margins import parse_risk
@@ -35,7 +36,6 @@ from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.margins import is_layout
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.selection import probe_of
 from spkv_nas.stages.sized_model import choose_context
 
 

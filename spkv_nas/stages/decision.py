@@ -17,10 +17,10 @@ from spkv_nas.stages.options.margins import DecisionOptions, reads_text
 if TYPE_CHECKING:
     from spkv_nas.data.blocks import TokenBlocks
     from spkv_nas.evaluation.alarms import Circumstances
+    from spkv_nas.evaluation.selected import Selected
     from spkv_nas.evaluation.verdict.contenders import Contender
     from spkv_nas.evaluation.verdict.trial import Outcome, Trial
     from spkv_nas.stages.checkpoints import Loaded
-    from spkv_nas.stages.selection import Selected
     from spkv_nas.stages.subject import Subject
 
 EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
@@ -62,12 +62,12 @@ def prepare(
         UserError: a layout was selected on all documents of the text, or something cannot be read.
     """
     from spkv_nas.base.device import measuring_device
+    from spkv_nas.evaluation.selected import Selected, find_selected, probe_of
     from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
     from spkv_nas.evaluation.verdict.criterion import Setting
     from spkv_nas.evaluation.verdict.trial import Trial
     from spkv_nas.model.checkpoint import checkpoint_hash
     from spkv_nas.stages.checkpoints import load
-    from spkv_nas.stages.selection import Selected, find_selected, probe_of
     from spkv_nas.stages.subject import Subject
 
     options.folders.check_writable()

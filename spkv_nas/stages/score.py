@@ -21,6 +21,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_seconds
 from spkv_nas.evaluation.alarms import Circumstances, alarm
 from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.selected import find_selected
 from spkv_nas.evaluation.separators import SeparatorReport
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
 from spkv_nas.model.transformers_logging import quiet_transformers
@@ -32,7 +33,6 @@ from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.printing import about_errors, about_selection, change, show_alarm
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.selection import find_selected
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 

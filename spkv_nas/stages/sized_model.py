@@ -17,8 +17,8 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import parse_context
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.ladder import find_level
+from spkv_nas.evaluation.selected import probe_of
 from spkv_nas.stages.options import REFERENCE
-from spkv_nas.stages.selection import probe_of
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # folder of an unfinished run
 

@@ -21,6 +21,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.checkpoint_table import EvaluatedCheckpoint, checkpoint_table, merged
 from spkv_nas.evaluation.micro_batch import fitting_batch
 from spkv_nas.evaluation.paired import PairedDifference, paired_difference
+from spkv_nas.evaluation.selected import Selected, find_selected
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.config_section import gate_config, saved_layout
 from spkv_nas.model.transformers_logging import quiet_transformers
@@ -29,7 +30,6 @@ from spkv_nas.stages.checks import check
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
 from spkv_nas.stages.printing import about_errors, about_selection, change, evaluation_document
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.selection import Selected, find_selected
 from spkv_nas.stages.subject import Measured, Subject, measured_on
 
 
