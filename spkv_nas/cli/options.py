@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -22,7 +21,6 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli.present import print_results
 from spkv_nas.cli.screen import working
-from spkv_nas.stages.commands import stage_module
 from spkv_nas.stages.options import OnDevice, Trains
 from spkv_nas.stages.result import Results
 
@@ -110,28 +108,6 @@ def command(
         return run
 
     return register
-
-
-def runner(options_class: type, function: str = "run") -> Callable[..., Results | None]:
-    """Return the function that runs the command of a class of options, whose docstring is the help.
-
-    It calls a function of ``stage_module(options_class)``. That module, and torch with it, is imported when the command
-    runs.
-
-    Args:
-        options_class: options of the command.
-        function: name of the function in a module of several commands.
-    """
-    module = stage_module(options_class)
-
-    def run(options: Any, reporter: Reporter) -> Results | None:
-        results: Results | None = getattr(import_module(module), function)(options, reporter)
-        return results
-
-    run.__doc__ = options_class.__doc__
-    run.__name__ = function if function != "run" else module.removesuffix(".stage").rpartition(".")[2]
-    run.__annotations__ = {"options": options_class, "reporter": Reporter, "return": Results}
-    return run
 
 
 def _title(context: Any) -> str:

@@ -45,7 +45,7 @@ SIGNALS: dict[str, dict[str, object]] = {
     "add-one-head": {},
     "leave-one-out": {},
     "attention-mass": {},
-    "retrieval": {"needle_length": 3},
+    "retrieval": {},
     "duo": {"steps": 2},
     "head-gates": {"steps": 2, "budget": 2},
     "regression": {"budget": 3, "num_layouts": 30},

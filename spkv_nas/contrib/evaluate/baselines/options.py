@@ -9,10 +9,10 @@ from spkv_nas.artifacts.defaults import TAU_POINTS
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_WINDOW
-from spkv_nas.cli.options import runner
 from spkv_nas.contrib import defaults
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT, METHODS, PROTOCOLS
 from spkv_nas.stages import flags
+from spkv_nas.stages.commands import runner
 from spkv_nas.stages.evaluate.evaluation import CHECKPOINT_TAU, Evaluation
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
