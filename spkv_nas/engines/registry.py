@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.base.registry import Registry
-from spkv_nas.engines.cache import PlannedEngine
+from spkv_nas.engines.cache import PlannedEngine, Serving
 from spkv_nas.engines.engine import UNTRIED, Cell, Engine, Outcome
 from spkv_nas.engines.llamacpp import LLAMACPP
 from spkv_nas.engines.mlx import MLX
@@ -43,6 +44,25 @@ def planned_engine(name: str) -> PlannedEngine:
     if name not in engines:
         raise UserError(f"unknown engine '{name}'; expected one of {', '.join(engines)}")
     return engines[name]
+
+
+def read_serving(text: str) -> Serving:
+    """Return the engine and the settings of a text such as "vllm:page-size=32:in-flight-tokens=4096".
+
+    Raises:
+        UserError: as ``planned_engine``; a setting is unknown, or its value is not a positive number of tokens.
+    """
+    name, *words = text.split(":")
+    engine = planned_engine(name)
+    settings = {"page-size": engine.page_size, "in-flight-tokens": engine.in_flight}
+    for word in words:
+        setting, _, number = word.partition("=")
+        if setting not in settings:
+            raise UserError(f"engine {name} has no setting '{setting}'; it has {', '.join(settings)}")
+        if not number.isdecimal() or not 1 <= int(number) <= MAX_WHOLE:
+            raise UserError(f"--engine {text}: {setting} must be a number of tokens, 1 or more")
+        settings[setting] = int(number)
+    return Serving(engine, *settings.values())
 
 
 def checked_engines(*, converts: bool = True) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from spkv_nas.artifacts.shape import HeadShape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes, parse_context
 from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache, Serving
-from spkv_nas.engines.registry import planned_engine, planned_engines
+from spkv_nas.engines.registry import read_serving
 from spkv_nas.proposal.constraints import Constraints, parse_layers
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages.options import ConstraintOptions, EngineOptions, LayerOptions
@@ -41,7 +41,7 @@ class Served:
     def settings(self) -> str:
         """Return a clause on the pages and the tokens in flight."""
         size, number = self.cache.page_size, self.cache.in_flight
-        return f"pages of {size} tokens (--page-size), {number:,} tokens in flight (--in-flight-tokens)"
+        return f"pages of {size} tokens (page-size), {number:,} tokens in flight (in-flight-tokens)"
 
     def cells(self, plan: CachePlan) -> list[str]:
         """Format the bytes of a request, and how many requests and tokens fit in the memory, if it is limited."""
@@ -85,14 +85,8 @@ def serve(
 
 
 def chosen_engine(options: EngineOptions) -> Serving | None:
-    """Return the engine that options name, if any, with its settings. Raises ``UserError`` as ``planned_engine``."""
-    if options.engine is not None:
-        engine = planned_engine(options.engine)
-        return Serving(engine, options.page_size or engine.page_size, options.in_flight_tokens or engine.in_flight)
-    for name, value in (("--page-size", options.page_size), ("--in-flight-tokens", options.in_flight_tokens)):
-        if value is not None:
-            raise UserError(f"{name} needs --engine, such as --engine {next(iter(planned_engines()))}")
-    return None
+    """Return the engine that options name, if any, with its settings. Raises ``UserError`` as ``read_serving``."""
+    return None if options.engine is None else read_serving(options.engine)
 
 
 def check_engine_options(options: EngineOptions, *, kv_bytes: str | None, kv_dtype: str | None = None) -> None:

@@ -141,19 +141,12 @@ KvBytes = Annotated[str | None, Flag("Memory for keys and values, such as 2GiB."
 EngineName = Annotated[
     str | None,
     Flag(
-        "Count memory as the allocator of this serving engine does.",
+        "Count memory as the allocator of this serving engine does. Settings follow colons, as in "
+        "vllm:page-size=32:in-flight-tokens=64: tokens per page, and tokens scheduled at one time (vLLM's "
+        "max_num_batched_tokens, SGLang's chunked prefill size, twice these with asynchronous scheduling; llama.cpp's "
+        "micro-batch).",
+        metavar="NAME[:SETTING=N...]",
         values=lambda: tuple(planned_engines()),
-        panel=MEMORY,
-    ),
-]
-PageSize = Annotated[int | None, Flag("Tokens per page of the engine's cache.", low=1, high=MAX_WINDOW, panel=MEMORY)]
-InFlightTokens = Annotated[
-    int | None,
-    Flag(
-        "Tokens that the engine schedules at one time: vLLM's max_num_batched_tokens, SGLang's chunked prefill size, "
-        "twice these with asynchronous scheduling; llama.cpp's micro-batch.",
-        low=1,
-        high=MAX_WHOLE,
         panel=MEMORY,
     ),
 ]

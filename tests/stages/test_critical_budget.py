@@ -240,7 +240,7 @@ class TestCommand:
             ("8..1", "descending"),
             ("1..9", "the model has 8 KV heads"),
             ("1..8 --engine sglang", "whole layers only"),
-            ("1..8 --page-size 16", "--page-size needs --engine"),
+            ("1..8 --engine vllm:pages=16", "engine vllm has no setting 'pages'"),
         ],
     )
     def test_mistakes(self, folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:

@@ -25,7 +25,7 @@ CONFIG = {
     "max_position_embeddings": 32768,
 }  # fmt: skip
 SERVING = Serving(VLLM, page_size=128, in_flight=2048)
-CPU = ["--engine", "vllm", "--page-size", "128", "--in-flight-tokens", "2048"]  # settings of vLLM on a CPU
+CPU = ["--engine", "vllm:page-size=128:in-flight-tokens=2048"]  # settings of vLLM on a CPU
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ class TestPlan:
         shown = " ".join(capsys.readouterr().out.split())
         assert "KV cache in vLLM 0.32: requests of 32,768 tokens" in shown
         assert "1,424,929 │ 9, 10 │" in shown
-        assert "pages of 128 tokens (--page-size), 2,048 tokens in flight" in shown
+        assert "pages of 128 tokens (page-size), 2,048 tokens in flight" in shown
 
     @pytest.mark.parametrize(("engine", "note"), [("sglang", "0.8 as many tokens"), ("llamacpp", "one slot for each")])
     def test_engines_that_were_read(
@@ -83,8 +83,9 @@ class TestPlan:
         ("options", "message"),
         [
             (["--engine", "none"], f"unknown engine 'none'; expected one of {', '.join(planned_engines())}"),
-            (["--page-size", "16"], "--page-size needs --engine"),
-            (["--in-flight-tokens", "16"], "--in-flight-tokens needs --engine"),
+            (["--engine", "vllm:pages=16"], "engine vllm has no setting 'pages'; it has page-size, in-flight-tokens"),
+            (["--engine", "vllm:page-size=0"], "page-size must be a number of tokens, 1 or more"),
+            (["--engine", "vllm:in-flight-tokens=few"], "in-flight-tokens must be a number of tokens, 1 or more"),
             (["--kv-bytes", "1GiB"], "--kv-bytes needs --engine"),
             (["--kv-dtype", "float8"], "--kv-dtype needs --engine"),
             (["--engine", "vllm", "--kv-dtype", "float7"], "--kv-dtype 'float7' is unknown"),

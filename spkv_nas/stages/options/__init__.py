@@ -18,7 +18,6 @@ from spkv_nas.artifacts import defaults
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.flag import default
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.engines.registry import planned_engines
 from spkv_nas.stages import flags
 
 DEFAULT_PROBE = EMBEDDED.name  # name of the embedded reference's probe
@@ -91,12 +90,6 @@ class EngineOptions:
     """Serving engine that memory is counted for."""
 
     engine: flags.EngineName = default(None, "keys and values alone")
-    page_size: flags.PageSize = default(
-        None, ", ".join(f"{engine.name}: {engine.page_size:,}" for engine in planned_engines().values())
-    )
-    in_flight_tokens: flags.InFlightTokens = default(
-        None, ", ".join(f"{engine.name}: {engine.in_flight:,}" for engine in planned_engines().values())
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
