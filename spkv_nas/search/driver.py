@@ -1,4 +1,4 @@
-"""Run a search: score layouts without training, retrain the best briefly, and those that keep up in full.
+"""Run a search: score layouts without training, retrain the best briefly, and the best of these in full.
 
 Scores and retrainings are one study each in one storage (``search/storage.py``), so any number of processes can work on
 them. An evaluator (``search/evaluator.py``) scores and retrains, and keeps the results.

@@ -46,7 +46,7 @@ def search_layouts(
 
     Args:
         model: dense, hybrid or gated model; it is left unchanged.
-        blocks: text to choose on. The best score is biased by selection: score the winner again on other text.
+        blocks: text to select on. The best score is biased by selection: score the winner again on other text.
         table: head scores that guide the sampler, such as ``head_gates`` gives.
         budget: global KV heads, as a number, a share such as "25%", or a range such as "12..24"; by default the
             number that the table was learned for, or the paper's share.

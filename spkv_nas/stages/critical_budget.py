@@ -1,4 +1,4 @@
-"""Find the smallest budget of global heads whose layout keeps up: to ``reports/<name>/critical-budget.csv``."""
+"""Find the smallest budget of global heads whose layout passes, to ``reports/<name>/critical-budget.csv``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def run(options: CriticalBudgetOptions, reporter: Reporter) -> Result:
 
 
 def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT) -> BudgetResult:
-    """Bisect budgets of global heads for the smallest whose layout keeps up with the dense model.
+    """Bisect budgets of global heads for the smallest whose layout passes against the dense model.
 
     Raises:
         UserError: all documents were used to select a layout, the budgets are invalid, or something cannot be read.

@@ -112,7 +112,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
             solutions=solutions,
             progress=progress,
         )
-    # Write layouts and judge the ranking
+    # Write layouts and measure how far to trust the ranking
     folder = options.folders.layout_dir(table.name)
     write_proposal(folder, answer, reporter)
     _keep_selection(folder, [table, *others])

@@ -1,4 +1,4 @@
-"""Decide whether candidates keep up with a dense model, to ``reports/<name>/verdict.csv``."""
+"""Decide whether candidates pass against a dense model, to ``reports/<name>/verdict.csv``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spkv_nas.base.console import out, print_path
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.evaluation.verdict.margins import parse_risk
-from spkv_nas.evaluation.verdict.trial import Verdict, judge
+from spkv_nas.evaluation.verdict.trial import Verdict, decide_all
 from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by
 from spkv_nas.model.checkpoint import read_config
 from spkv_nas.model.config_section import saved_layout
@@ -65,7 +65,7 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     for candidate in candidates:
         check_pair(candidate.source, options.model)
     compared = prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
-    found = judge(compared.trial, candidates, parse_risk(options.risk), reporter)
+    found = decide_all(compared.trial, candidates, parse_risk(options.risk), reporter)
     # Write the table
     record = {"answers": dict(found.answers), **origin(options, compared)}
     record |= {} if found.alarm is None else {ALARM: found.alarm}

@@ -80,7 +80,7 @@ def test_a_name_means_one_thing() -> None:
     allowed |= {"layout": 3}  # by place; several by name; the one that an engine must run
     allowed |= {"granularity": 2}  # a constraint on layouts, in a panel of the help; an option of signals
     allowed |= {"recipe": 2, "file": 2, "data": 2, "out": 2}  # by place or by name; a folder
-    allowed |= {"model": 3}  # by place or by name; the one to keep up with, by --against
+    allowed |= {"model": 3}  # by place or by name; the one to compare with, by --against
     flags_of: dict[str, set[int]] = {}
     for one in CLASSES:
         for name, hint in get_type_hints(one, include_extras=True).items():

@@ -44,7 +44,7 @@ class Setting:
     """Models and text that every candidate of a verdict is measured with.
 
     Attributes:
-        dense: the model to keep up with.
+        dense: the model to compare with.
         known_tokenizer: tokenizer of all models; None if it was not given.
         text: blocks of the text, its documents in random order, on none of which a candidate was selected; None if
             no criterion reads text.

@@ -1,4 +1,4 @@
-"""Find the smallest budget of global heads whose layout keeps up with the dense model."""
+"""Find the smallest budget of global heads whose layout passes against the dense model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CriticalBudget(Outcome):
 def find_critical_budget(
     trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT
 ) -> CriticalBudget:
-    """Bisect candidates for the smallest that keeps up with the dense model.
+    """Bisect candidates for the smallest that passes against the dense model.
 
     Args:
         trial: criteria and samples.

@@ -25,7 +25,7 @@ from spkv_nas.evaluation.verdict.loss_tests import loss_interval, more_samples
 from spkv_nas.evaluation.verdict.margins import Margins
 from spkv_nas.evaluation.verdict.rounds import Rounds
 
-# Text to judge on by default: one block per document, within limits
+# Text to compare on by default: one block per document, within limits
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
 
 Pairs = dict[str, NDArray[np.float64]]  # scores [n, 2] of a candidate and the dense model, by criterion
@@ -183,8 +183,8 @@ class Trial:
             }
 
 
-def judge(trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT) -> Verdict:
-    """Decide whether candidates, under different names, keep up with the dense model.
+def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT) -> Verdict:
+    """Decide whether candidates, under different names, pass against the dense model.
 
     Args:
         trial: criteria and samples.

@@ -16,7 +16,7 @@ from spkv_nas.evaluation.separators import text_blocks
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.evaluation.verdict.margins import parse_margins, parse_risk
-from spkv_nas.evaluation.verdict.trial import Trial, Verdict, judge, text_in_random_order
+from spkv_nas.evaluation.verdict.trial import Trial, Verdict, decide_all, text_in_random_order
 
 
 def verdict(
@@ -58,7 +58,7 @@ def verdict(
     """
     trial = trial_in_memory(model, blocks, margin, scores=scores, tokenizer=tokenizer, max_tokens=max_tokens, seed=seed)
     candidates = [Contender(name, layout=layout) for name, layout in by_name(layouts).items()]
-    return judge(trial, candidates, parse_risk(risk), Reporter.of(progress))
+    return decide_all(trial, candidates, parse_risk(risk), Reporter.of(progress))
 
 
 def trial_in_memory(

@@ -128,8 +128,8 @@ class _Comparison:
         tau = origin(options.model, model, options.tau)["tau"]
         compared = identity(options.model, (model, measured.tokenizer), f"{tau} after {written_by}")
         with hard(model, options.tau), hard(dense, None), self.reporter.bar(f"comparing, {decoding}") as progress:
-            judge = partial(compare, model, dense, blocks, texts, self.new_tokens, temperature=temperature)
-            lines = self._lines(decoding, compared, lambda: judge(progress=progress))
+            measure = partial(compare, model, dense, blocks, texts, self.new_tokens, temperature=temperature)
+            lines = self._lines(decoding, compared, lambda: measure(progress=progress))
         return Agreement.of(lines, temperature)
 
     def _lines(self, name: str, depends_on: str, compute: Callable[[], list[Line]]) -> list[Line]:

@@ -23,7 +23,7 @@ Budgets = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalBudgetOptions(EngineOptions, DecisionOptions):
-    """Find the smallest budget of global heads that keeps up with a dense model.
+    """Find the smallest budget of global heads whose loss against a dense model is below a margin.
 
     A bisection of the budgets tests their layouts on the weights of --against, as verdict does, until the smallest that
     passes is known. That any budget passes wrongly, and that any fails wrongly, has a probability of at most --risk

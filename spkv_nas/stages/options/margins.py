@@ -13,7 +13,7 @@ from spkv_nas.stages import flags
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
 Dense = Annotated[
-    str, Flag("Checkpoint to keep up with; layouts are tried on its weights.", ("--against",), "CHECKPOINT")
+    str, Flag("Checkpoint to compare with; layouts are tried on its weights.", ("--against",), "CHECKPOINT")
 ]
 Margin = Annotated[
     str,

@@ -52,7 +52,7 @@ Storage = Annotated[str | None, Flag("URL of the study's database, such as postg
 class SearchOptions(LayerOptions, Trains):
     """Search for better layouts than the strategies'. Writes reports/NAME/search.csv and layouts/NAME/search/.
 
-    Many layouts are scored without training, the best are retrained briefly, and those that keep up in full. Full
+    Many layouts are scored without training, the best are retrained briefly, and the best of these in full. Full
     retrainings are evaluated on held-out text that was not used for selection (--max-tokens, at most half of it, is).
     With a second objective, --budget may be a range or a list. The same command, started again here or on another
     machine with the same workspace, is another worker of the same study; after an interruption it resumes.

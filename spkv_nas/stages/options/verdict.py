@@ -14,7 +14,9 @@ Candidates = Annotated[list[str], Flag("Checkpoints, and layout files (YAML).", 
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictOptions(DecisionOptions):
-    """Decide whether layouts or checkpoints keep up with a dense model. Writes reports/NAME/verdict.csv.
+    """Decide whether layouts or checkpoints lose less than a margin against a dense model.
+
+    Writes reports/NAME/verdict.csv.
 
     Candidates are checkpoints, or layout files, which are tried on the weights of --against without training. Both
     models are measured sample by sample, in random order, until the answer is known: passes if the loss is below every
