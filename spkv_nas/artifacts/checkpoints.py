@@ -57,6 +57,7 @@ def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
         UserError: the table is invalid, naming file and line; also if a path leads out of ``root``.
     """
     rows = read_table(folder / FILE, "table of checkpoints", _COLUMNS)
+    # Refuse paths that lead out of the workspace
     for line, path in rows["checkpoint"].items():
         if not path or Path(path).is_absolute() or ".." in Path(path).parts or "\0" in path:
             raise UserError(

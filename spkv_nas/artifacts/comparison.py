@@ -114,6 +114,7 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
         UserError: the column ``strategy`` is missing, a strategy has no name, or a number is invalid, naming line and
             column.
     """
+    # Check that every row names its strategy
     if "strategy" not in rows:
         raise UserError(f"comparison.csv: the column 'strategy' is missing; found {', '.join(map(str, rows.columns))}")
     checked = rows.reset_index(drop=True)

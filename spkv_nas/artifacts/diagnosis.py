@@ -25,6 +25,7 @@ def missed_price(target: float | None, reached: float | None, *, weights_learned
     """
     if target is None or reached is None or MIN_RATIO <= reached / target <= MAX_RATIO:
         return None
+    # Choose the remedy by the side on which the gates missed their target
     if not weights_learned:
         remedy = "more --steps"
     elif reached < target:
@@ -54,6 +55,7 @@ def undifferentiated(density: NDArray[np.float64], *, is_priced: bool) -> list[s
         is_priced: whether keys had a price while the gates learned.
     """
     closed = density < 1 - _NEARLY_OPEN
+    # Expect closed heads under a price, or where some heads stand out
     expected = is_priced or (density > 0.5).mean() >= _STANDING_OUT
     sides = [
         (density > _NEARLY_OPEN, f"everything (density above {_NEARLY_OPEN})", "a larger tau"),

@@ -107,6 +107,7 @@ class DocumentCounts:
         arrays = read_arrays(path, _ARRAYS, remedy)
         names = tuple(str(name) for name in arrays["domains"])
         kept, tokens, domain = arrays["kept"], arrays["tokens"].astype(np.int64), arrays["domain"].astype(np.int64)
+        # Check that the counts belong to the table
         if names != domains or kept.shape[1:] != np.shape(density)[1:] or not (domain < len(names)).all():
             raise UserError(
                 f"{path} does not belong to the table in its folder: other domains or another grid\n{remedy}"

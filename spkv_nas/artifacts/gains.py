@@ -51,6 +51,7 @@ class Gains:
         if not is_file(path):
             return None
         rows = read_table(path, "gains", _COLUMNS)
+        # Check that each head of the grid occurs once
         heads = rows[["layer", "kv_head"]]
         outside = ((heads >= list(grid)).any(axis=1) | heads.duplicated()).to_numpy()
         if outside.any():
@@ -58,6 +59,7 @@ class Gains:
             raise UserError(f"gains {path}{where}: expected each head of {grid_words(grid)} once\n{_REMEDY}")
         if len(rows) != grid[0] * grid[1]:
             raise UserError(f"gains {path}: {len(rows)} heads, but the table has {grid_words(grid)}\n{_REMEDY}")
+        # Arrange the rows as a grid
         rows = rows.sort_values(["layer", "kv_head"])
         return cls(rows["gain"].to_numpy().reshape(grid), rows["standard_error"].to_numpy().reshape(grid))
 

@@ -58,11 +58,11 @@ class GateConfig(BaseModel):
         """Default the initial bias of priced gates to the logit of tau, where the price acts at once."""
         if not isinstance(data, dict):
             return data
-        data = {
-            key: value.item() if getattr(value, "ndim", None) == 0 else value for key, value in data.items()
-        }  # convert NumPy scalars to Python numbers
+        # Convert NumPy scalars to Python numbers
+        data = {key: value.item() if getattr(value, "ndim", None) == 0 else value for key, value in data.items()}
         if not (data.get("price") or data.get("target_density")):
             return data
+        # Default the bias only if the threshold has a logit
         tau = data.get("tau", cls.model_fields["tau"].default)
         usable = isinstance(tau, int | float) and 0.0 < tau < 1.0
         return {"bias": threshold_logit(tau), **data} if usable else data
@@ -70,6 +70,7 @@ class GateConfig(BaseModel):
     @model_validator(mode="after")
     def _sound(self) -> GateConfig:
         """Check the fields against each other."""
+        # Check the predictor
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd; found {self.kernel_size}")
         if self.predictor == "bidirectional" and self.kernel_size // 2 >= self.window:
@@ -77,6 +78,7 @@ class GateConfig(BaseModel):
                 f"a kernel of {self.kernel_size} looks {self.kernel_size // 2} tokens ahead, but must look less than "
                 f"the window of {self.window}, because whether a key is kept is decided before it leaves the window"
             )
+        # Check the price and the heads
         if self.price and self.target_density is not None:
             raise ValueError("set only one of 'price' and 'target_density', which adjusts the price")
         letters = set("".join(self.heads or []))

@@ -47,6 +47,7 @@ def file_rows(rows: pd.DataFrame, kind: str = DENSITY) -> pd.DataFrame:
 
 def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
     """Return the rows of scores [L, Hkv] of one domain. Raises ``UserError`` for another shape, kind or range."""
+    # Check shape, kind and range
     try:
         scores = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -59,6 +60,7 @@ def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
     low, high = (0.0, 1.0) if high is None else (-high, high)
     if not ((low <= scores) & (scores <= high)).all():
         raise UserError(f"scores of kind {kind} must be numbers between {low:g} and {high:g}")
+    # List the heads as rows
     layers, heads = np.indices(scores.shape).reshape(2, -1)
     columns = (layers, heads, scores.ravel(), "all", 1, 0, np.nan)
     return pd.DataFrame(dict(zip(COLUMNS, columns, strict=True)))

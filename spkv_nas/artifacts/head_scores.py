@@ -360,6 +360,7 @@ class HeadScores(OnGrid):
             f"mean_{self.kind}": round(self.mean, 4 if self.is_density else 6),
             f"std_{self.kind}": round(self.std, 4 if self.is_density else 6),
         }
+        # List the files of an earlier probe, which are replaced or removed
         earlier = [file.name for file in Path(folder).glob(PATTERN) if str(self.selection) not in file.name]
         with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS, *earlier)) as new:
             write_csv(new / _TABLE, file_rows(self.rows, self.kind))

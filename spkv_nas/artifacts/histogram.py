@@ -67,11 +67,13 @@ class LogitHistogram:
             return np.ones(self.counts.shape[:-1])
         if tau >= 1.0:
             return np.zeros(self.counts.shape[:-1])
+        # Find the bin that contains the logit of tau
         at_edge = self._at_edge
         limit = min(max(math.log(tau / (1.0 - tau)), self.edges[0]), self.edges[-1])
         right = int(np.searchsorted(self.edges, limit))
         if right == 0:
             return np.asarray(at_edge[..., 0])
+        # Interpolate between the edges of the bin
         share = (limit - self.edges[right - 1]) / (self.edges[right] - self.edges[right - 1])
         return np.asarray((1.0 - share) * at_edge[..., right - 1] + share * at_edge[..., right])
 
@@ -113,6 +115,7 @@ class LogitHistogram:
         arrays = read_arrays(path, _ARRAYS, remedy)
         names, counts = tuple(str(name) for name in arrays["domains"]), arrays["counts"].astype(np.int64)
         check_grid(f"the histogram {path}", (counts.shape[1], counts.shape[2]), "the table in its folder", grid, remedy)
+        # Check that the domains are those of the table
         absent = sorted(set(domains) - set(names))
         if absent or len(set(names)) < len(names):
             reason = f"it has no domain '{absent[0]}'" if absent else "a domain occurs twice"

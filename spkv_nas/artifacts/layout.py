@@ -82,6 +82,7 @@ class Layout(OnGrid):
         object.__setattr__(self, "heads", tuple(heads))
         object.__setattr__(self, "window", convert("window", int, self.window))
         object.__setattr__(self, "sinks", convert("sinks", int, self.sinks))
+        # Check the grid
         if not self.heads or not self.heads[0]:
             raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
         for layer, row in enumerate(self.heads):
@@ -92,6 +93,7 @@ class Layout(OnGrid):
                     f"layer {layer} is {row[:100]!r}, {len(row)} KV heads, but layer 0 has {self.num_kv_heads}; "
                     "all rows must have the same length"
                 )
+        # Check window, sinks and strategy
         if self.window < 1:
             raise UserError(f"window is {self.window}; it must be at least 1, because it includes the query's own key")
         if self.window > MAX_WINDOW:

@@ -74,6 +74,7 @@ class Proposal:
             UserWarning: the layouts name different thresholds, so coverage is computed at the table's own; or some
                 layouts come from another probe of the same name.
         """
+        # Warn of layouts from an earlier probe or from different thresholds
         if stale := self._of_another_probe(table):
             warnings.warn(
                 f"{', '.join(stale)}: proposed from an earlier probe named '{table.name}', not from the current "
@@ -87,6 +88,7 @@ class Proposal:
                 "propose them again at one threshold to compare their coverage",
                 stacklevel=2,
             )
+        # Use the layouts' number of sink tokens and their threshold
         numbers = {layout.sinks for layout in self.layouts.values()}
         if len(numbers) == 1 and numbers != {table.sinks}:
             table = replace(table, metadata={**table.metadata, "sinks": numbers.pop()})
@@ -118,6 +120,7 @@ class Proposal:
             if name in layouts:
                 raise UserError(f"two layouts are called '{name}': rename one of them (key 'strategy')")
             layouts[name], paths[name] = layout, file
+            # Collect the thresholds
             tau = layout.provenance.get("tau")
             if isinstance(tau, float | int) and not isinstance(tau, bool):
                 if not 0 <= tau <= 1:
@@ -147,6 +150,7 @@ def layout_names(entries: Sequence[tuple[Path, Layout]]) -> list[str]:
     Args:
         entries: (file, layout) of each.
     """
+    # Group the layouts by strategy
     groups: dict[str, list[int]] = {}
     for index, (_, layout) in enumerate(entries):
         groups.setdefault(layout.strategy, []).append(index)
@@ -154,6 +158,7 @@ def layout_names(entries: Sequence[tuple[Path, Layout]]) -> list[str]:
     for strategy, indices in groups.items():
         if len(indices) == 1:
             continue
+        # Use the first addition that tells all layouts of the group apart
         kinds = list(zip(*(_additions(*entries[index]) for index in indices), strict=True))
         additions = next((parts for parts in kinds if len(set(parts)) == len(parts)), kinds[-1])
         for index, addition in zip(indices, additions, strict=True):
@@ -199,6 +204,7 @@ def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
     Warns:
         UserWarning: the separators differ; names each and its members.
     """
+    # Group the members by separator
     members: dict[str, list[str]] = {}
     for name, record in records.items():
         separator = record.get("separator")
@@ -215,6 +221,7 @@ def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _warn_if_different(subject: str, label: str, numbers: Mapping[str, int | None], cause: str, remedy: str) -> None:
     """Warn if the known numbers of the members of a comparison differ; ``cause`` begins a sentence about the loss."""
+    # Group the members by their number
     members: dict[int, list[str]] = {}
     for name, number in numbers.items():
         if number is not None:

@@ -115,6 +115,7 @@ def keep_earlier(
     """
     if not is_file(folder / record):
         return None
+    # Identify the inputs of the earlier result
     content: dict[str, Any] | None = None  # of a damaged record, which is kept as it is
     with suppress(UserError):
         content = read_unchecked(folder / record, "record", ResultRecord)
@@ -125,6 +126,7 @@ def keep_earlier(
         earlier = content.get("inputs") or inputs_of(content)
     if earlier == inputs:
         return None
+    # Copy its files under names that end in the hash of these inputs
     copies = {name: f"{Path(name).stem}-{earlier}{Path(name).suffix}" for name in (*tables, record)}
     copied = [Path(shutil.copyfile(folder / name, new / copies[name])) for name in tables if is_file(folder / name)]
     if content is None:

@@ -108,13 +108,15 @@ class Measure:
         """
         if kind == kinds.DENSITY:
             return DENSITY
+        # Choose the scale of a share
         low, high = min(0.0, float(values.min())), max(_MIN_HIGH, float(values.max()))
         unit = unit or kinds.SHARE_UNIT
         meaning = f"The signal {signal}: {unit}; higher for KV heads that need global attention."
         if kind == kinds.SHARE:
             scale = PERCENT if high >= _FULL_RANGE else Scale(low, high, is_stretched=True)
             return cls(f"{signal} score", meaning, unit, "%", scale)
-        factor = 1000.0 ** max(0, math.ceil(-math.log(max(high, -low), 1000)))  # so that the largest is at least 1
+        # Scale small numbers by powers of 1,000, so that the largest is at least 1
+        factor = 1000.0 ** max(0, math.ceil(-math.log(max(high, -low), 1000)))
         shown = unit if factor == 1 else f"{unit} / {factor:,.0f}"
         scale = Scale(low, high, is_stretched=True, factor=factor)
         if kind == kinds.SCORE:

@@ -42,13 +42,15 @@ def convert(
     """
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     converters = converters or {}
+    # Try every kind unconverted first: a value of one of the kinds is not converted to another
     tables: tuple[Mapping[str, Callable[[Any], Any]], ...] = ({}, converters)
-    for convert_with in tables:  # a value of one of the kinds is not converted to another
+    for convert_with in tables:
         for option in kinds:
             name = getattr(option, "__name__", "")
             made = convert_with[name](value) if name in convert_with else value
             if (result := _as(what, option, made, converters, remedy)) is not _UNFIT:
                 return result
+    # Describe the expected kind and the value in an error
     expected = " or ".join(dict.fromkeys(_word(option) for option in kinds))
     is_short = isinstance(value, Real | str | NoneType)
     description = shortened(repr(value), 80) if is_short else _article(type(value).__name__)
@@ -59,6 +61,7 @@ def _as(what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any
     """Return ``value`` as one kind, or ``_UNFIT``."""
     origin = get_origin(kind) or kind
     is_text = isinstance(value, str | bytes)
+    # Compare kinds that are not classes by rules of their own
     if origin is Any:
         return value
     if origin is Literal:
@@ -67,6 +70,7 @@ def _as(what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any
         return _number(origin, value)
     if origin is Callable or getattr(origin, "_is_protocol", False):
         return value if callable(value) else _UNFIT
+    # Check the class, then convert the items of a container
     if not isinstance(value, origin) or (is_text and origin is Sequence):
         return _UNFIT
     if origin is Sequence:
@@ -82,6 +86,7 @@ def _number(kind: type, value: Any) -> Any:
     """Return a number as a Python int, float or bool, or ``_UNFIT``."""
     if getattr(value, "ndim", None) == 0:  # of NumPy or torch
         value = value.item()
+    # Keep booleans apart from numbers, although Python's bool is an int
     if isinstance(value, bool):
         return value if kind is bool else _UNFIT
     if kind is bool or not isinstance(value, Real):

@@ -98,6 +98,7 @@ def _wrong_values(values: NDArray[Any], array: Array) -> str:
         except ValueError:
             return "holds what is no text"
         return ""
+    # Check the range
     bounds = f"expected {'finite numbers' if array.kind == 'number' else 'whole numbers'} from {array.low:g}" + (
         "" if array.high == math.inf else f" to {array.high:g}"
     )
@@ -105,6 +106,7 @@ def _wrong_values(values: NDArray[Any], array: Array) -> str:
     is_valid = np.isfinite(values) & (values >= array.low) & (values <= high)
     if not is_valid.all():
         return f"holds {values[~is_valid].flat[0]}; {bounds}"
+    # Check the order
     if array.ascending and not (np.diff(values.astype(np.float64)) > 0).all():
         return "does not ascend"
     return ""

@@ -126,10 +126,12 @@ def is_native(device: str, dtype: torch.dtype) -> bool:
 
     if dtype not in (torch.bfloat16, torch.float16):
         return True
+    # Ask CUDA about a GPU
     if device.startswith("cuda"):
         return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
+    # Query oneDNN, and on x86 the processor too
     library = torch.ops.mkldnn
     processor: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # from torch 2.10
     if dtype == torch.bfloat16:

@@ -80,6 +80,7 @@ def connect(device: str | None = None, *, offloads: bool = False) -> None:
     global _connected
     _connected = True
     if not torch.distributed.is_initialized():
+        # Start the process group, with gloo beside NCCL if CPU tensors are exchanged too
         on_cpu = device == "cpu" or not torch.cuda.is_available()
         if offloads and not on_cpu:
             torch.distributed.init_process_group("cuda:nccl,cpu:gloo", timeout=TIMEOUT)
@@ -152,12 +153,14 @@ def on_main(work: Callable[[], Result]) -> Result:
         return work()
     import torch
 
+    # Run on process 0, and catch an error so that the others do not wait for a result
     result_and_error: list[Any] = [None, None]
     if process_index() == 0:
         try:
             result_and_error[0] = work()
         except UserError as error:
             result_and_error[1] = error
+    # Share the outcome with all processes
     torch.distributed.broadcast_object_list(result_and_error, src=0)
     if result_and_error[1] is not None:
         raise result_and_error[1]
@@ -196,6 +199,7 @@ def sum_over_processes(values: Values) -> Values:
     import torch
     from accelerate import PartialState
 
+    # Copy the values to the device of the process group, in a dtype that sums precisely
     tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
     dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
     total = tensor.detach().to(PartialState().device, dtype, copy=True).contiguous()

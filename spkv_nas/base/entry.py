@@ -137,6 +137,7 @@ def shared_options(registry: Registry[Any]) -> dict[str, SharedOption]:
     shared: dict[str, SharedOption] = {}
     for entry in registry:
         for name, option in entry.options().items():
+            # Compare the option with its declarations by earlier entries
             others = shared.setdefault(name, SharedOption(name, {})).declared
             for other, declared in others.items():
                 if (declared.type, declared.flag) != (option.type, option.flag):

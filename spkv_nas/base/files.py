@@ -47,6 +47,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     temporary = None
     try:
+        # Write a temporary file through to disk before it replaces the old one
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(descriptor, "wb") as file:
@@ -289,6 +290,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     try:
         data = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
+        # Name line and column of the error
         mark = getattr(error, "problem_mark", None)
         position = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or first_line(error)

@@ -54,6 +54,7 @@ class FolderLock:
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            # Announce the wait once, then wait for the lock
             if not self._get(0.0):
                 if not self._has_waited:
                     announce(f"waiting for {_owner(self._folder)}, which {self._what}")
@@ -64,7 +65,8 @@ class FolderLock:
             raise UserError(
                 f"cannot lock {self._folder}: {first_line(error)}\nchoose a writable folder with --workspace"
             ) from error
-        with suppress(OSError):  # names this process; the lock works without it
+        # Record this process as the holder; the lock works without that
+        with suppress(OSError):
             owner = json.dumps({"process": os.getpid(), "host": socket.gethostname()})
             (self._folder / _OWNER).write_text(owner)
         return True

@@ -56,6 +56,7 @@ def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:
         raise UserError(f"{where} cannot be read: {error}") from error
     if not isinstance(hashes, dict) or not hashes:
         raise UserError(f"{where} lists no files under 'sha256'")
+    # Check the hashes, and that no name leads out of the folder
     for name, expected in hashes.items():
         if not isinstance(expected, str) or re.fullmatch("[0-9a-f]{64}", expected) is None:
             raise UserError(f"{where} has no SHA-256 for {name[:100]!r}")
@@ -85,6 +86,7 @@ def check_manifest(folder: Path, names: Collection[str] | None = None, *, what: 
 def manifest_checked(folder: Path, names: Collection[str] | None = None, *, what: str = "checkpoint") -> Iterator[None]:
     """Check the manifest in the background while the block reads the files; damage replaces the block's error."""
     hashes = read_manifest(folder, what) if (folder / MANIFEST).exists() else {}
+    # Refuse a folder with added or missing files
     added = sorted(p.name for p in folder.iterdir() if _is_read(p.name) and p.name not in hashes) if hashes else []
     if added:
         raise UserError(f"{what} {folder}: {added[0]} is not listed in its {MANIFEST}: it was added later\n{_REMEDY}")
@@ -92,6 +94,7 @@ def manifest_checked(folder: Path, names: Collection[str] | None = None, *, what
     missing = [name for name in expected if not (folder / name).is_file()]
     if missing:
         raise UserError(f"{what} {folder} is damaged: {missing[0]} is missing\n{_REMEDY}")
+    # Hash in the background; damaged files explain an error of the block better than the error itself
     with hashing(folder / name for name in expected) as wait:
         try:
             yield

@@ -125,6 +125,7 @@ class AdaptiveBatchSize:
             def attempt(size: int, left: range = items[done:]) -> tuple[int, list[Result]]:
                 return size, work(left[:size])
 
+            # Run as many of the remaining items as fit
             size, part = self.run(attempt, len(items) - done)
             results += part
             done += size

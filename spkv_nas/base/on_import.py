@@ -32,11 +32,13 @@ class _Watch(MetaPathFinder):
         """Let the other finders find the module, and wrap its loader."""
         if fullname != self.module or self._is_asking:
             return None
+        # Find the module without this finder, which would recurse
         self._is_asking = True
         try:
             spec = find_spec(fullname)
         finally:
             self._is_asking = False
+        # Run the action once the loader has executed the module
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

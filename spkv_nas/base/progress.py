@@ -48,6 +48,7 @@ def log_lines(title: str) -> Bar:
         nonlocal start, last
         now = time.monotonic()
         since, first = start = start or (now, done)
+        # Estimate the time left from the steps since the first call
         if now - last >= EVERY and done > first:
             last = now
             remaining = clock((now - since) * (total - done) / (done - first))

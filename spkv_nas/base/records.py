@@ -46,6 +46,7 @@ def read_record(path: Path, what: str, schema: type[Recorded] = Recorded) -> dic
     Warns:
         UserWarning: the record or a table beside it was changed after it was written.
     """
+    # Read the record without its hashes
     text = read_text(path, what)
     content = parse_yaml(text, f"{what} {path}")
     hashes = content.pop(_KEY, {})

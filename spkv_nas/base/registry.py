@@ -95,6 +95,7 @@ class Registry(Generic[Entry]):
             reason = f"{type(error).__name__}: {first_line(error)}"
             remedy = REINSTALL if _is_own(point) else "repair or uninstall its package"
             raise UserError(f"cannot load the {self.noun} {point.value}: {reason}\n{remedy}") from error
+        # Instantiate an entry that is a class
         entry = entry() if isinstance(entry, type) and issubclass(entry, self.kind) else entry
         if not isinstance(entry, self.kind):
             raise UserError(f"{point.value} is no {self.kind.__name__}, which a {self.noun} must be")

@@ -36,6 +36,7 @@ def replacing(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
     Raises:
         UserError: the folder cannot be written; the earlier result is then unchanged.
     """
+    # Create the temporary folder
     with as_user_error(folder):
         folder.mkdir(parents=True, exist_ok=True)
         new_files = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
@@ -43,10 +44,12 @@ def replacing(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
     try:
         yield new_files
         with as_user_error(folder):
+            # Record the stale files, and flush everything to disk
             written_names = {file.name for file in new_files.iterdir()}
             (new_files / _STALE).write_text(json.dumps(sorted(set(stale) - written_names)))
             flush(new_files)
             with shared_lock(folder / _LOCK):
+                # Complete an interrupted replacement before committing this one
                 _settle(folder)
                 _tidy(folder)
                 new_files.rename(folder / _COMMIT)
@@ -116,12 +119,14 @@ def new_folder(final: Path) -> Iterator[Path]:
         UserError: the folder cannot be written.
     """
     partial = final.with_name(f".{final.name}.partial")
+    # Remove a partial folder of an interrupted run
     with as_user_error(final):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     try:
         yield partial
         with as_user_error(final):
+            # Replace the earlier folder once all files are on disk
             flush(partial)
             if final.is_symlink():
                 final.unlink()

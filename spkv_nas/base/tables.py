@@ -153,6 +153,7 @@ def _parse(texts: pd.Series[str], column: Column, where: str) -> pd.Series:
     Raises:
         UserError: a cell is invalid.
     """
+    # Convert the cells and mark the valid ones
     if column.kind == "text":
         is_valid = texts.isin(column.choices) if column.choices else pd.Series(True, texts.index)
         values = texts
@@ -160,6 +161,7 @@ def _parse(texts: pd.Series[str], column: Column, where: str) -> pd.Series:
         filled = texts != "" if column.gaps else pd.Series(True, texts.index)
         values = pd.to_numeric(texts.where(filled, "nan"), errors="coerce").astype(np.float64)
         is_valid = ~filled | _is_valid(values, column)
+    # Report the first invalid cell
     if not is_valid.all():
         line = texts.index[int(is_valid.to_numpy().argmin())]
         raise UserError(

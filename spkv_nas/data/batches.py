@@ -49,6 +49,7 @@ def run_own_batches(
     Warns:
         UserWarning: if batches are run in parts.
     """
+    # Determine this process's share of the batches
     size, share = _shared(blocks.num_blocks, batch_size)
     num_own = num_own_blocks(blocks.num_blocks, batch_size)
     # Run batch by batch, in parts where memory is too small

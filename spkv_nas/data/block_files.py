@@ -252,6 +252,7 @@ def map_blocks(folder: Path) -> TokenBlocks:
         UserError: the files do not fit together.
     """
     record = validate(_Record, read_json(folder / _RECORD, _WHAT), f"{_WHAT} {folder / _RECORD}")
+    # Map tokens and document indices of the recorded shape
     shape = record.num_blocks, record.block_size
     try:
         tokens, owner = (np.memmap(folder / name, _INT32, "r", shape=shape) for name in (_TOKENS, _OWNER))
@@ -308,7 +309,8 @@ def _write_blocks(
     first = np.array(opening, dtype=_INT32)
     with (folder / _TOKENS).open("wb") as token_file, (folder / _OWNER).open("wb") as owner_file:
         for tokens, document in parts:
-            starts = np.arange(-num_tokens % size, len(tokens), size)  # of the blocks that begin in this part
+            # Insert the opening tokens at the start of each block that begins in this part
+            starts = np.arange(-num_tokens % size, len(tokens), size)
             num_tokens += len(tokens)
             tokens = np.insert(tokens, starts.repeat(len(opening)), np.tile(first, len(starts)))
             tokens.astype(_INT32, copy=False).tofile(token_file)

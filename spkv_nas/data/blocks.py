@@ -283,6 +283,7 @@ def build_blocks(
     pieces: list[tuple[NDArray[np.int32], int]] = []
     infos: list[DocumentInfo] = []
     num_tokens = 0
+    # Tokenise documents up to the limit
     for document, ids in tokenised(as_documents(texts, block_size), tokenizer, limits.separator):
         if max_tokens is not None and num_tokens >= max_tokens:
             break
@@ -333,9 +334,11 @@ def aligned(
     waiting: list[tuple[NDArray[np.int32], int]] = []
     num_waiting = 0
     for tokens, owner in pieces:
+        # Yield whole stretches at once
         if whole := len(tokens) // size * size:
             yield tokens[:whole], owner
         rest = tokens[whole:]
+        # Fill stretches with the rest, without a separator that would begin one
         while len(rest):
             if not num_waiting and tuple(rest) == separator[len(separator) - len(rest) :]:
                 break

@@ -52,6 +52,7 @@ def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -
             f"data.heldout {config.heldout:g} would hold out {num_held} of {len(hashed)} documents; "
             f"{num_chosen} are held out, so that text is left both to train on and to evaluate on"
         )
+    # Hold out all hashes up to that of the last chosen document
     return (sorted(hashed)[num_chosen - 1][0] + 1) / 2**32
 
 
@@ -70,6 +71,7 @@ def _parted(hashed: list[tuple[int, int]], number: int, least: int) -> int:
             f"the text is one document of {hashed[0][1]} characters, too short to hold out a part\n"
             "use more text, or smaller blocks (--block-size; data.block_size in a recipe); each part needs four"
         )
+    # Leave both parts enough text
     lengths = np.cumsum([length for _, length in hashed])
     lowest = max(_MIN_DOCUMENTS, int(np.searchsorted(lengths, least)) + 1)
     highest = min(len(hashed) - 1, int(np.searchsorted(lengths, lengths[-1] - least, side="right")))

@@ -80,6 +80,7 @@ def domain(path: PackagePath) -> str:
 def _packages() -> tuple[list[Distribution], list[str]]:
     """Return the packages installed as pinned, in the order of the pins, and what is wrong with the others."""
     packages, missing = [], []
+    # Read the pins that belong to the text
     pins = constraints_file().read_text(encoding="utf-8").partition(_END)[0]
     for name, version in _PIN.findall(pins):
         try:

@@ -177,6 +177,7 @@ class Files:
             except (UnicodeError, OSError) as error:
                 unreadable.append(f"{self._name(file)}: {first_line(error)}")
                 read(size)
+        # Refuse a source without readable files, and warn of single ones
         if unreadable:
             problem = f"{len(unreadable)} files that are not readable UTF-8 text; {unreadable[0]}"
             if len(unreadable) == len(self.files):
@@ -298,6 +299,7 @@ def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str]]:
         if len(head) <= MAX_ENCODED_CHARACTERS:
             yield None, head
             return
+        # Cut a long text while reading it
         number = 0
         try:
             chunks = chain([head], iter(lambda: stream.read(_CHUNK), ""))
@@ -348,8 +350,10 @@ def _parquet(file: Path, options: Mapping[str, Any], size: int, read: Read) -> I
 
     try:
         with pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
+            # Choose the columns to read
             fields, needed = table.schema_arrow.names, _fields(options)
             columns = [field for field in fields if field in needed] if needed[0] in fields else fields
+            # Read the rows batch by batch
             batches = table.iter_batches(_PARQUET_ROWS, columns=columns, use_threads=False)
             rows = (row for batch in batches for row in batch.to_pylist())
             located_rows = ((f"{file}, row {number}", row) for number, row in enumerate(rows))
@@ -376,6 +380,7 @@ def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, A
     text_field, domain_field = _fields(options)
     for number, (location, row) in enumerate(rows):
         text, row_domain = row.get(text_field), row.get(domain_field)
+        # Name the location and the fields of a row without text
         if not isinstance(text, str):
             is_absent, key = text_field not in row, "dataset" if "dataset" in options else "path"
             problem = f"no field '{text_field}'" if is_absent else f"field '{text_field}' is {_kind(text)}, not text"
@@ -383,6 +388,7 @@ def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, A
                 f"{location}: {problem}; its fields: {', '.join(row)}\ncorrect or remove the row, or name the field "
                 f"with the text in a recipe's data.sources: {{{key}: {origin}, text_field: FIELD}}"
             )
+        # Prefer the configured domain to the row's own, and that to the default
         row_domain = options.get("domain") or (domain if row_domain in (None, "") else str(row_domain))
         yield Text(text.removeprefix(BYTE_ORDER_MARK), row_domain, f"{origin}#{number}")
 

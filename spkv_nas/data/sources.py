@@ -169,6 +169,7 @@ def _meter(opened: list[tuple[str | SourceConfig, Source]], progress: Progress |
     def read(number: int) -> None:
         nonlocal num_read, last_reported
         num_read += number
+        # Report each thousandth of the bytes, if the size of every source is known
         if progress is not None and None not in sizes and 1000 * (num_read - last_reported) >= total > 0:
             progress(min(num_read, total) // 1000, total // 1000)
             last_reported = num_read
@@ -186,6 +187,7 @@ def _distinct(documents: Iterable[Document], left_out: LeftOut) -> Iterator[Docu
     earlier = np.empty(0, dtype=np.uint64)
     for document in documents:
         key = int(document.id[:16], 16)
+        # Look the hash up among recent and earlier documents
         position = int(np.searchsorted(earlier, np.uint64(key)))
         is_repeated = key in recent or (position < len(earlier) and int(earlier[position]) == key)
         is_empty = not document.text.strip()
@@ -195,6 +197,7 @@ def _distinct(documents: Iterable[Document], left_out: LeftOut) -> Iterator[Docu
         if is_repeated or is_empty:
             continue
         recent.add(key)
+        # Merge the recent hashes into the sorted array
         if len(recent) == _RECENT:
             earlier = np.union1d(earlier, np.fromiter(recent, dtype=np.uint64, count=_RECENT))
             recent.clear()

@@ -115,6 +115,7 @@ def load_heldout(
     def has_heldout(folder: Path) -> bool:
         return _heldout_file(folder, config, stretch).is_file()
 
+    # Find the blocks in the cache, or write them under its lock
     folder = block_cache.find(has_heldout)
     if folder is None:
         with locked(cache, _LOCKED, reporter.announce):
@@ -311,6 +312,7 @@ def _write_split(
             elif writer is not None and not writer.has(document):
                 yield document
 
+    # Tokenise the selected documents in one pass
     with reporter.bar(_TITLE) as progress, _resumable(writer):
         text_documents = documents(
             config.sources, base, piece=piece_size(config.block_size), progress=progress, left_out=left_out

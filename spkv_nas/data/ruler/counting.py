@@ -105,9 +105,11 @@ class FrequentWords:
     def generate(self, request: Request, _material: Material) -> Sample:
         """Generate a sample."""
         rng = request.rng
+        # Draw the coded words
         seen: set[str] = set()
         num_words = max(request.length // self.tokens_per_word, self.num_answers + 2)
         coded = [_DOTS, *(words.new(lambda: words.letters(rng, self.num_letters), seen) for _ in range(num_words - 1))]
+        # Let their frequencies follow a power law (Zipf)
         shares = [rank**-self.exponent / _zeta(self.exponent) for rank in range(1, num_words + 1)]
         order = rng.getrandbits(64)
         last = self.num_answers  # rank, from 0, of the last answer, which must occur more often than the next word
@@ -118,6 +120,7 @@ class FrequentWords:
             head = "Count how often each coded word is in this text; the dots are none."
             return f"{head}\n{' '.join(entries)}\nQuestion: Which {last} coded words are there most often?"
 
+        # Make the text long enough that the last answer is more frequent than the next word
         least = math.ceil(1 / (shares[last] - shares[last + 1]))
         prefix = f"Answer: The {last} most frequent coded words are"
         return fill(request, render, prefix, coded[1 : last + 1], new_tokens=self.new_tokens, least=least)

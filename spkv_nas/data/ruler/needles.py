@@ -80,6 +80,7 @@ class Needles:
             return material.essays.start(rng), SPACE
         if self.haystack != "needles":
             return noise, LINE_BREAK
+        # Draw further needles on demand, so that a longer text extends a shorter one
         others: list[str] = []
 
         def more(number: int) -> list[str]:

@@ -45,6 +45,7 @@ class Questions:
         Raises:
             UserError: if it has neither form, or no question has an answer.
         """
+        # Parse either format, and check that every text can be encoded
         try:
             content = parse_json(read_text(file, "questions", max_bytes=_MAX_BYTES))
             questions = _squad(content["data"]) if isinstance(content, dict) else _hotpot(content)
@@ -67,9 +68,11 @@ def _squad(articles: list[dict[str, Any]]) -> Questions:
     texts: dict[str, int] = {}
     questions = []
     for article in articles:
+        # Number the distinct paragraphs
         numbers = [texts.setdefault(paragraph["context"], len(texts)) for paragraph in article["paragraphs"]]
         for number, paragraph in zip(numbers, article["paragraphs"], strict=True):
             related = tuple(other for other in dict.fromkeys(numbers) if other != number)
+            # Collect the questions that have an answer
             for question in paragraph["qas"]:
                 answers = tuple(dict.fromkeys(answer["text"] for answer in question["answers"]))
                 if answers and not question.get("is_impossible", False):

@@ -125,6 +125,7 @@ def fill(
         rendered = Sample(request.task, render(number), answer_prefix, tuple(answers), 0, reserved)
         return replace(rendered, num_tokens=request.count(rendered.text))
 
+    # Check that the smallest sample fits
     limit = request.length - reserved
     best = sample(least)
     if best.num_tokens > limit:
@@ -145,6 +146,7 @@ def fill(
             best, low = candidate, guess
         else:
             high = guess
+        # Guess how many units fill the missing tokens
         missing_tokens = limit - _AIM * request.length - best.num_tokens
         guess = min(low + int(missing_tokens / per_unit), _GROWTH * max(low, _FIRST))
     return best

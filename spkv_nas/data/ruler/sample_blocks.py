@@ -67,6 +67,7 @@ class RulerBlocks:
         """
         rng = Random(f"{self.seed}/{number}")
         length = rng.choice(self.lengths)
+        # Start with the opening tokens and padding
         opening, separator = self.boundaries.opening, self.boundaries.separator
         tokens = np.full(self.block_size, (*separator, 0)[0], dtype=np.int64)
         learned = np.zeros(self.block_size, dtype=np.bool_)
@@ -79,6 +80,7 @@ class RulerBlocks:
             answer = position + len(prompt)
             answer_tokens = np.append(answer_tokens, separator)
             end = answer + len(answer_tokens)
+            # Write prompt and answer, and mark the tokens to learn
             tokens[position:answer], tokens[answer:end] = prompt, answer_tokens
             learned[position if self.learns_all else answer : end] = True
             num_samples, position = num_samples + 1, end

@@ -32,6 +32,7 @@ class VariableTracking:
     def generate(self, request: Request, _material: Material) -> Sample:
         """Generate a sample."""
         rng = request.rng
+        # Write the worked example
         render_example, example_prefix, example_names = self._problem(rng, _EXAMPLE_LETTERS)
         example = f"{render_example(_EXAMPLE_SENTENCES)}\n{example_prefix} {', '.join(example_names)}\n\n"
         render, prefix, names = self._problem(rng, _LETTERS)
@@ -42,6 +43,7 @@ class VariableTracking:
 
             return fill(request, render_all, prefix, names, new_tokens=NEW_TOKENS, least=_MIN_SENTENCES)
 
+        # Leave the example out if the sample does not fit with it
         return first_fitting(partial(make, leading_text) for leading_text in (example, ""))
 
     def _problem(self, rng: Random, length: int) -> tuple[Callable[[int], str], str, list[str]]:
@@ -51,6 +53,7 @@ class VariableTracking:
             (prompt by number of noise sentences, prefix of the answer, answers).
         """
         seen: set[str] = set()
+        # Assign a number to the first variable, and each variable to the next
         names = [
             words.new(lambda: words.letters(rng, length, string.ascii_uppercase), seen)
             for _ in range(self.num_hops + 1)
