@@ -68,6 +68,7 @@ class CacheCost:
         Raises:
             UserError: not even one global head fits.
         """
+        # Divide the spare memory by what a global head adds
         extra = self.global_head - self.local_head
         spare = limit - self.total(0, num_heads)
         candidates = num_heads - len(self.native_heads)
@@ -118,6 +119,7 @@ class EngineCost(CacheCost):
             UserError: they do not fit with any of these numbers.
         """
         most = num_heads if most is None else most
+        # Try every number, because an engine's memory need not grow with it
         totals = {number: self.total(number, num_heads) for number in range(most, 0, -1)}
         budget = next((number for number, total in totals.items() if total <= limit), None)
         if budget is None:

@@ -200,6 +200,7 @@ class Calibration:
             UserError: as ``layer_seconds``, windows that differ from the measured one, or a layout with another number
                 of KV heads per layer.
         """
+        # Read shares, window and sinks from a layout
         if isinstance(heads, Layout):
             if heads.num_kv_heads != self.num_kv_heads:
                 raise UserError(
@@ -210,6 +211,7 @@ class Calibration:
             heads = [row.count("G") / self.num_kv_heads for row in heads.heads]
         native_windows = native_windows or [None] * len(heads)
         marked = {layer.native_window: layer.is_always_local for layer in config_layers(native_windows)}
+        # Add up the layers, those of one kind at once
         total = 0.0
         for (native, share), number in Counter(zip(native_windows, heads, strict=True)).items():
             if native is not None and native < context:  # no head sees beyond the native window
@@ -233,6 +235,7 @@ class Calibration:
         table = pd.DataFrame(self.timings)
         grids: dict[Phase, tuple[Float, Float, Float]] = {}
         for phase in get_args(Phase):
+            # Arrange the times as a grid and check that it is complete
             rows = table[table["phase"] == phase]
             points = rows.groupby(["context", "num_global"])["seconds_per_token"]
             grid = points.first().unstack()

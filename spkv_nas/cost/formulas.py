@@ -195,6 +195,7 @@ def cost(
         UserError: as ``visible_keys``.
     """
     layers = config_layers(native_windows or [None])
+    # Average the visible keys over the layers
     keys = sum(  # no head sees beyond a native window
         visible_keys(
             min(context, layer.checkpoint_window),
@@ -203,6 +204,7 @@ def cost(
         )
         for layer in layers
     ) / len(layers)
+    # Average the growth of the cache, which stops where a window is full
     grows = [not layer.is_always_local and context <= layer.checkpoint_window for layer in layers]
     growth = density * sum(grows) / len(layers)
     flops = 2 * shape.num_layers * shape.attention_width * keys

@@ -207,6 +207,7 @@ def _micro(number: int) -> Level:
         batch_tokens=0,
         learning_rate=0.0,
     )
+    # Apply the power laws of DeepSeek LLM to the training FLOPs
     flops, step = level.train_flops, 8 * MICRO_BLOCK_SIZE  # the paper's batches are also multiples of 8 blocks
     return replace(
         level,

@@ -262,6 +262,7 @@ class Stages:
 
     def train(self, name: str, training: Training, *, gated: bool) -> StageCost:
         """Return the cost of training a branch, with gates or as a hybrid."""
+        # Count tokens and FLOPs, those of a teacher included
         tokens = training.steps * training.batch_size * self.block_size
         learns, recomputes, adapters = training.learns, training.recomputes, training.adapters
         teacher = self._forward_flops(scored=True, gated=False) if training.distills else 0.0

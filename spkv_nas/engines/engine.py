@@ -167,6 +167,7 @@ def untried_settings(config: PreTrainedConfig, tried: Settings | None) -> list[s
     """
     if tried is None:
         return [f"model type {config.model_type}"]
+    # Compare with the defaults of the class, leaving out settings that may have any value
     defaults = {"partial_rotary_factor": 1.0} | _flat(type(config)())
     unusual = {
         key: value

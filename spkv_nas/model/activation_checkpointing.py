@@ -32,6 +32,7 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
         raise UserError(
             f"{type(model).__name__} does not support activation checkpointing: leave gradient_checkpointing out"
         )
+    # Enable checkpointing, which layers apply in training mode only
     before = [layer.training for layer in layers]
     for layer in layers:
         layer.gradient_checkpointing = True

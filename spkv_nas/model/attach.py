@@ -182,6 +182,7 @@ def hook_layers(model: PreTrainedModel) -> None:
         return
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}")
+    # Find the attention layers by a dry run
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation("spkv")
@@ -189,6 +190,7 @@ def hook_layers(model: PreTrainedModel) -> None:
     except Exception:
         model.set_attn_implementation(before)
         raise
+    # Install state and hooks
     settings = GateSettings()
     for call in calls:
         install(call.module, LayerState(call.num_kv_heads, call.native_window, settings))
@@ -246,11 +248,13 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     """Refuse calls that SP-KV attention would compute wrongly; add an ``SPKVCache`` if a cache is requested."""
     if len(args) > 1:  # name the positional arguments
         args, kwargs = (), dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    # Check the attention function and its inputs
     chosen = model.config._attn_implementation
     if chosen != "spkv":
         raise UserError(f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first")
     if torch.compiler.is_compiling() and kwargs.get("position_ids") is not None:
         raise UserError("under torch.compile, packed position ids cannot be told from others: leave position_ids out")
+    # Check the cache
     cache, uses_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if cache is not None and uses_cache is False:
         raise UserError("use_cache=False with a cache would store every token twice: leave use_cache out")
@@ -272,6 +276,7 @@ def _check_positions(position_ids: Tensor | None, attention_mask: Any, num_cache
     """
     if position_ids is None or position_ids.ndim != 2 or position_ids.is_meta:  # more dimensions have images
         return
+    # Compare every position with the number of tokens before it
     length = num_cached + position_ids.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.shape[1:] == (length,):
         is_token = attention_mask.bool()

@@ -221,18 +221,20 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     settings = state.settings
     extra: dict[str, Any] = {"spkv_state": state}
     predictor = layer_predictor(layer)
+    # Pass on the layer's part of the cache
     cache = kwargs.get("past_key_values")
     if cache is None:
         cache = kwargs.get("layer_past")  # its name in GPT-NeoX and others
     if cache is not None:
         extra["spkv_cache"] = _cache_layer(cache, layer)
+    # Compute the gate; in open mode it only closes local heads
     if predictor is not None and (settings.mode != "open" or LOCAL in predictor.row):
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        logits = predictor(
-            hidden_states, sinks=cache is None
-        )  # with a cache, token 0 need not be the first of the text
+        # With a cache, token 0 need not be the first of the text
+        logits = predictor(hidden_states, sinks=cache is None)
         if settings.price and isinstance(predictor, UtilityPredictor):
             logits = priced(logits, settings.price)
+        # Let windows override the gate
         if state.windows is None:
             extra["spkv_gate"] = gate_from_logits(logits, settings.mode, settings.tau, settings.anneal, settings.p_min)
     if state.learned_sinks and (learned_sinks := layer_learned_sinks(layer)) is not None:

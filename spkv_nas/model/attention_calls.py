@@ -165,8 +165,10 @@ def padding_mask(
     No causal mask is made, because the operator is causal itself. Raises ``UserError`` for any other kind of mask.
     """
     is_compiling = torch.compiler.is_compiling()
+    # Record the window, which a layer may not pass to the attention function
     if local_size is not None and not is_compiling and (recording := _RECORDING.get()) is not None:
         recording.mask_windows.add(local_size)
+    # Refuse masks of packed documents and of sparse attention
     if not allow_is_causal_skip and not is_compiling:  # always false while compiling; ``_check_call`` refuses packing
         mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, allow_is_causal_skip=False, **details)
         if mask is None or bool(mask.triu(1 + kv_length - q_length).any()):

@@ -340,7 +340,8 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, **({} if commit is None else {"revision": commit})
         )
-        tokenizer("a word")  # wrong types of settings raise only in use
+        # Use it once, because wrong types of settings raise only then
+        tokenizer("a word")
         if commit is not None:
             tokenizer.name_or_path = str(config_folder(source))  # where its files are
     return tokenizer

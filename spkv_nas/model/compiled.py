@@ -46,6 +46,7 @@ def compiled(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _outside_graphs(model: nn.Module) -> Iterator[None]:
     """Exclude the model's hooks and the attention function from ``torch.compile`` inside the ``with`` block."""
+    # Wrap hook and attention function
     uncompiled_hook, uncompiled_function = (
         torch.compiler.disable(x)  # type: ignore[no-untyped-call]
         for x in (attention._pre_hook, attention._attention_function)
@@ -56,6 +57,7 @@ def _outside_graphs(model: nn.Module) -> Iterator[None]:
         for layer_hooks in hooks:
             layer_hooks.update({number: new_hook for number, hook in layer_hooks.items() if hook is old_hook})
 
+    # Install the wrappers for the block
     AttentionInterface.register("spkv", uncompiled_function)
     exchange(attention._pre_hook, uncompiled_hook)
     try:

@@ -62,6 +62,7 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
 
     Under its original type other loaders would silently run it dense (``custom_model_type.py``).
     """
+    # Describe the attention layers
     layers = {
         name: {
             "num_kv_heads": layer_state(layer).num_kv_heads,
@@ -69,6 +70,7 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
         }
         for name, layer in attention_layers(model).items()
     }
+    # Describe the gates or the layout
     if isinstance(content, GateConfig):
         gates_or_layout: dict[str, Any] = {"gates": content.model_dump()}
     else:

@@ -100,6 +100,7 @@ def continue_tokens(
     Raises:
         UserError: logits that are not finite.
     """
+    # Continue all rows until the last one ends
     config = generation_config(model, tokenizer, max_new_tokens)
     noise = [_Noise(temperature, seeds)] if temperature else []
     with evaluation_mode(model):

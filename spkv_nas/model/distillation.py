@@ -175,11 +175,14 @@ class _DistilledPass(_TaughtPass):
         """Compute the losses of a chunk, float32 [n], and add their parts to the sums."""
         ids, taught = targets
         distillation = self._distillation
+        # Compute the student's logits
         logits = self._logits(hidden[None], forward)[0]
+        # Compute the teacher's logits, which need no gradient
         teacher = distillation.teacher
         with torch.no_grad(), teacher.dense_head():
             forward = forward_inside(teacher.model)
             reference = logits_of(self._teacher_decoder, type(self._taught), taught[None], forward)[0]
+        # Compute the losses and add up their parts
         loss, nll, divergence = distilled(
             logits, reference, ids, weight=distillation.weight, temperature=distillation.temperature
         )
@@ -241,8 +244,9 @@ def _recorded_calls(model: PreTrainedModel) -> Iterator[list[_Call]]:
     def after(_layer: nn.Module, _args: Any, output: Any) -> None:
         calls.append((*arguments.pop(), output[0]))
 
+    # Record before the hook that adds the state of gates and windows
     with ExitStack() as hooks:
-        for layer in attention_layers(model).values():  # before the hook that adds the state of gates and windows
+        for layer in attention_layers(model).values():
             hooks.callback(layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
             hooks.callback(layer.register_forward_hook(after).remove)
         yield calls

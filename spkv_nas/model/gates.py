@@ -43,6 +43,7 @@ class UtilityPredictor(nn.Module):
             config: predictor type and sizes.
         """
         super().__init__()
+        # Create the layers that this kind of predictor has
         hidden_size = config.width(model_size)
         linear = config.predictor == "linear"
         self.up = None if linear else nn.Linear(model_size, hidden_size, dtype=_DTYPE)
@@ -72,6 +73,7 @@ class UtilityPredictor(nn.Module):
             hidden_states: [B, T, model_size].
             sinks: the first token starts a sequence, so that the first ``GateConfig.sinks`` tokens are kept.
         """
+        # Predict in the dtype of the weights, without autocast
         device = hidden_states.device.type
         has_autocast = torch.amp.is_autocast_available(device)  # the device meta has none
         with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
@@ -83,6 +85,7 @@ class UtilityPredictor(nn.Module):
                 hidden = F.silu(hidden)
             # A copy, not a view, because FSDP2 hooks the output
             logits: Tensor = self.down(hidden).float().transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        # Fix the logits of sink tokens and of heads without a gate
         if sinks and self._config.sinks:
             logits[:, :, : self._config.sinks] = math.inf
         for head, letter in enumerate(self.row):

@@ -44,6 +44,7 @@ def config_size(config: PreTrainedConfig) -> ModelSize:
 def model_size(model: PreTrainedModel) -> ModelSize:
     """Compute the size of a decoder without its utility predictors and added learned sinks."""
     text = model.config.get_text_config()
+    # Collect the parameters that the sizes leave out
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
     added = added_parameters(model)
@@ -110,12 +111,14 @@ def num_positions(model: PreTrainedModel) -> int | None:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is None:
         return None
+    # Look for an embedding of positions
     token_embedding = model.get_input_embeddings()
     for module in _body(model).modules():
         if isinstance(module, nn.Embedding) and module is not token_embedding:
             rows, offset = module.num_embeddings, getattr(module, "offset", 0)  # OPT leaves the first rows unused
             if rows in (positions, positions + offset):
                 return rows - offset - (0 if module.padding_idx is None else module.padding_idx + 1)
+    # Look for a table of sinusoids
     has_sinusoids = any(table.dim() == 2 and len(table) == positions for table in _body(model).buffers())  # GPT-J, CTRL
     return int(positions) if has_sinusoids else None
 
@@ -199,6 +202,7 @@ def check_size(
         UserError: more than ``MAX_LAYERS`` layers, or more parameters than memory can hold.
     """
     check_counts(config.to_dict(), what)
+    # Build the model without allocating memory
     try:
         with torch.device("meta"):
             model = build(copy.deepcopy(config))
@@ -206,6 +210,7 @@ def check_size(
         if "verflow" not in str(error):
             raise
         raise UserError(f"{what}: the sizes in its config exceed any machine's memory\ncorrect the config") from error
+    # Compare its size with the available memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     size = num_parameters * bytes_per_parameter + sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     require(size, f"{what}: {num_parameters:,} parameters", "use a smaller model or config")

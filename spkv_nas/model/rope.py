@@ -45,12 +45,14 @@ def extended_config(config: PreTrainedConfig, length: int, rope: Mapping[str, An
             f"models of type '{text.model_type}' have no rotary position embeddings (RoPE) to extend\n"
             "leave branch.extend out"
         )
+    # Merge the settings, into those of global layers if each kind has its own
     positions = text.max_position_embeddings
     if isinstance(current.get(_GLOBAL), Mapping):
         text.rope_parameters = {**current, _GLOBAL: _changed(current[_GLOBAL], positions, length, rope)}
     else:
         text.rope_parameters = _changed(current, positions, length, rope)
     text.max_position_embeddings = max(positions, length)
+    # Let transformers validate the result
     try:
         text.validate_rope()
     except (KeyError, ValueError, TypeError) as error:

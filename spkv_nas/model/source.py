@@ -202,6 +202,7 @@ def model_folder(source: str, explicit: str | None = None) -> Path:
         path: str | None = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False)
         return path
 
+    # Download the companion files, then the weights with all shards
     for companion in _COMPANIONS:
         get(companion)
     candidates = (FILE, INDEX) if explicit is None else (explicit,)

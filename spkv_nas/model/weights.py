@@ -100,6 +100,7 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
     Tensors of a decoder layer determine its output, so a config with fewer layers than the weights, without their
     biases, or without the section of their gates, must not pass for a smaller model.
     """
+    # Refuse unexpected tensors in lists of layers
     lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     prefix = f"{model.base_model_prefix}."
     stacks = tuple({stack.removeprefix(prefix) for stack in lists})
@@ -109,6 +110,7 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
             f"{what}: {len(layer_names)} tensors do not exist in the layers that its config describes: "
             f"{_names(layer_names)}\nits config is damaged or belongs to another model: copy both again"
         )
+    # Warn of the others
     unused = [name for name in names if not _MASKS.search(name)]
     if unused:
         warnings.warn(

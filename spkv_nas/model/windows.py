@@ -43,15 +43,18 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
         UserError: the layout is for another number of layers or KV heads, or the model cannot be hooked (see
             ``attention.py``).
     """
+    # Remove gates and hook the layers
     if any(state.gate_window is not None for state in layer_states(model)):
         detach(model)
     hook_layers(model)
     layout = _with_reach(layout, window, sinks)
+    # Check the layout against the model
     try:
         windows = layout_windows(model, layout)
     except UserError:
         detach(model)
         raise
+    # Set the windows; learned sinks stay only with the layout that they were trained for
     before = checkpoint_layout(model)
     keeps_learned = before is not None and before.content_hash == layout.content_hash
     for layer, row in zip(attention_layers(model).values(), windows, strict=True):
@@ -80,6 +83,7 @@ def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = 
     if layout is None:
         raise UserError("learned sinks are for local heads: this model has no layout")
     attach_learned_sinks(model)
+    # Check that the model runs with learned sinks, or else remove them
     try:
         dry_run(model)
     except UserError:
@@ -88,6 +92,7 @@ def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = 
             if layer_learned_sinks(layer) is not None:
                 del layer.learned_sinks
         raise
+    # Set their logits
     for index, layer in enumerate(attention_layers(model).values()):
         learned = layer_learned_sinks(layer)
         if learned is not None and logits is not None:
@@ -159,6 +164,7 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
     was_hooked = bool(attention_layers(model))
     hook_layers(model)
     states = layer_states(model)
+    # Remember windows and sinks, which open heads replace
     before = [(state.windows, state.sinks, state.learned_sinks) for state in states]
     with evaluation_mode(model), gate_mode(model, "open") if gate_config(model) else nullcontext():
         try:

@@ -31,6 +31,7 @@ def unwrapped(model: Any, *, adds_gates: bool = False) -> PreTrainedModel:
                 f"{type(model).__name__} adds virtual tokens, which are no part of the model inside: pass "
                 "model.get_base_model() to leave them out"
             )
+        # Remove one wrapper
         if hasattr(model, "get_base_model"):
             model = model.get_base_model()
         elif hasattr(model, "_orig_mod"):

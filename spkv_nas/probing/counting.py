@@ -136,10 +136,12 @@ class GateCounter:
         """Allocate zero counts on ``device`` for ``blocks`` and a model of (layers, KV heads)."""
         self._blocks, self._tau = blocks, tau
         self._layers, self._heads = grid
+        # Index domains, groups of documents and position buckets
         numbers = {domain: i for i, domain in enumerate(blocks.domains)}
         self.domain_of = np.array([numbers[d.domain] for d in blocks.documents])
         self.group_of, groups = group_documents(self.domain_of, len(numbers))
         self.bucket_of = torch.from_numpy(position_buckets(blocks.block_size)).to(device)
+        # Allocate the counts
         self.bins = Bins(math.prod((groups, *grid)))
         sizes = len(numbers), len(blocks.documents), groups
         self.counts = _no_counts(sizes, grid, int(self.bucket_of[-1]) + 1, self.bins, device)
@@ -179,13 +181,16 @@ class GateCounter:
         """Count the logits [B, H, T] of one layer."""
         self.counts.wrong[layer] += logits.isnan().any(2).any(0)
         logits = logits.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)  # NaN has no bin; ``finish`` refuses it
+        # Count kept tokens by document and by position
         kept = keeps(logits, self._tau).float().transpose(0, 1)  # [H, B, T]
         self._kept[layer] = kept.flatten(1) @ self._membership
         self.counts.position[layer].index_add_(1, self.bucket_of, kept.sum(1).double())
+        # Add to the histograms by domain
         fine = self.bins.fine(logits)
         head = torch.arange(self._heads, device=logits.device)[None, :, None]
         flat = fine + (head + layer * self._heads) * self.bins.num_fine + self._bin_base[:, None, :]
         self.counts.bins += torch.bincount(flat.flatten(), minlength=self.counts.bins.numel())
+        # Add to the coarse histograms by group of documents
         flat = self.bins.coarse(fine) + head * self.bins.num_coarse + self._column_base
         shape = (len(self._numbers), self._heads, self.bins.num_coarse)
         coarse = torch.bincount(flat.flatten(), minlength=math.prod(shape)).view(shape)
@@ -201,6 +206,7 @@ class GateCounter:
             self._count(layer, logits.to(self.counts.kept.device))
         self._logits = {}
         self.counts.document_kept.index_add_(0, self._groups, self._kept.permute(2, 0, 1).double())
+        # Complete the documents that end in this pass
         for column, number in enumerate(self._numbers.tolist()):
             part = _Part(number, self._kept[:, :, column].double(), int(self._tokens[column]))
             if self._open is not None and self._open.number == number:

@@ -163,6 +163,7 @@ def _histogram(counter: GateCounter, domains: tuple[str, ...], present: list[int
 def _documents(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> DocumentCounts:
     """Build the counts per document (or group of documents), which bootstrap resampling uses."""
     counts = counter.counts
+    # Find the domain of each group of documents
     domain = np.empty(len(counts.document_tokens), dtype=np.int64)
     domain[counter.group_of] = counter.domain_of
     has_text = counts.document_tokens > 0
@@ -178,10 +179,12 @@ def _documents(counter: GateCounter, domains: tuple[str, ...], present: list[int
 
 def _positions(counter: GateCounter, block_size: int) -> pd.DataFrame:
     """Build the table of density by position in the block."""
+    # Count the tokens of each position bucket
     width = np.bincount(counter.bucket_of.cpu().numpy())
     start = np.concatenate([[0], np.cumsum(width)[:-1]])
     num_tokens = width * (int(counter.counts.tokens.sum()) // block_size)
     kept = counter.counts.position.cpu().numpy()
+    # List heads and buckets as rows
     layer, head, bucket = (axis.ravel() for axis in np.indices(kept.shape))
     return pd.DataFrame(
         {

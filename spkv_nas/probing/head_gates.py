@@ -154,6 +154,7 @@ def _slope(
             sums += torch.cat([loss.detach()[None], gradient.flatten()]).float()
         return sums
 
+    # Sum over micro-batches and ranks
     rank_sums = run_micro_batches(gradients, rank_tokens(blocks, block_indices, model.device), micro_batch)
     sums = sum_over_processes(rank_sums).double().cpu()
     return float(sums[0]), sums[1:].view(gates.shape)

@@ -56,6 +56,7 @@ def attention_weights(
     Yields:
         (positions of the chunk's queries, int64 [c]; weights [B, Hkv, G, c, n] on keys 0 to n - 1, G = Hq / Hkv).
     """
+    # Group the query heads by KV head, and bound the size of a chunk
     batch, num_heads, length, size = q.shape
     groups = q.to(torch.promote_types(q.dtype, torch.float32)).view(batch, k.shape[1], -1, length, size)
     keys = k.to(groups.dtype).transpose(2, 3)
@@ -72,6 +73,7 @@ def attention_weights(
         if sink_logits is None:
             yield query, scores.softmax(-1)
             continue
+        # Let the sink logit take part in the softmax
         column = sink_logits.to(scores.dtype).view(1, k.shape[1], -1, 1, 1).expand_as(scores[..., :1])
         yield query, torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 

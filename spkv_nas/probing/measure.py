@@ -107,6 +107,7 @@ def measure_signal(
     Raises:
         UserError: the signal lacks an option or cannot be measured on this model, or the blocks are too short.
     """
+    # Check options and model
     entry, run = _configured(SIGNALS[signal], options)
     _check_heads(model)
     # Choose window and sink tokens

@@ -158,12 +158,14 @@ class _Learning:
         named = dict(model.named_parameters())
         predictors = predictor_parameters(model)
         self._parameters = {name: parameter for name, parameter in named.items() if parameter in predictors}
+        # Apply weight decay to matrices and kernels, not to biases
         groups = [
             {"params": [p for p in self._parameters.values() if p.ndim >= 2], "weight_decay": _WEIGHT_DECAY},
             {"params": [p for p in self._parameters.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, fused=True)
-        cosines = (math.cos(math.pi * step / steps) for step in range(steps))  # decay from 1 to ``_FINAL``
+        # Let the learning rate fall along a cosine, to ``_FINAL`` times its first value
+        cosines = (math.cos(math.pi * step / steps) for step in range(steps))
         self._rates = [learning_rate * (_FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + cosine)) for cosine in cosines]
         self._price = None if config.target_density is None else Price(config.target_density)
         self._tracker = DensityTracker(model)
@@ -209,6 +211,7 @@ class _Learning:
         Returns:
             (loss, this rank's share of the mean; estimated benefits of keys while the first price is not set, or None).
         """
+        # Estimate the benefit of keys once, to start the price from
         measures = self._price is not None and not self._price.is_measured
         benefits = KeyBenefitEstimator(self._model) if measures else None
         self._optimizer.zero_grad()
@@ -216,6 +219,7 @@ class _Learning:
         total = torch.zeros((), device=self._model.device)
         try:
             for tokens in parts:
+                # Weight loss and price by the share of this micro-batch
                 share = len(tokens) / num_blocks  # the last micro-batch may be smaller
                 set_price(self._model, self.last_price * share)
                 loss = mean_nll(self._model, tokens) * share

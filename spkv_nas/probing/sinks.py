@@ -149,6 +149,7 @@ def choose_sinks(model: PreTrainedModel, blocks: TokenBlocks, window: int | None
     Raises:
         UserError: the model cannot be hooked, or its attention is not finite.
     """
+    # Use the number of an existing layout or gates
     layout, gates = checkpoint_layout(model), gate_config(model)
     if layout is not None:
         return layout.sinks, {}
@@ -179,6 +180,7 @@ def measure_sinks(
     Raises:
         UserError: the model cannot be hooked, or its attention is not finite.
     """
+    # Choose the blocks and the queries that count
     blocks = blocks.spread(max(1, tokens // blocks.block_size))
     window = default_window(model, blocks.block_size) if window is None else window
     start = max(1, min(window + _POSITIONS, blocks.block_size - 1))  # first query that counts
@@ -193,6 +195,7 @@ def measure_sinks(
         for block in range(blocks.num_blocks):  # one by one, to bound memory
             model.get_decoder()(input_ids=block_tokens(blocks, block, 1, model.device), use_cache=False)
         num_kv_heads = states[0].num_kv_heads
+    # Average the mass over queries and blocks
     queries = np.arange(start, stop)
     mass = np.stack([total.cpu().double().numpy() for total in sums.values()]) / max(
         1, len(queries) * blocks.num_blocks
@@ -230,6 +233,7 @@ def _watch_activations(model: nn.Module) -> Iterator[dict[int, MassiveActivation
             output = output[0] if isinstance(output, tuple) else output
             if not isinstance(output, Tensor) or output.ndim != 3:
                 return
+            # Compare the largest magnitude with the median of a sample
             magnitude = output.abs()  # [B, T, C]
             position, channel = divmod(int(magnitude.argmax()) % magnitude[0].numel(), magnitude.shape[-1])
             every = 1 + magnitude.numel() // _MEDIAN_VALUES
@@ -240,6 +244,7 @@ def _watch_activations(model: nn.Module) -> Iterator[dict[int, MassiveActivation
 
         return see
 
+    # Hook the decoder layer around each attention layer
     names = [name.rpartition(".")[0] for name in attention_layers(model)]
     hooks = [model.get_submodule(name).register_forward_hook(watch(layer)) for layer, name in enumerate(names)]
     try:

@@ -149,6 +149,7 @@ def coverage_table(
         coverage), coverage_low and coverage_high (95 % interval; NaN without ``resampled``), note (why the layout
         does not have ``heads`` global heads, which constraints it breaks, or that it may not be optimal).
     """
+    # Measure each layout, noting an earlier one with the same heads
     rows, first_names = [], dict[str, str]()
     for name, layout in layouts.items():
         same_heads = first_names.setdefault(layout.content, name)
@@ -232,11 +233,13 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
 
 def _note(layout: Layout, heads: int, constraints: Constraints) -> str:
     """Explain why a layout misses the budget or a constraint, or is not proven optimal; empty if none applies."""
+    # Explain a layout that was chosen without the constraints
     if "constraints" not in layout.provenance:
         notes = [f"violates {option}" for option in constraints.broken_by(layout.global_mask)]
         if layout.num_global != heads:
             notes.append(_budget_note(layout, heads))
         return "; ".join(notes)
+    # Explain a solution of the integer program
     notes = []
     if layout.num_global != heads:
         notes.append(f"the constraints allow only {layout.num_global} of {heads} global heads")

@@ -59,6 +59,7 @@ def _parse_part(text: str, num_heads: int) -> list[int]:
     """Parse one item of the list: a budget or a range."""
     if ".." not in text:
         return [parse_budget(text, num_heads)]
+    # Parse the ends and the step of the range
     ends, _, step = text.partition(":")
     low, _, high = ends.partition("..")
     first, last = parse_budget(low, num_heads), parse_budget(high, num_heads)

@@ -48,6 +48,7 @@ class Constraints:
 
     def __post_init__(self) -> None:
         """Check each value, and the pairs that can contradict each other."""
+        # Check the limits per layer
         for name in ("min_per_layer", "max_per_layer"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -55,6 +56,7 @@ class Constraints:
         low, high = self.min_per_layer, self.max_per_layer
         if low is not None and high is not None and low > high:
             raise UserError(f"--min-per-layer {low} is more than --max-per-layer {high}")
+        # Check the fixed layers and the granularity
         if common_layers := set(self.global_layers) & set(self.local_layers):
             raise UserError(f"layer {min(common_layers)} is in --global-layers and in --local-layers")
         if self.granularity not in ("head", "layer"):
@@ -139,6 +141,7 @@ def read_head_costs(path: Path, table: HeadScores) -> Float:
         UserError: the file is invalid (names file and line), a cost is not above 0, or the grid differs from the
             table's.
     """
+    # Check that the file has a row for every head
     rows = read_table(path, "head costs", _WEIGHTS)
     layer, head, weight = (rows[column.name].to_numpy() for column in _WEIGHTS)
     last = (int(layer.max()), int(head.max()))
@@ -147,6 +150,7 @@ def read_head_costs(path: Path, table: HeadScores) -> Float:
             f"head costs {path}: the file has {len(rows)} rows, up to layer {last[0]} and KV head {last[1]}\n"
             f"it needs one row for every head of the density table '{table.name}', {grid_words(table.grid)}"
         )
+    # Arrange the costs as a grid
     weights = np.full(table.grid, np.nan)
     weights[layer, head] = weight
     if np.isnan(weights).any():
@@ -257,6 +261,7 @@ def _layout(
     layout = Layout.from_mask(
         best.mask, window=window or table.window or DEFAULT_WINDOW, strategy=name, sinks=table.sinks
     )
+    # Record constraints, costs and gap
     origin = {**provenance(table, layout, budget), "constraints": constraints.named}
     if robust:
         origin["worst_domain"] = round(min(domain_coverage(table, layout).values()), 4)

@@ -111,6 +111,7 @@ def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layou
     layout = Layout.from_mask(
         mask, window=scores.window, strategy=scores.origin, provenance=provenance, sinks=scores.sink_size or 0
     )
+    # Mention ties at the cut
     if mask.all() or not mask.any() or scores.values[mask].min() > scores.values[~mask].max():
         return layout, []
     tied = scores.values == scores.values[mask].min()
@@ -122,6 +123,7 @@ def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layou
 
 def _target_files(target: Path) -> list[Path]:
     """Return the files that a conversion writes. Raises ``UserError`` if one exists or the format is unknown."""
+    # Recognise the format by the name
     if _is_layout(target) or (target.suffix == ".tsv" and target.name != TSV_NAME):
         files = [target]
     elif target.name == TSV_NAME:

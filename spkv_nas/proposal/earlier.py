@@ -30,6 +30,7 @@ def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporte
     earlier = _read(folder / "densest.yaml")
     if earlier is None or (earlier_budget := _budget(earlier)) == budget:
         return False
+    # Copy its files to a folder of their own
     kept_folder = folder / f"{earlier_budget}-heads"
     with replacing(kept_folder, stale=[file.name for file in kept_folder.glob("*") if file.is_file()]) as new:
         for name in files:

@@ -175,9 +175,11 @@ def _read_values(file: Path) -> NDArray[np.float64]:
     """Read values [L, Hkv] in [0, 1]. Raises ``UserError`` that names line and column."""
     where = f"head scores {file}"
     text = read_text(file, "head scores")
+    # Split the lines into cells, leaving out comments
     lines = [(i, line.split("\t")) for i, line in enumerate(text.split("\n"), 1) if line.strip() and line[0] != "#"]
     if not lines:
         raise UserError(f"{where}: the file is empty; expected one line per layer with one value per KV head")
+    # Check that all lines have equally many values
     for line, cells in lines:
         if len(cells) != len(lines[0][1]):
             raise UserError(

@@ -309,9 +309,11 @@ class _Program:
         fixed = {*constraints.get("global_layers", ()), *constraints.get("local_layers", ())}
         free = [layer for layer in range(layers) if layer not in fixed]
         low, high = constraints.get("min_per_layer"), constraints.get("max_per_layer")
+        # Bound the global heads of every layer that is not fixed
         if free and (low is not None or high is not None):
             count = self._wide(np.kron(np.eye(layers), np.ones(heads))[free])
             yield count, -np.inf if low is None else low, np.inf if high is None else high
+        # Tie the heads of a layer to its first one
         if constraints.get("granularity") == "layer":
             first_head_of_layer = np.repeat(np.arange(0, self._num_heads, heads), heads)
             identity = np.eye(self._num_heads)
@@ -361,11 +363,13 @@ def _silenced() -> Iterator[None]:
     except OSError:  # no standard output
         yield
         return
+    # Redirect the file descriptor, because C code bypasses sys.stdout
     null_device = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_device, 1)
     try:
         yield
     finally:
+        # Flush C's buffer before restoring it
         if sys.platform != "win32":
             ctypes.CDLL(None).fflush(None)
         os.dup2(saved, 1)

@@ -93,6 +93,7 @@ def layout_by(
     Raises:
         UserError: the strategy returns no mask of the table's grid.
     """
+    # Let the strategy choose among the heads that can be global
     candidates = _candidates(table)
     chosen = strategy.choose(candidates, heads, seed=seed)
     if chosen.dtype != np.bool_ or chosen.shape != candidates.grid:
@@ -100,6 +101,7 @@ def layout_by(
             f"the strategy '{strategy.name}' must return a bool mask of shape {list(candidates.grid)}; "
             f"it returned {chosen.dtype} of shape {list(chosen.shape)}"
         )
+    # Place its choice in the grid of the whole model
     mask = np.zeros(table.grid, dtype=np.bool_)
     mask[table.layers] = chosen
     if window is None:
@@ -146,6 +148,7 @@ def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) ->
         return table
     if not table.is_density:
         raise UserError(f"--tau applies to densities only, but '{table.name}' holds scores of signal {table.signal}")
+    # Match the mean density to the budget
     if tau == MATCH_BUDGET:
         share = parse_budget(budget, table.num_candidates) / table.num_heads
         return table if table.histogram is None else table.at_tau(rounded_tau(table.tau_for_density(share)))
@@ -194,12 +197,14 @@ def layer_advice(table: HeadScores, granularity: str) -> str | None:
 def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
     """Warn that the table was learned for a very different budget, so its ranking may not apply to this one."""
     share = parse_budget(budget, table.num_candidates) / table.num_heads
+    # Compare with the target density of the gates
     priced, learned_for = table.metadata.get("target_density"), table.metadata.get("budget")
     if priced is not None and not 1 / _MAX_BUDGET_RATIO <= share / priced <= _MAX_BUDGET_RATIO:
         return (
             f"the gates were trained to keep {priced:.0%} of the keys, but the budget is {share:.0%} of the heads: "
             f"probe again with --budget {share:.0%}, or retrain with gates.target_density: {share:.2g} in the recipe"
         )
+    # Compare with the budget that the scores were learned for
     if (
         learned_for is not None
         and not 1 / _MAX_BUDGET_RATIO <= share * table.num_heads / learned_for <= _MAX_BUDGET_RATIO

@@ -91,6 +91,7 @@ class Requirements:
         """
         if self.context is None:
             return None
+        # Read facts from options, or else from the probe
         cache_facts: dict[str, Any] = {}
         for fact, option in (("head_dim", "head_dim"), ("dtype", "kv_dtype")):
             value = getattr(self, option) or table.metadata.get(fact)
@@ -112,6 +113,7 @@ class Requirements:
         Raises:
             UserError: the budget is invalid, or options contradict each other.
         """
+        # Convert the memory limit to a number of heads
         if self.kv_bytes is not None:
             if budget is not None or self.head_costs is not None:
                 raise UserError(f"give --kv-bytes or {'--budget' if budget is not None else '--head-costs'}, not both")
@@ -119,6 +121,7 @@ class Requirements:
             if cost is None:
                 raise UserError("--kv-bytes needs --context, the number of tokens per sequence in the KV cache")
             return Limit(cost.largest_budget(parse_bytes(self.kv_bytes), table.num_heads))
+        # Parse a budget in heads, or in the unit of the head costs
         if self.head_costs is None:
             return Limit(parse_budget(budget, table.num_candidates))
         weights = read_head_costs(self.head_costs, table)
@@ -170,6 +173,7 @@ class Requirements:
                 return layout
             if cost.total(layout.num_global, table.num_heads) <= memory:
                 return layout
+            # Retry with the next smaller budget that fits in memory
             smaller = range(layout.num_global - 1, 0, -1)
             fitting = next((heads for heads in smaller if cost.total(heads, table.num_heads) <= memory), None)
             if fitting is None:
@@ -197,6 +201,7 @@ class Requirements:
         cost = self.cache_cost(table, window)
         if cost is None:
             return None
+        # Describe the memory with these, all and no heads global
         used, full, local = (
             format_bytes(cost.total(n, table.num_heads)) for n in (num_global, table.num_candidates, 0)
         )
@@ -209,6 +214,7 @@ class Requirements:
             f"{room}{used} {what} at {cost.context:,} tokens x {cost.batch}, {settings}head dimension {cost.head_dim}, "
             f"{cost.dtype}; {full} with all heads global, {local} with all heads local"
         )
+        # Mention further heads that take no more memory
         if (larger := self.max_heads_same_memory(table, num_global, window)) > num_global:
             sentence += f"\n{larger} global heads take no more memory there than {num_global}: --budget {larger}"
         return sentence

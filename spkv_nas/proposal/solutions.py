@@ -137,6 +137,7 @@ def _rows(
     table: HeadScores, layouts: Mapping[str, Layout], resampled: Bootstrap | None, *, robust: bool
 ) -> pd.DataFrame:
     """Tabulate the layouts, see ``Solutions``."""
+    # Compare every layout with the best one
     first, *_ = layouts.values()
     best = _objective(table, first, robust=robust)
     rows = []

@@ -163,6 +163,7 @@ def beyond_doubt(probability: Float) -> tuple[int, int, int]:
 def caution(table: HeadScores) -> str | None:
     """Explain what the confidence intervals miss, or why there are none; None if neither applies."""
     documents = table.documents
+    # Explain why there are no intervals
     if documents is None and not table.is_density:  # no other score is measured by document
         return None
     if documents is None:
@@ -175,6 +176,7 @@ def caution(table: HeadScores) -> str | None:
         return f"no confidence interval available: '{table.name}' has only one document per domain"
     if _is_constant(documents):
         return f"no confidence interval available: in every document of '{table.name}' all heads have the same score"
+    # Explain what the intervals leave out
     single_document_domains = [name for name, count in zip(documents.domains, counts, strict=True) if count == 1]
     if documents.num_documents < FEW_DOCUMENTS:
         return f"confidence intervals based on only {documents.num_documents} documents are rough and likely too narrow"

@@ -72,6 +72,7 @@ class Search:
         self.starts, self.others = dict(starts), dict(others)
         self._name, self._reporter = name, reporter
         self._sampler = StudySampler(space, SAMPLERS[effort.sampler], effort.seed, list(self.starts.values()))
+        # Check that space and evaluator match
         grid = (evaluator.shape.num_layers, evaluator.shape.num_kv_heads)
         density = f"the density table '{space.table.name}'"
         check_grid(density, space.grid, "the recipe's model", grid, "give the recipe of that model")
@@ -79,6 +80,7 @@ class Search:
             raise UserError(
                 "no held-out document is left to evaluate full retrainings on: lower --max-tokens, or give more text"
             )
+        # Open the storage
         if storage is None:
             folder.mkdir(parents=True, exist_ok=True)
         self._storage = open_storage(storage or f"sqlite:///{folder / 'study.db'}")
@@ -95,6 +97,7 @@ class Search:
 
     def _score(self) -> list[Trial]:
         """Work on the zero-shot study until it is finished; return baselines and trials."""
+        # Open the study and run its free trials
         total, name = self.effort.trials, f"{self.effort.sampler}-{self.effort.seed}"
         metrics = ["zero-shot ΔNLL, %", *([] if self.cost is None else [self.cost.name])]
         study = open_study(self._storage, f"{self._name}/{name}", self._settings(), metrics)
@@ -182,9 +185,11 @@ class Search:
 
     def _retrain(self, trials: Sequence[Trial], layouts: Sequence[Layout]) -> list[Trial]:
         """Work on the retrainings of layouts until all are finished; return the trials with their results."""
+        # Exempt the best start and the other layouts from pruning
         start = best_start(trials, self.starts)
         unpruned = [*self.others.values(), *([] if start is None else [start.layout])]
         never_pruned = {layout.content_hash for layout in unpruned}
+        # Open the study of these retrainings
         names = [self.evaluator.run_name(layout) for layout in (None, *layouts)]
         study = open_study(self._storage, f"{self._name}/retrained-{_hash(names)}", {"runs": names}, ["ΔNLL, %"])
         self._reporter.reused(len(finished(study, len(layouts))), len(layouts), "retrainings")

@@ -149,6 +149,7 @@ class Evidence:
 
         Another extra variance must raise the log evidence by log(P), the price of selecting it among P.
         """
+        # Start with a common variance
         count = len(self.moments)
         chosen: list[int] = []
         common = -np.log(self.squares.sum(0).mean())  # log of t^2 at which weights contribute as much as noise

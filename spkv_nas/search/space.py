@@ -148,6 +148,7 @@ def descending(gain: Float, budget: int) -> Iterator[NDArray[np.bool_]]:
     Each mask follows from an earlier one by replacing a head by the one that gains next less. This avoids integer
     programs, which take seconds to exclude layouts of 640 heads.
     """
+    # Start from the heads of highest gain
     order = np.argsort(-gain.ravel(), kind="stable")
     loss = -np.diff(gain.ravel()[order])  # [H - 1], loss of replacing a head by the next one
     start = (np.arange(gain.size) < budget).tobytes()

@@ -19,11 +19,13 @@ def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
     """
     table, window = space.table, space.window
     if len(budgets) == 1:
+        # Use every strategy for a single budget
         strategies = [strategy for strategy in STRATEGIES if not (strategy.is_control or strategy.is_random)]
         layouts = {strategy.name: layout_by(strategy, table, budgets[0], window=window) for strategy in strategies}
         if space.constraints.named:
             layouts[CONSTRAINED] = solve(table, budgets[0], space.constraints, window=window)
     else:
+        # Spread five solutions over a range of budgets
         chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
         solved = (solve(table, number, space.constraints, window=window) for number in chosen)
         layouts = {f"densest-{layout.num_global}": layout for layout in solved}

@@ -50,6 +50,7 @@ def open_storage(url: str) -> RDBStorage:
     """
     try:
         dialect = make_url(url).get_backend_name()
+        # Try again while other workers create the same tables
         for attempt in range(_ATTEMPTS):
             try:
                 with _stable():
@@ -62,7 +63,7 @@ def open_storage(url: str) -> RDBStorage:
             except SQLAlchemyError as error:
                 if attempt + 1 == _ATTEMPTS or not any(word in str(error) for word in ("exist", "UNIQUE")):
                     raise
-                time.sleep(random.random())  # another worker creates the tables
+                time.sleep(random.random())
         raise AssertionError
     except (SQLAlchemyError, ImportError, ValueError, RuntimeError, OSError) as error:
         raise _cannot_open(url, error) from error
@@ -87,6 +88,7 @@ def open_study(storage: RDBStorage, name: str, settings: Mapping[str, Any], metr
         load_if_exists=True,
         pruner=MedianPruner(n_startup_trials=STARTUP),
     )
+    # Record the settings, or compare them with those of the existing study
     if _SETTINGS not in study.user_attrs:  # new, or its creator was killed between two writes
         study.set_user_attr(_SETTINGS, dict(settings))
         with _stable():
@@ -138,7 +140,8 @@ def work(
                     "free disk space, and run the same command again to resume"
                 ) from error
         else:
-            time.sleep(_POLL)  # other workers hold the rest
+            # Wait for the other workers, and release the tasks of dead ones
+            time.sleep(_POLL)
             with _stable():
                 fail_stale_trials(study)
     progress(number, number)
@@ -210,8 +213,9 @@ def _cannot_open(url: str, error: Exception) -> UserError:
     cause = error.__cause__ or error
     if isinstance(cause, ModuleNotFoundError) and (missing := missing_extra(cause)):
         return missing
+    # Leave the password out of the message
     try:
-        shown = make_url(url).render_as_string()  # without its password
+        shown = make_url(url).render_as_string()
     except ArgumentError:
         shown = url
     remedy = "use an SQLAlchemy URL, such as sqlite:///study.db or postgresql://user@host/database"

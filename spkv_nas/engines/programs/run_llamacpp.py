@@ -37,6 +37,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     while len(tokens) < steps:
         model.eval(tokens[-1:])
         tokens.append(int(np.argmax(model.scores[model.n_tokens - 1])))
+    # Convert the logits to log-probabilities
     logits = model.scores[: model.n_tokens].astype(np.float64)
     highest = logits.max(-1, keepdims=True)
     logprobs = logits - highest - np.log(np.exp(logits - highest).sum(-1, keepdims=True))

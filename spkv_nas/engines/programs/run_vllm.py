@@ -46,6 +46,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     output, held = _run_request(model.llm_engine, {"prompt_token_ids": prompt}, sampling)
+    # Look up the log-probabilities of prompt and new tokens
     completion = output.outputs[0]
     new = list(completion.token_ids)
     pairs = zip([*output.prompt_logprobs[1:], *completion.logprobs], [*prompt[1:], *new], strict=True)
@@ -75,6 +76,7 @@ def _cache(engine: Any, held: list[int]) -> list[str]:
     """Describe vLLM's cache by its own report, and the blocks that a request held."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
+    # Count the groups of each kind
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
     kinds = Counter(
         (

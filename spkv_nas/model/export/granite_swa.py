@@ -110,6 +110,7 @@ def _sinks(model: PreTrainedModel) -> dict[str, Tensor]:
     sinks = {}
     for name, layer in attention_layers(model).items():
         learned = layer_learned_sinks(layer)
+        # Give layers without learned sinks logits without effect
         logits = torch.full((num_heads,), NO_SINK) if learned is None else learned().detach().cpu().clamp(min=NO_SINK)
         sinks[f"{name}.sinks"] = logits.to(model.dtype)
     return sinks

@@ -113,6 +113,7 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         "use_cache": True,  # hooks switch it off
         "architectures": [AutoModelForCausalLM._model_mapping[type(target)].__name__],
     }
+    # Set the keys that only some architectures have
     if hasattr(target, "use_sliding_window"):
         options["use_sliding_window"] = True
     if hasattr(target, "max_window_layers"):
@@ -148,6 +149,7 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
     """
     layers = _layers(config, layout)
     windows = _windows(layers, layout)
+    # Refuse what layer_types cannot express
     if layout.sinks and any(takes_sinks(layer, min(row)) for layer, row in zip(layers, windows, strict=True)):
         tokens = f"{layout.sinks} sink token{'s' if layout.sinks > 1 else ''}"
         raise TargetError(
@@ -156,6 +158,7 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
         )
     if mixed := [layer for layer, row in enumerate(windows) if len(row) > 1]:
         raise TargetError(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot express")
+    # Find the one window of the local layers
     local = sorted(set().union(*windows) - {MAX_WINDOW})
     if len(local) > 1:
         raise TargetError(
@@ -206,6 +209,7 @@ def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
     from spkv_nas.base.files import write_atomic
 
     content = {key: value for key, value in json.loads(config.to_json_string()).items() if key not in OLDER_ROPE_KEYS}
+    # Add the RoPE settings of transformers 4
     rotary = getattr(config, "rope_parameters", None) or {}
     local, rotary = rotary.get(_SLIDING), rotary.get(_FULL, rotary)
     if local is not None and config.model_type == "gemma3_text":

@@ -35,6 +35,7 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
     Too little memory or disk space is no property of the folder, and ends the program.
     """
     output = request.pop("logits")
+    # Return an error as the answer, unless memory is short
     try:
         logits = _loaded_logits(**request)
     except MemoryError:

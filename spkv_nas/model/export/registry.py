@@ -36,6 +36,7 @@ def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any], engine: s
     Raises:
         UserError: there is no such target, or none of them has one of the options.
     """
+    # Look the targets up
     if isinstance(to, ExportTarget):
         chosen: Iterable[ExportTarget] = [to]
     elif to == AUTO:
@@ -44,6 +45,7 @@ def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any], engine: s
         chosen = [TARGETS[to]]
     else:
         raise UserError(f"unknown export target '{to}'; expected one of {', '.join((AUTO, *TARGETS.names))}")
+    # Check that a target has each option
     targets = [(target, {field.name for field in fields(target)}) for target in chosen]  # type: ignore[arg-type]
     for name in options:
         if not any(name in names for _, names in targets):

@@ -158,6 +158,7 @@ def _ask(hybrids: dict[Path, ReferenceLogits], folder: Path, seconds: float) -> 
 
 def _run_program(arguments: list[str], folder: Path, seconds: float) -> None:
     """Run ``plain_logits.py`` in ``folder``, where nothing can be imported by accident."""
+    # Pass the program as text, so that its folder is not on the import path
     program = Path(__file__).with_name("plain_logits.py").read_text(encoding="utf-8")
     environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
@@ -176,6 +177,7 @@ def _run_program(arguments: list[str], folder: Path, seconds: float) -> None:
             f"the export was not compared with plain transformers within {seconds:.0f} s, so nothing was written\n"
             "try again when the machine is less busy"
         ) from error
+    # Report why it failed
     if process.returncode != 0:
         message = (process.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(

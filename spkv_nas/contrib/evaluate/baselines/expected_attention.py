@@ -77,6 +77,7 @@ class Rotation:
             layer_fits.append(fits)
             return read.v.repeat_interleave(read.q.shape[1] // read.v.shape[1], 1), torch.zeros(())
 
+        # Read a constant sequence, whose queries are equal once RoPE is undone
         with reading(model) as reader:
             reader.rule = check_layer
             model.get_decoder()(input_ids=torch.ones(1, _CHECKED, dtype=torch.int64, device=model.device))

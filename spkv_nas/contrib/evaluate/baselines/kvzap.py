@@ -213,6 +213,7 @@ def _targets(
         UserError: if memory is too small, or the model lacks what KVzip+ needs.
     """
     with reading(model) as reader, torch.inference_mode():
+        # Check that the hidden states fit into memory
         num_bytes = number * len(reader.layers) * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
         description = f"hidden states of {number:,} tokens in {len(reader.layers)} layers, on which kvzap is trained"
         require(num_bytes, description, "leave kvzap out of --methods, or use a smaller model")

@@ -34,10 +34,12 @@ def kvzip_scores(read: Read, output: Tensor, context: int) -> tuple[Tensor, Tens
         context: number of tokens in the context.
     """
     batch, heads, length, _ = read.k.shape
+    # Compute the norms |W_O v| and 1 / |h|
     norms = _output_norms(read.v[:, :, :context].float(), output.float())  # [B, Hkv, G, context]
     inverse_norms = 1.0 / read.hidden.float().norm(dim=-1)  # [B, T]
     scores = torch.zeros(batch, heads, context, device=read.k.device)
 
+    # Keep each key's largest weight over the queries after the context
     def update_scores(chunk: Chunk, weights: Tensor) -> None:
         first = max(context - chunk.start, 0)  # first query of the chunk after the context
         if chunk.stop > context:
@@ -47,6 +49,7 @@ def kvzip_scores(read: Read, output: Tensor, context: int) -> tuple[Tensor, Tens
             )
             torch.maximum(scores, (normalized * norms[..., None, :]).amax((2, 3)), out=scores)
 
+    # Attend to all keys
     everything = Protocol(window=length, sinks=0, chunk=_QUERIES)
     out, _ = chunked_attention(read.q, read.k, read.v, read.scale, everything, _nothing_outside, update_scores)
     return scores, out
@@ -75,6 +78,7 @@ def repeating(layers: list[nn.Module], context: int, see: Callable[[Read, Tensor
     Raises:
         UserError: if a layer has no ``o_proj``.
     """
+    # Find the output projections W_O
     outputs = [getattr(getattr(layer, "o_proj", None), "weight", None) for layer in layers]
     if not all(isinstance(output, Tensor) for output in outputs):
         raise UserError(

@@ -212,6 +212,7 @@ def pruned_nll(
             num_kept += result[1]
 
         run_own_batches(run, add, blocks, batch_size, model.device, progress)
+    # Divide by the pairs outside the window
     outside = int(protocol.num_outside(blocks.block_size).sum()) * blocks.num_blocks * reader.num_heads
     return sums.result(), num_kept / outside
 

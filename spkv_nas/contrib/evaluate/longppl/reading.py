@@ -141,9 +141,11 @@ def stretches(
     for number, document in enumerate(documents):
         start, ends = 0, _ends(tokenizer, document.text)
         while start < len(document.text):
+            # Stop at the total number of tokens
             limit = length if most is None else min(length, most - num_seen)
             if limit <= short:
                 return texts
+            # Cut off the longest text that fits
             end, num_tokens = _longest(tokenizer, document.text, ends, start, limit)
             if num_tokens > short:
                 texts.append(LongText(number, document.domain, document.label, document.text[start:end]))
@@ -171,6 +173,7 @@ def _longest(
 
     The number is 0 for a first character of more tokens, after which the text then ends.
     """
+    # Guess the end from the tokens of the whole document
     positions, counts = ends
     first = int(np.searchsorted(positions, start, "right"))
     most = limit + (int(counts[first - 1]) if first else 0)
@@ -230,6 +233,7 @@ def _short_losses(
     evaluator: PreTrainedModel, ids: NDArray[np.int64], criterion: Criterion, opening: tuple[int, ...]
 ) -> NDArray[np.float64]:
     """Compute the NLL of the tokens from ``short`` on, each after ``short`` to ``short + stride`` tokens of context."""
+    # Cut overlapping windows, of which the last may be shorter
     short, size = criterion.short, criterion.short + criterion.stride
     windows = [ids[start : start + size] for start in range(0, len(ids) - short, criterion.stride)]
     full_windows, last_windows = (
@@ -260,6 +264,7 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, 
         UserError: if the tokenizer does not support offsets, or an NLL is not finite.
     """
     ids, offsets = _encoded(tokenizer, text)
+    # Compute the losses, counting kept keys if there are gates
     watch = DensityTracker(model) if gate_config(model) is not None else None
     if watch is not None:
         watch.start()
@@ -269,6 +274,7 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, 
     finally:
         if watch is not None:
             watch.close()
+    # Select the key tokens
     key = key_tokens(offsets, spans)
     density = layout_density(model) if head_densities is None else float(np.nanmean(head_densities))
     return Reading(float(losses.sum()), len(losses), float(losses[key].sum()), len(key), density)

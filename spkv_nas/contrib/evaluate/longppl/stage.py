@@ -128,6 +128,7 @@ def _keys(
     from spkv_nas.model.config_section import gate_config
     from spkv_nas.model.modes import evaluation_mode, gate_mode
 
+    # Load the evaluator and the texts
     loaded = model, tokenizer = load(options, source, reporter)
     check_positions(model, length, "--block-size")
     texts = _texts(options, tokenizer, length, criterion.short)
@@ -138,6 +139,7 @@ def _keys(
         spans = key_spans(*loaded, text.text, criterion)
         return {"text": number, "name": text.name, "spans": spans, "keys": [text.text[a:b] for a, b in spans]}
 
+    # Find the key tokens, with open gates
     open_gates = nullcontext() if gate_config(model) is None else gate_mode(model, "open")
     with evaluation_mode(model), open_gates, reporter.bar("finding key tokens") as progress:
         lines = _lines(sample_file(samples, "keys", answer_identity), texts, line, progress)

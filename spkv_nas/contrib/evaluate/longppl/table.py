@@ -34,11 +34,13 @@ def longppl_table(
     domains = sorted({text.domain for text in texts})
     rows, withheld = [], {}
     for domain in [ALL, *(domains if len(domains) > 1 else [])]:
+        # Sum the domain's texts by document
         indices = [index for index, text in enumerate(texts) if domain in (ALL, text.domain)]
         _, documents = np.unique([texts[index].document for index in indices], return_inverse=True)
         sums = _Sums.of([readings[index] for index in indices], documents)
         against_sums = None if against is None else _Sums.of([against[index] for index in indices], documents)
         rows.append(_row(domain, sums, against_sums))
+        # Withhold numbers from too few key tokens
         if sums.num_keys < MIN_KEYS:
             withheld[domain] = (
                 f"LongPPL is not reported: found {sums.num_keys} key tokens, but at least {MIN_KEYS} are needed"
@@ -106,6 +108,7 @@ def _row(domain: str, sums: _Sums, against: _Sums | None) -> tuple[Any, ...]:
     )
     if against is None:
         return *row, *(nan,) * 5
+    # Add the other checkpoint and the difference
     against_ppl = math.exp(against.mean()[0]) if has_enough else nan
     log_ratio, error = sums.mean(less=against) if has_enough else (nan, nan)
     ratio = 100.0 * math.exp(log_ratio)

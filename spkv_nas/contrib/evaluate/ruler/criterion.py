@@ -57,6 +57,7 @@ class RulerQuestions(Criterion):
         from spkv_nas.data.ruler.tasks import available
         from spkv_nas.evaluation.micro_batch import check_positions
 
+        # Pair every task with every length
         material = Material.read(self.haystack or [], self.qa or [])
         names = available(material) if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
         lengths = sorted({parse_context(text) for text in str(self.lengths).split(",")})
@@ -64,7 +65,8 @@ class RulerQuestions(Criterion):
         check_positions(setting.dense, lengths[-1], "lengths")
         seed = _FIRST_SEED + setting.seed
         make = partial(sample_if_it_fits, seed=seed, tokenizer=setting.tokenizer, material=material)
-        for cell in cells:  # raises before hours of work
+        # Check that each kind of question fits, before hours of work
+        for cell in cells:
             make(*cell, 0)
         identity = f"{VERSION} {_FIRST_SEED} {version('wonderwords')} {material.identity}"
         order = {"number": self.questions, "seed": setting.seed}

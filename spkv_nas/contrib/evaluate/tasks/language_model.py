@@ -114,7 +114,8 @@ class CheckpointLM(HFLM):
         self, requests: Sequence[Request], disable_tqdm: bool = True, override_bs: int | None = None
     ) -> list[Answer]:
         """Answer tokenized requests, reading each text once, longest first."""
-        requests_of: dict[Text, list[int]] = {}  # requests by the text that they read, the last token left out
+        # Group the requests by the text that they read, the last token left out
+        requests_of: dict[Text, list[int]] = {}
         for number, (strings, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 raise _bad_length(f"answer {strings[1][:_SHOWN]!r}", len(continuation), self.max_length)
@@ -122,6 +123,7 @@ class CheckpointLM(HFLM):
         self._warn_of_truncation(
             len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests
         )
+        # Read the texts, each rank its share
         texts = sorted(requests_of, key=lambda text: (-len(text), text))
         answers_of: dict[int, Answer] = {}
 
@@ -179,6 +181,7 @@ class CheckpointLM(HFLM):
         Warns:
             UserWarning: if prompts had to be truncated.
         """
+        # Check that prompts and answers fit into the context
         new_tokens = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]
         if (max_new := max(new_tokens, default=0)) >= self.max_length:
             raise UserError(
@@ -192,6 +195,7 @@ class CheckpointLM(HFLM):
         self._warn_of_truncation(
             length > self.max_length - num_new for length, num_new in zip(lengths, new_tokens, strict=True)
         )
+        # Generate, each rank its share
         generate = super().generate_until
 
         def generate_share(rank_requests: Sequence[Instance]) -> list[str]:
@@ -203,6 +207,7 @@ class CheckpointLM(HFLM):
         self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **options: Any
     ) -> Tensor:
         """Return ``context`` [B, T], padded on the left, with its continuation: int64 [B, at most ``max_length``]."""
+        # Apply the task's options
         config = generation_config(self.model, self.tokenizer, max_length - context.shape[1])
         if not options.get("do_sample"):
             options.pop("temperature", None)
@@ -212,6 +217,7 @@ class CheckpointLM(HFLM):
                 f"the generation_kwargs of a task have options that transformers does not know: {', '.join(unknown)}"
             )
         config.pad_token_id = self.tokenizer.pad_token_id
+        # Generate in batches, and pad the rows to one length
         rows = list(zip(context, attention_mask, strict=True))
         generated = self._in_batches(rows, partial(self._generate, config=config, stops=stop))
         return torch.nn.utils.rnn.pad_sequence(generated, batch_first=True, padding_value=config.pad_token_id)

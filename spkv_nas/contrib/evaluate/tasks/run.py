@@ -100,6 +100,7 @@ def score_documents(
         UserError: the metric is no mean of scores from 0 to 1, of which more are better.
     """
     name, ordered = task.task_name, sorted(documents)
+    # Answer the documents
     with _requests_built(task, seed, samples=ordered):
         results = evaluate(
             lm,
@@ -108,6 +109,7 @@ def score_documents(
             bootstrap_iters=0,
             confirm_run_unsafe_code=allow_code,
         )
+    # Select the first metric of the first filter
     samples = results["samples"][name]
     first, metric = samples[0]["filter"], samples[0]["metrics"][0]
     scores = {sample["doc_id"]: sample[metric] for sample in samples if sample["filter"] == first}
@@ -163,6 +165,7 @@ def _read(file: Path, task: Task, was_kept: bool) -> TaskResult:
     has_filters = len({sample["filter"] for sample in samples}) > 1
     values: dict[str, list[Any]] = {}
     wholes = {}
+    # Collect the values of every metric, by filter if there are several
     for sample in samples:
         for metric, value in sample["metrics"].items():
             name = f"{metric} ({sample['filter']})" if has_filters else metric

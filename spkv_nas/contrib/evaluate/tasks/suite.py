@@ -219,9 +219,11 @@ def _local(index: Index, name: str, folders: Sequence[str]) -> dict[str, str]:
 def _load(index: Index, name: str, options: dict[str, Any]) -> list[SelectedTasks]:
     """Load the tasks of one name, with ``options`` overriding their YAML files; a group with a mean stays together."""
     seed_generators()
+    # Build the tasks of the name
     built = TaskFactory().build(index[name], overrides=options, registry=index)
     is_group = isinstance(built, Group)
     tasks = built.get_all_tasks() if is_group else built if isinstance(built, list) else [built]
+    # Ask without examples unless a task sets their number
     for task in tasks:
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
@@ -229,6 +231,7 @@ def _load(index: Index, name: str, options: dict[str, Any]) -> list[SelectedTask
         for name_of_docs in ("test_docs", "validation_docs", "fewshot_docs"):
             setattr(task, name_of_docs, cache(getattr(task, name_of_docs)))
         len(task.eval_docs)
+    # Keep the tasks of a group together if it reports a mean
     means = (is_group and built.aggregate_metric_list) or []
     if not means:
         return [SelectedTasks(task.task_name, [task]) for task in tasks]

@@ -99,6 +99,7 @@ def _spread(metric_function: Callable[[list[Any]], float] | None, *models: list[
         metric_function: aggregates values; None is the mean.
         models: values by sample of one or two models.
     """
+    # Compute the error of a mean directly
     if metric_function is None:
         first, *others = (np.asarray(values, dtype=float) for values in models)
         return mean_and_error(first - others[0] if others else first)

@@ -104,6 +104,7 @@ def _as_it_is(context: BranchContext, variant: Variant) -> Branch:
 def _table(finished: Mapping[str, Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:
     """Tabulate the finished rows and their changes from the first."""
     rows: list[dict[str, Any]] = []
+    # Compare every row with the first
     first = next(iter(finished.values()))
     for name, branch in finished.items():
         change = paired_difference(branch.nll, first.nll)

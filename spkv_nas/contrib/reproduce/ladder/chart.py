@@ -23,6 +23,7 @@ def flops_charts(rows: pd.DataFrame, context: int, density: float) -> Panels:
     parts = ("attention", "total")
     columns = [f"{part}_{kind}" for part in parts for kind in ("dense", "sparse")]
     values = rows[columns].to_numpy(dtype=np.float64) / 1e9
+    # Give all charts the same axes
     axes = (
         decades_axis("Parameters without embeddings, billions", min(size) / 1.2, max(size) * 1.2, multiples=(1, 2, 5)),
         decades_axis("GFLOPs per token, forward", values.min() / 1.3, values.max() * 1.3, multiples=(1, 2, 5)),
@@ -31,6 +32,7 @@ def flops_charts(rows: pd.DataFrame, context: int, density: float) -> Panels:
         ("dense", "full attention", "ink", "solid"),
         ("sparse", f"density {density:g}", "accent", "dashed"),
     )
+    # Draw a chart for each part
     charts = []
     for part in parts:
         marks: list[Mark] = []

@@ -72,6 +72,7 @@ def output_nll(model: PreTrainedModel, sequences: Palindromes, batch_size: int) 
     was_training = model.training
     model.eval()
     total = 0.0
+    # Sum the NLL of the output tokens batch by batch
     for start in range(0, len(sequences), batch_size):
         rows = [sequences[index] for index in range(start, min(start + batch_size, len(sequences)))]
         tokens = torch.stack([row["input_ids"] for row in rows]).to(model.device)

@@ -93,6 +93,7 @@ def _observer(masses: list[Tensor], state: LayerState, window: int, sinks: int) 
         parts = []
         shown: Any = {"window": state.checkpoint_window, "start": window, "sink_logits": sink_logits}
         for query, weights in attention_weights(q, k, scale, **shown):
+            # Sum the weights of keys outside the window, sinks left out
             key = torch.arange(weights.shape[-1], device=q.device)
             far = (query[:, None] - key >= local_window) & (key >= sinks)
             parts.append((weights * far).sum(-1).mean(2))

@@ -118,10 +118,12 @@ def _layouts(
         UserError: there are too few distinct layouts.
     """
     grid, window, sinks = like.grid, like.window, like.sinks
+    # Draw masks with ``num_global`` of the heads that can be global
     order = np.random.default_rng(seed).random((number, len(layers) * grid[1])).argsort(1)
     masks = np.zeros((number, *grid), dtype=np.bool_)
     masks[:, layers] = (order < num_global).reshape(number, -1, grid[1])
     drawn = [Layout.from_mask(mask, window=window, sinks=sinks) for mask in masks]
+    # Add earlier layouts of the same size
     sizes = (grid, num_global, window, sinks)
     matching = [
         x

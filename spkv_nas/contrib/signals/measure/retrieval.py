@@ -167,6 +167,7 @@ def needles(
     Raises:
         UserError: the blocks are too short, or have too few distinct tokens.
     """
+    # Check that a needle and its copy fit into a block
     length, rng = blocks.block_size, np.random.default_rng(seed)
     deepest = length - needle_length - max(needle_length, window + 1)
     vocabulary = np.setdiff1d(_vocabulary(blocks), blocks.opening)
@@ -237,6 +238,7 @@ def _observer(scores: list[Tensor], state: LayerState, source: Tensor, query_pos
     """
 
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
+        # Compute the attention of the queries in the copy
         shown: Any = {"window": state.checkpoint_window, "start": query_positions.start, "sink_logits": sink_logits}
         parts = [weights for _, weights in attention_weights(q, k, scale, **shown)]
         rows = torch.cat([torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2)
