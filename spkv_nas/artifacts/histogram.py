@@ -88,10 +88,12 @@ class LogitHistogram:
         def mean(tau: float) -> float:
             return float(np.tensordot(shares, self.density(tau), 1).mean())
 
+        # Bisect: the mean density falls as tau rises
         low, high = self.logit_range
-        for _ in range(60):  # bisect: the mean density falls as tau rises
+        for _ in range(60):
             middle = (low + high) / 2
             low, high = (middle, high) if mean(sigmoid(middle)) > rho else (low, middle)
+        # Compare both ends, and tau 0, which keeps all tokens
         means = {tau: mean(tau) for tau in (sigmoid(low), sigmoid(high), 0.0)}
         return min((tau for tau in means if means[tau] > 0), key=lambda tau: abs(means[tau] - rho))
 

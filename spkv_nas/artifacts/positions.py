@@ -26,6 +26,7 @@ def read_positions(path: Path, grid: Grid) -> pd.DataFrame | None:
     if not is_file(path):
         return None
     rows = read_table(path, "positions", _COLUMNS)
+    # Check the heads and the ranges of positions
     is_invalid = (rows["layer"] >= grid[0]) | (rows["kv_head"] >= grid[1]) | (rows["start"] >= rows["end"])
     if is_invalid.any():
         line = rows.index[int(is_invalid.to_numpy().argmax())]

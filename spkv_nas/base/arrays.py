@@ -81,6 +81,7 @@ def _wrong_shape(values: NDArray[Any], array: Array, lengths: dict[str, int]) ->
     message = f"is of shape {list(values.shape)[:8]}; expected [{', '.join(axes)}]"
     if len(axes) != values.ndim:
         return message
+    # Compare each axis with the first one of the same letter
     for axis, length in zip(axes, values.shape, strict=True):
         letter, _, more = axis.partition("+")
         expected = lengths.setdefault(letter, length - int(more or 0))

@@ -33,8 +33,10 @@ def file_hash(path: Path) -> str:
         OSError: the file cannot be read.
     """
     status = path.stat()
+    # Do not cache hashes of small files, or of fresh ones, whose status may not show the next change
     if status.st_size < _LARGE or time.time() - max(status.st_mtime, status.st_ctime) < _SETTLED:
         return sha256_file(path)
+    # Share the hash of a large file between processes
     cache_file = _folder() / f"{status.st_dev}-{status.st_ino}.json"
     with suppress(UserError, OSError, NotImplementedError):  # no folder for a cache, or no locks in it
         cache_file.parent.mkdir(parents=True, exist_ok=True)

@@ -59,6 +59,7 @@ class Registry(Generic[Entry]):
             UserError: a package cannot be imported, or its entry is of another kind or has the name of another entry.
         """
         entries = {entry.name: entry for entry in self.built_in}
+        # Add the entry points, this project's own first
         for point in sorted(entry_points(group=self.group), key=lambda point: (not _is_own(point), point.name)):
             entry = self._load(point)
             if entry.name in entries:

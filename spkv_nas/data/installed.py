@@ -132,8 +132,10 @@ def _text(file: Path) -> str | None:
         text = file.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError):
         return None
+    # Leave out generated text and tables of numbers
     if _GENERATED.search(text[:_FIRST]) or sum(map(str.isdigit, text)) > _MAX_DIGITS * len(text):
         return None
+    # Remove a leading licence
     leading_comment = _COMMENT.match(text)
     if leading_comment is not None and _LICENCE.search(leading_comment.group()):
         text = text[leading_comment.end() :]

@@ -112,6 +112,7 @@ class SpreadSample:
 def _balanced(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
     """Return the stretches of as many rounds as possible, at least one, without a document of too many tokens."""
     rounds = max((stretch.key.round for stretch in stretches), default=0)
+    # Leave out late rounds until no document has too many tokens
     for last in range(rounds, 0, -1):
         tokens: dict[str, int] = {}
         for stretch in stretches:

@@ -94,6 +94,7 @@ def detach(model: PreTrainedModel) -> None:
     """Remove gates, windows and hooks, which restores the model as before ``attach_gates`` or ``apply_layout``."""
     for layer in attention_layers(model).values():
         uninstall(layer)
+    # Restore the settings from before the hooks
     before = getattr(model, "_spkv_before", None)
     if before is not None:
         attn_implementation, handle, use_cache = before
@@ -149,6 +150,7 @@ def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int
     local = {i for i, state in enumerate(layer_states(model)) if state.is_always_local}
     if config.heads is None:
         return [None if i in local else GATED * heads for i, heads in enumerate(num_kv_heads)]
+    # Check the configured rows
     check_heads("the grid of the gates' heads", [len(row) for row in config.heads], num_kv_heads)
     wrong = [i for i in local if set(config.heads[i]) != {LOCAL}]
     if wrong:

@@ -160,6 +160,7 @@ class LayerState:
             return values[0] if values else 0
         if device.type == "cpu":  # constant to torch.compile
             return values
+        # Create the tensor once per device
         key = (values, device)
         if key not in self._tensors:
             with torch.inference_mode(False):  # a later backward pass may save it

@@ -73,6 +73,7 @@ class DensityTracker:
         logits = logits.detach()
         kept_and_wrong = torch.stack([keeps(logits, self._tau), logits.isnan()])
         num_tokens = logits.shape[0] * logits.shape[2]
+        # Leave out padding
         if self._real is not None:
             real, num_tokens = self._real
             kept_and_wrong &= real[:, None].to(logits.device)

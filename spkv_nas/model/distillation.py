@@ -87,6 +87,7 @@ def copied_teacher(dense: PreTrainedModel, student: PreTrainedModel, *, bfloat16
     if attention_layers(student):
         hook_layers(dense)
     dense.requires_grad_(False).eval()
+    # Convert linear weights, except those shared with embeddings
     if bfloat16:
         embeddings = {id(p) for m in dense.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         for module in dense.modules():

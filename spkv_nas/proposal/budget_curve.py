@@ -182,6 +182,7 @@ def coverage_by_budget(table: HeadScores) -> pd.DataFrame | None:
         return None
     curve = coverage_curve(table)
     total = table.density.sum()
+    # Add the patterns of whole layers, at the budgets that they can have
     for pattern in (strategy for strategy in STRATEGIES if strategy.whole_layers):
         curve[pattern.name] = np.nan
         for layers in range(1, table.num_layers + 1):

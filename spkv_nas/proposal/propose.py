@@ -224,6 +224,7 @@ def tie_advice(table: HeadScores, budget: int) -> str | None:
         return None
     if np.ptp(values) == 0:
         return "all heads have the same score, so every choice of heads is equally good"
+    # Count the tied heads, and those of them within the budget
     equal = values == values[order[budget]]
     num_chosen = int(equal[order[:budget]].sum())
     return (

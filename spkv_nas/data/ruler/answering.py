@@ -32,6 +32,7 @@ class DocumentQuestions:
         if request.task not in material.questions:
             raise UserError(f"RULER's task {request.task} needs documents: give --qa FILE.json in {self.form} format")
         questions = material.questions[request.task]
+        # Try the question at the sample's index first, then random ones
         order = _order(len(questions.questions), request.seed)
         replacements = (request.rng.randrange(len(order)) for _ in range(_TRIES - 1))
         indices = chain((request.index % len(order),), replacements)

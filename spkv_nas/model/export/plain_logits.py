@@ -56,6 +56,7 @@ def _loaded_logits(folder: str, tokens: list[int], keep: int, steps: int) -> tor
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", output_loading_info=True, local_files_only=True, use_safetensors=True
     )
+    # Check that the files have the model's tensors
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading[kind]:
             name = sorted(map(str, loading[kind]))[0]
