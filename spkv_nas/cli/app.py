@@ -196,6 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        # Run the command, and exit with its code
         with raising(), warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             code = app(name_each(arguments), standalone_mode=False)
@@ -205,10 +206,12 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if "--debug" in arguments:
             raise
+        # On other ranks, let rank 0 report an error first
         if process_index():
             if not is_lost_process(error):  # if it is, rank 0 itself may be gone, and this rank must report at once
                 time.sleep(OTHERS_WAIT)
             err.quiet = False
+        # Print the message, and exit with the error's code
         message, code = explained(error)
         if message:
             fail(message)

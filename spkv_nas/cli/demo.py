@@ -57,9 +57,12 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     start = time.perf_counter()
     workspace: dict[str, Any] = {"workspace": options.workspace}
     device_options: dict[str, Any] = {**workspace, "device": options.device, "dtype": options.dtype}
+    # Measure the heads twice: by the default signal, and by the recommended one
     yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, ablation_tokens=DEMO_ABLATION_TOKENS, **device_options), reporter)
     yield probe(ProbeOptions(signal=RECOMMENDED, budget=options.budget, steps=DEMO_STEPS, **device_options), reporter)
+    # Propose layouts by the default signal
     yield propose(ProposeOptions(probe=DEFAULT_PROBE, budget=options.budget, num_random=1, **workspace), reporter)
+    # Retrain some of them, and write the report
     folder = options.folders.layout_dir(DEFAULT_PROBE)
     layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]
     yield train_hybrid(

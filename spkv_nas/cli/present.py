@@ -32,6 +32,7 @@ def print_results(output: Results, *, as_json: bool) -> int:
     results = iter((output,)) if isinstance(output, Result) else (replace(result, next=()) for result in output)
     documents: list[Any] = []
     code = 0
+    # Print each result as it arrives, or collect them for the document
     for result in results:
         code = max(code, result.exit_code)
         if as_json:
@@ -66,12 +67,14 @@ def plain(value: Any) -> Any:
 
     Numbers stay unrounded, NaN and infinity become null, tables become lists of rows, and paths become text.
     """
+    # Convert objects
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     elif hasattr(value, "to_dict"):  # a pandas table
         value = value.to_dict("records")
     elif hasattr(value, "tolist"):  # an array or a NumPy scalar
         value = value.tolist()
+    # Convert containers, and values that JSON lacks
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -36,6 +36,7 @@ def working(title: str, *, quiet: bool = False, verbose: bool = False, takes_lon
         The reporter that the block sends its progress to.
     """
     level = logging.DEBUG if verbose else logging.INFO
+    # Show warnings only, rows in a terminal, or lines of a log
     if quiet:
         with _printed(logging.WARNING, announce):
             yield Reporter()

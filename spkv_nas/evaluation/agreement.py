@@ -81,6 +81,7 @@ class Agreement:
             return rows
 
         equal = column("equal")
+        # Greedy drafts are accepted where the most probable tokens are equal
         accepted, kept = (equal, equal) if temperature == 0 else (column("accepted"), column("kept"))
         document = np.array([line["document"] for line in lines], dtype=np.int64)
         return cls(temperature, document, equal, accepted, kept)
@@ -122,12 +123,15 @@ def expected_passes(kept: Float, draft_tokens: int) -> Float:
     number, longest = kept.shape
     is_token = ~np.isnan(kept)
     kept = np.nan_to_num(kept)
-    passes = np.zeros((number, longest + draft_tokens + 1))  # that follow once the text is written up to a position
+    # passes[:, i]: passes that follow once the text is written up to token i
+    passes = np.zeros((number, longest + draft_tokens + 1))
+    # Work backwards: the round after a rejection starts behind the rejected token
     for start in reversed(range(longest)):
         reached, following = np.ones(number), np.zeros(number)
         for position in range(start, min(start + draft_tokens, longest)):
             following += reached * (1.0 - kept[:, position]) * passes[:, position + 1]
             reached = reached * kept[:, position]
+        # If all drafts are accepted, the dense model adds a token
         following += reached * passes[:, start + draft_tokens + 1]
         passes[:, start] = np.where(is_token[:, start], 1.0 + following, 0.0)
     return passes[:, 0]
@@ -168,10 +172,12 @@ def write_continuations(
 
     def run(part: range) -> list[Line]:
         """Continue consecutive blocks."""
+        # Read the prompts, each with a seed of its own
         prompts = torch.from_numpy(blocks.tokens[part.start : part.stop, :prompt_length].astype(np.int64))
         seeds = [(seed, first + index) for index in part]
         with evaluation_mode(model):
             rows = continue_tokens(model, tokenizer, prompts, new_tokens, temperature=temperature, seeds=seeds)
+        # Name the document of each prompt's last token
         documents = blocks.document[part.start : part.stop, prompt_length - 1].tolist()
         return [
             {"block": index, "document": document, "name": names[document], "tokens": tokens}
@@ -262,8 +268,10 @@ def predict(
         """Predict the tokens of consecutive continuations."""
         batch = continuations[part.start : part.stop]
         tokens = _continued(blocks, batch, prompt_length)
+        # Read the text once: logits [B, N, V]
         with evaluation_mode(model):
-            logits = _last_logits(model, tokens, new_tokens)  # [B, N, V]
+            logits = _last_logits(model, tokens, new_tokens)
+        # Take the most probable tokens, or the log-probabilities of the continuation's
         if temperature == 0:
             predicted = logits.argmax(-1)
         else:
@@ -327,12 +335,14 @@ def agreement_table(results: Mapping[str, Agreement], draft_tokens: Sequence[int
     """Return one row per decoding and number of drafted tokens, columns of ``AGREEMENT``, errors by document."""
     rows = []
     for decoding, result in results.items():
+        # Compute what does not depend on the number of drafted tokens
         tokens = result.num_tokens
         agreement = result.ratio(np.nansum(result.equal, 1), tokens)
         acceptance = result.ratio(np.nansum(result.accepted, 1), tokens)
         identical = (
             result.ratio(result.identical, np.ones(len(tokens))) if result.temperature == 0 else (np.nan, np.nan)
         )
+        # Add the tokens per pass of the dense model
         for number in draft_tokens:
             per_pass = result.ratio(tokens, expected_passes(result.kept, number))
             counts = (len(np.unique(result.document)), len(tokens), int(tokens.sum()))

@@ -73,10 +73,12 @@ class Circumstances:
     @property
     def cause(self) -> str:
         """Return the likely cause of an alarm, and what to do about it, as a clause."""
+        # Blame the length, the text or the tokenizer
         if self.is_too_long:
             return f"the model's context is {self.positions:,} tokens: use --block-size {self.positions}"
         if self.share > _MAX_SHARE:
             return "the text or the tokenizer is not what the model was trained with"
+        # Blame the separator
         if not self.separator.nll:
             return (
                 f"documents are separated by '{self.separator.best}', which was not measured on the model: leave "
@@ -84,6 +86,7 @@ class Circumstances:
             )
         if self.separator.packing_cost > MAX_PACKING_COST:
             return about_packing(self.separator)
+        # Blame the precision, or else the kind of text
         if self.dtype != "float32":
             return f"the model computes in {self.dtype}, or the text is unlike what it was trained on: try float32"
         return "the text is unlike what the model was trained on"
@@ -190,6 +193,7 @@ def check_text(
     Returns:
         (circumstances of the measurement; a sentence if its numbers make no sense, else None).
     """
+    # Score a sample with full attention, and with local heads only
     sample = blocks.spread(max(2, _SAMPLE // blocks.block_size))
     num_layers, num_kv_heads = config_shape(model.config).grid
     local = Layout(heads=("L" * num_kv_heads,) * num_layers, window=window, sinks=1)

@@ -51,6 +51,7 @@ def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporte
     from spkv_nas.model.device_map import memory_for_passes
     from spkv_nas.model.model_shape import model_size
 
+    # Find the largest batch that fits on every rank
     max_batch, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
     memory = PassMemory(model_size(model), int(model.dtype.itemsize), gate_config(model))
     room = ROOM * memory_for_passes(model)

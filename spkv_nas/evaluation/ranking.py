@@ -62,6 +62,7 @@ def spearman(first: ArrayLike, second: ArrayLike) -> tuple[float, tuple[float, f
     rho = float(_rho(*pairs[:, None])[0])
     if num_items < MIN_ITEMS or abs(rho) > 1 - 1e-9:
         return rho, None
+    # Bootstrap over the items
     resamples = np.random.default_rng(0).integers(num_items, size=(NUM_RESAMPLES, num_items))
     low, high = np.nanpercentile(_rho(*pairs[:, resamples]), [2.5, 97.5])
     return rho, (float(low), float(high))

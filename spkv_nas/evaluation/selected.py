@@ -86,13 +86,16 @@ def find_selected(
     equal = _provenances(workspace)
     by_record: dict[str, Selection] = {}
     unknown = []
+    # Collect what may have selected each layout
     for name, layout in layouts.items():
         origins = [layout.provenance, *equal.get(layout.content, ())]
         evidence = [*_probes(origins), *_comparisons(workspace, layout, with_scores=with_scores)]
         selections = [read_selection(selection, folders) for _, selection in evidence]
+        # Merge the documents of each source
         for (record, _), selection in zip(evidence, selections, strict=True):
             if selection is not None:
                 by_record[record] = by_record.get(record, frozenset()) | selection
+        # Remember layouts whose documents are not fully known
         if not evidence or None in selections:
             unknown.append(name)
     return Selected(by_record, tuple(unknown))

@@ -107,20 +107,25 @@ def measure_separator(
         separator = spkv_nas.measure_separator(model, tokenizer, texts).best
         blocks = spkv_nas.build_blocks(texts, tokenizer, separator=separator)
     """
+    # Read the beginnings of documents
     documents = _beginnings(as_documents(texts, block_size), tokenizer, min(_DOCUMENT, max(2, block_size // 4)))
     check_tokens(model, max(int(each.max()) for each in documents))
+    # Leave out separators that the model's vocabulary lacks
     vocabulary = vocabulary_size(model)
     variants = {
         name: limits
         for name, limits in _variants(tokenizer, bos, block_size).items()
         if max((*limits.opening, *limits.separator), default=0) < vocabulary
     }
+    # Group the documents into blocks that have room for every separator's opening tokens
     groups = _groups(documents, block_size - max(len(each.opening) for each in variants.values()))
 
+    # Measure packed documents with each separator, and single documents
     with evaluation_mode(model):
         sums = {name: _sums(model, groups, limits) for name, limits in variants.items()}
         openings = {limits.opening for limits in variants.values()}
         alone = [_sums(model, [[each] for each in documents], Boundaries(opening)) for opening in openings]
+    # Average over tokens
     count = sum(len(each) - 1 for each in documents)
     convention = default_separator(tokenizer, bos)
     return SeparatorReport(
@@ -154,11 +159,13 @@ def shared_separator(
         measure: measures the checkpoint's separators.
         reporter: receives the report that was measured.
     """
+    # Look for an earlier report; an unreadable file counts as empty
     records: dict[str, Any] = {}
     with suppress(UserError):
         records = read_json(file, "separators")
     if (known := SeparatorReport.parse(records.get(checkpoint))) is not None:
         return known
+    # Measure, and keep the report
     report = measure()
     compared = ", ".join(f"{name} {value:.3f}" for name, value in report.nll.items())
     reporter.announce(

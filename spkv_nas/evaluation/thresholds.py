@@ -31,6 +31,7 @@ def parse_taus(text: str, num_taus: int | None = None) -> list[float]:
     Raises:
         UserError: naming what is wrong with ``text`` or ``num_taus``.
     """
+    # Parse the ends of a range, or a list
     low, dots, high = text.partition("..")
     try:
         taus = [float(part) for part in ((low, high) if dots else text.split(","))]
@@ -45,6 +46,7 @@ def parse_taus(text: str, num_taus: int | None = None) -> list[float]:
     # Space a range evenly in logit
     if dots:
         return _logit_spaced(taus[0], taus[1], TAU_POINTS if num_taus is None else num_taus)
+    # Check the list
     if num_taus is not None:
         raise UserError(f"--num-taus needs a range --taus LOW..HIGH; '{text}' is a list")
     if len(set(taus)) < 2:

@@ -219,6 +219,7 @@ def read_score(cache: Path | None, layout: Layout | None, num_documents: int) ->
         score = DocumentNLL.read(file)
     except UserError:
         return None
+    # Fit the score to the number of documents
     padding = (0, max(0, num_documents - len(score.total)))
     total, num_tokens = np.pad(score.total, padding), np.pad(score.num_tokens, padding)
     return DocumentNLL(total[:num_documents], num_tokens[:num_documents])
@@ -311,12 +312,14 @@ class _Resumable:
         """
         decoder = cls(model)
         originals = [vars(layer).get("forward") for layer in decoder._layers]
+        # Replace the layers' methods, and test that resuming is exact
         try:
             for depth, layer in enumerate(decoder._layers):
                 layer.forward = partial(decoder._forward, depth, layer.forward)
             decoder._check(tokens[:, :16])
             yield decoder
         finally:
+            # Restore the layers
             for layer, forward in zip(decoder._layers, originals, strict=True):
                 del layer.forward
                 if forward is not None:

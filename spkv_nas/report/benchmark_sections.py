@@ -153,6 +153,7 @@ def _scores(name: str, rows: pd.DataFrame, record: Record) -> Section:
 def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of pruning rules; rows are grouped by target density, then dense model and SP-KV."""
     protocol = "" if record.get("protocol") != "kvpress" else ", following the kvpress protocol"
+    # Separate the dense model and SP-KV from the pruning rules
     is_dense, is_spkv = rows["method"] == FULL_ATTENTION, rows["method"] == SP_KV
     spkv = [f"SP-KV, τ = {tau:g}" if tau else "SP-KV, gates open" for tau in rows["tau"]]
     return _section(
@@ -180,6 +181,7 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
 def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of RULER: averages by length, with every task in the folded rows."""
     haystack, is_average = record.get("haystack", "RULER's noise"), rows["task"].str.startswith(_AVERAGE)
+    # Mark scores at the floor, and ties with the baseline
     at_floor = rows["score"] - rows["floor"] <= 2 * rows["standard_error"]
     tags = zip(at_floor, _ties(rows, "difference", "difference_standard_error"), strict=True)
     return _section(
@@ -222,6 +224,7 @@ def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of LongPPL."""
     evaluator, withheld = record.get("evaluator") or {}, record.get("withheld") or {}
     evaluator_note = f" by {without_folder(str(evaluator['model']))}" if "model" in evaluator else ""
+    # Add columns if there is a baseline
     pair = "against against_ppl against_density difference_percent" if rows["against_ppl"].notna().any() else ""
     return _section(
         "LongPPL",

@@ -74,6 +74,7 @@ def coverage_budget_chart(
 
 def agreement_charts(rows: pd.DataFrame) -> Panels:
     """Return matrices over the pairs of ``proposal.agreement``: Jaccard index of the heads, and rank correlation."""
+    # Shorten the probes' names, and title the matrices
     labels = short_labels(rows)
     short_names = [short(label, 24) for label in labels.values()]
     first = rows.iloc[0]
@@ -81,6 +82,7 @@ def agreement_charts(rows: pd.DataFrame) -> Panels:
         "jaccard": f"{first['budget']:.0f} highest-scoring heads: Jaccard, % (chance {100 * first['chance']:.0f})",
         "spearman": "scores: Spearman, %",
     }
+    # Draw one matrix for each measure
     axes = name_axis("", short_names), name_axis("", short_names, down=True)
     charts = (
         Chart(f"agreement-{column}", heading, *axes, (Heatmap(_matrix(rows, column, labels)),), heading=heading)

@@ -93,6 +93,7 @@ def all_evidence(inputs: ReportInputs) -> list[Evidence]:
         *_score_evidence(inputs),
         *_verdict_evidence(inputs),
     ]
+    # Tell equal descriptions apart by their source
     occurrences = Counter(evidence.description for evidence in collected)
     collected = [
         replace(evidence, description=f"{evidence.description}, in the {evidence.source} {evidence.origin}".rstrip())
@@ -109,9 +110,11 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         return
     record, rows = inputs.search_record, inputs.search
     steps_by_fidelity = record.get("steps") or {}
+    # Read the numbers of held-out documents, and of those that selected
     held_out = _number(record.get("num_documents")), _number(record.get("effective_documents"))
     selection = _number((record.get("documents") or {}).get("chosen_on")), math.nan
     for fidelity in reversed(FIDELITIES):
+        # Collect the layouts that this fidelity measured
         columns = f"{fidelity}_delta_percent", f"{fidelity}_standard_error"
         results = [
             Result(str(row["name"]), float(row[columns[0]]), float(row[columns[1]]), float(mask.sum()), mask)
@@ -120,6 +123,7 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         ]
         if not results:
             continue
+        # Describe the measurement
         is_zero_shot = fidelity == "zero_shot"
         steps = 0.0 if is_zero_shot else float(steps_by_fidelity.get(fidelity, math.nan))
         documents = held_out if fidelity == "full" else selection
@@ -141,8 +145,9 @@ def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         for row in group.to_dict("records"):
             name, num_global = row["strategy"], row["num_global"]
             layout = inputs.layouts.get(name)
+            # Ignore a file that was replaced by a layout of another budget
             if layout is not None and num_global >= 0 and num_global != layout.num_global:
-                layout = None  # its file has been replaced by a layout of another budget
+                layout = None
             mask = None if layout is None else layout.global_mask
             num_global = num_global if layout is None else float(layout.num_global)
             change = row["delta_nll_percent"], row["delta_nll_standard_error"]
@@ -171,8 +176,10 @@ def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         results, num_documents = [], math.nan
         for name, recorded in file.record.get("layouts", {}).items():
             layout, rows = file.layout(name, recorded["heads"]), file.rows[file.rows["candidate"] == name]
+            # Skip candidates that were retrained, or that the page cannot show
             if layout is None or rows.empty or recorded.get("trained") or not _is_here(inputs, layout):
                 continue
+            # Read the loss, and what the verdict says of it
             nll = rows[rows["criterion"] == "nll"]
             delta, num_documents = (float(nll[column].max()) for column in ("loss", "num_samples"))
             margins = ", ".join(f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples())

@@ -79,6 +79,7 @@ def _plain(value: Any) -> Any:
         kind = {"kind": type(value).__name__.lower()} if isinstance(value, Mark) else {}
         values = {field.name: getattr(value, field.name) for field in fields(value)}
         defaults = {field.name: field.default for field in fields(value)}
+        # Omit coordinates that the page does not need
         if isinstance(value, Points) and (value.form or not (value.tips or value.names)):
             defaults |= {"x": value.x, "y": value.y}
         return kind | {name: _plain(content) for name, content in values.items() if content != defaults[name]}

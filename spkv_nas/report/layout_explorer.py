@@ -131,12 +131,14 @@ def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
         Name, exact coverage in percent, hash, and the text before and after the rows; [] if it cannot be a file.
     """
     table, name, layout = inputs.table, result.name, _layout(inputs, result)
+    # Give a layout that was only measured its name and a provenance
     if layout is not inputs.layouts.get(name):
         try:
             layout = replace(layout, strategy=name)
         except UserError:  # the name cannot be a file name
             return []
         layout = replace(layout, provenance=provenance(table, layout, int(layout.num_global), None))
+    # Split the text at the rows, which the page fills in
     before, _, after = layout.text.partition(layout.rows)
     return [name, f"{100 * coverage(table, layout):.2f}", layout.hash, before, after]
 
@@ -242,10 +244,12 @@ def _predicted(tables: list[HeadScores], inputs: ReportInputs) -> dict[str, Any]
         return None
     low, means, deviations = 0, [], []
     for table in tables:
+        # Mark the highest-scoring heads of every budget: [budgets, heads]
         masks = np.zeros((table.num_heads, table.num_heads), np.bool_)
         for budget, head in enumerate(densest_candidates(table)):
             masks[budget:, head] = True
         mean, deviation = inputs.predict(masks)
+        # Keep the budgets that have a prediction
         predicted = np.flatnonzero(~np.isnan(mean))
         low = int(predicted[0]) + 1
         means.append([round(1000 * number) for number in mean[predicted].tolist()])
@@ -269,11 +273,13 @@ def tables_at_thresholds(tables: list[HeadScores]) -> dict[str, Any]:
         domains; ``order`` by threshold; and ``coverage`` by threshold: what each head in this order adds, in 1e-4.
     """
     measure, domains = tables[0].measure, tables[0].domains
+    # Quantise the scores of all text, and of each domain
     by_part = [[levels(table.values, measure) for table in tables]]
     if len(domains) > 1:
         by_part += [
             [levels(table.domain_density(domain, signed=True), measure) for table in tables] for domain in domains
         ]
+    # Compute the coverage of every budget
     covered = [[round(10**_DIGITS * round(share, _DIGITS)) for share in densest_coverage(table)] for table in tables]
     return {
         # Thresholds are innermost: neighbouring numbers are similar, which halves the compressed size
@@ -292,7 +298,8 @@ def levels(values: NDArray[np.float64], measure: Measure) -> list[int]:
     units = 2 * 10**measure.decimals
     quantised: list[int] = np.floor(values.ravel() * units).astype(int).tolist()
     for number, value in enumerate(values.ravel().tolist()):
-        if abs(value * units - round(value * units)) < 1e-6:  # on a boundary, where halves round to even
+        # On a boundary, where halves round to even, take the side that is written like the value
+        if abs(value * units - round(value * units)) < 1e-6:
             below, above = round(value * units) - 1, round(value * units)
             written, shown = (
                 (measure.exact(each), measure.scale.text(each)) for each in (value, (above + 0.5) / units)

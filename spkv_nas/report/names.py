@@ -48,9 +48,11 @@ def _write(ax: Axes, name: str, at: Any, heights: list[float], occupied: list[Bb
     width, inside = LETTER * len(name), ax.get_window_extent()
     for height in heights:
         for left in (gap, -gap - width):
+            # Look for a box that overlaps nothing
             box = Bbox.from_bounds(at[0] + left, at[1] + height - LINE / 2, width, LINE)
             if box.count_overlaps(occupied) or not all(inside.contains(*corner) for corner in (box.min, box.max)):
                 continue
+            # Write the name, with a line to a point at another height
             occupied.append(box)
             leader = _LEADER | {"relpos": (left < 0, 0.5)} if abs(height) > LINE / 2 and gap > 6 else None
             text = (at[0] + (gap if left > 0 else -gap), at[1] + height)

@@ -57,6 +57,7 @@ def write_report(
     for number, chart in enumerate(charts, 1):
         save_chart(folder, chart)
         progress(number, len(charts))
+    # Render the page with the figures that exist
     names = [chart.name for chart in charts] + [*(SEARCH_FIGURES if groups["search"] else ())]
     names += [chart.name for section in inputs.benchmarks for chart in section.charts]
     figures = [name for name in names if (folder / f"{name}.png").is_file()]
@@ -90,7 +91,8 @@ def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
 def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], groups: Groups, figures: list[str]) -> str:
     """Return the page's HTML."""
     table = inputs.table
-    charts = {  # as the page shows them, with panels split into their charts
+    # Split panels into their charts, as the page shows them
+    charts = {
         name: [single for each in group for single in (each.charts if isinstance(each, Panels) else (each,))]
         for name, group in groups.items()
     }

@@ -70,17 +70,20 @@ class PageRenderer(RendererBase):
         rgbFace: Any = None,
     ) -> None:
         """Write a mark at every vertex: one by one if they have tooltips, dots without as one path."""
+        # Find the shape, the style and the centres
         shape, style = marker_path.transformed(marker_trans + Affine2D().scale(1, -1)), _style(gc, rgbFace)
         centres: Any = path.transformed(trans + self._flip).vertices
         codes: Any = shape.codes
         is_round, radius = bool(np.isin(Path.CURVE4, codes)), shape.get_extents().width / 2
         reference, clip = self._reference(), self._clip(gc)
+        # Write dots without tooltips as one path, whose round line ends are the dots
         if is_round and "stroke" not in style and "data-mark" not in reference:
             dots = [(round(x), round(y)) for x, y in centres]
             shades = {key.replace("fill", "stroke"): value for key, value in style.items() if key.startswith("fill")}
             style = {"class": "dust", **shades, "stroke-width": px(2 * radius), **reference}
             self._path(style, _dust(dots if reference else sorted(dots)))
             return
+        # Write other marks one by one, in a group that has their style
         group = self._root
         if is_round or reference:
             group, self._last = add(self._root, "g", **style), None
@@ -129,12 +132,14 @@ def _style(gc: GraphicsContextBase, face: Any) -> dict[str, str]:
     style = {"fill": "none"}
     opacity = gc.get_alpha() if gc.get_forced_alpha() else None
     line: Any = gc.get_rgb() if gc.get_linewidth() else None
+    # Set fill and stroke, in the theme's colours where it has them
     for kind, colour in (("fill", face), ("stroke", line)):
         alpha = 0.0 if colour is None else opacity if opacity is not None else (*colour, 1.0)[3]
         if not alpha:
             continue
         style[kind] = _VARIABLES.get(to_hex(colour), to_hex(colour))
         style |= {f"{kind}-opacity": f"{alpha:g}"} if alpha < 1 else {}
+    # Set the width and the dashes of the line
     if "stroke" in style:
         style |= {"stroke-width": px(gc.get_linewidth())} if gc.get_linewidth() != 1 else {}
         dashes: Any = gc.get_dashes()[1]
@@ -180,10 +185,12 @@ def draw_scale(measure: Measure) -> Markup:
     width = LEFT + _SCALE + 24
     root.set("viewBox", f"0 0 {px(width)} 54")
     root.set("width", px(width))
+    # Fill the bar with the gradient
     shades = add(add(root, "defs"), "linearGradient", id="cividis")
     for percent in range(0, 101, 10):
         add(shades, "stop", offset=f"{percent}%", stop_color=cividis(percent / 100)[0])
     add(root, "rect", x=LEFT, y=4, width=_SCALE, height=12, rx=2, fill="url(#cividis)")
+    # Mark the ticks, and name the quantity
     ticks = [(LEFT + _SCALE * float(scale.fraction(value)), scale.text(value)) for value in scale.ticks]
     add(root, "path", class_="axis", d="".join(f"M{px(x)} 16v4" for x, _ in ticks))
     along(root, ticks, class_="tick", y=32, text_anchor="middle")

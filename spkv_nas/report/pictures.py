@@ -48,6 +48,7 @@ def write_paper_figures(
         None if evolution is None else density_charts.density_evolution_chart(evolution),
         None if sweep is None else tau_sweep_chart(sweep),
     ]
+    # Draw the charts that have data, and include them in LaTeX
     available = [chart for chart in charts if chart is not None]
     for chart in available:
         save_pdf(folder, chart)

@@ -32,6 +32,7 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Ch
     """Return coverage of a comparison's rows, summing ``noun``, against NLL increase; None if no row has both."""
     rows = comparison.dropna(subset=["coverage_percent", "delta_nll_percent"])
     baseline, marks = counted_from(comparison), []
+    # Draw a group of points for each shape of marks
     for style in (LAYOUT, *SHAPES.values()):
         group = rows[[SHAPES.get(strategy, LAYOUT) is style for strategy in rows["strategy"]]]
         if not group.empty:
@@ -52,8 +53,10 @@ def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
 
     SP-KV paper, figure "Relationship between NLL and KV cache density".
     """
+    # Name the thresholds
     names = [f"τ {round(tau, 2 if 0.1 <= tau <= 0.9 else 3):g}" if tau else "open" for tau in rows["tau"]]
     rows = rows.assign(density=100 * rows["density"], name=names)
+    # Join all points, and mark open gates by another shape
     marks: list[Line | Points] = [_line(rows)]
     for group, style in (
         (rows[rows["tau"] > 0], {"label": "threshold τ"}),
@@ -73,6 +76,7 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
 
     ``rows`` are a table of ``artifacts.result_tables.BASELINES``.
     """
+    # Group the rules by their sinks, and set SP-KV apart
     rows = rows[rows["method"] != FULL_ATTENTION].assign(density=100 * rows["density"])
     is_spkv = rows["method"] == SP_KV
     spkv = rows[is_spkv & (rows["tau"] > 0)].sort_values("density")
@@ -82,6 +86,7 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
         (with_sinks, {"label": "compressed, with sinks"}),
         (spkv, SHAPES[SP_KV]),
     )
+    # Draw SP-KV as a line, and every group as points
     marks: list[Line | Points] = [_line(spkv, "ink")] if len(spkv) > 1 else []
     for group, style in groups:
         if not group.empty:
@@ -130,6 +135,7 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
     evidence = verdict.evidence
     if evidence is None:
         return None
+    # Keep the layouts with a loss and a size
     known = [each for each in evidence.results if np.isfinite((each.delta, each.num_global)).all()]
     if not known:
         return None
@@ -150,6 +156,7 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
                 **style,
             )
         )
+    # Fit the axis to the error bars
     ends = [each.delta + sign * np.nan_to_num(each.error) for each, _ in (*layouts, *references) for sign in (-1, 1)]
     of_full = "% of full attention's" if full is None else unit
     return Chart(

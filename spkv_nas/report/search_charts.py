@@ -28,6 +28,7 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
     # Vertical axis
     value, error = retrained["full_delta_percent"], retrained["full_standard_error"].fillna(0.0)
     nll_axis = spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
+    # Draw a chart for each predictor that was measured
     low, high = (retrained["zero_shot_delta_percent"].agg(end) for end in ("min", "max"))
     predictors = {
         "zero-shot": ("zero_shot_delta_percent", spread_axis(_CHANGE, low, high)),

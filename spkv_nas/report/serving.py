@@ -62,6 +62,7 @@ def budgets_in_engine(served: EngineMemory, table: HeadScores) -> dict[str, Any]
         ``context``; ``bytes`` of a request by number of global heads, from 0, None where the engine runs whole layers
         only; and ``texts``, which also say which larger number takes no more.
     """
+    # Plan a request at every budget that the engine can run
     num_heads, engine = table.num_heads, served.cost.serving.engine
     cache, stride = served.cost.cache(num_heads), 1 if engine.per_head else table.num_kv_heads
     plans = {number: engine.plan(cache, number) for number in range(0, num_heads + 1, stride)}
@@ -91,6 +92,7 @@ def layout_in_engine(served: EngineMemory, layout: Layout) -> str:
 def serving_section(served: EngineMemory, table: HeadScores, layouts: Mapping[str, Layout]) -> Section:
     """Return the section on the memory of layouts, in the form that takes least; dashes where none is run."""
     cost, engine = served.cost, served.cost.serving.engine
+    # List full attention, then the layouts
     full = served.cells(served.full_attention(table.num_heads))
     rows = [Row("full attention", (str(table.num_heads), "whole layers", *full))]
     for name, layout in layouts.items():

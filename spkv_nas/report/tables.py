@@ -43,6 +43,7 @@ def facts(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, str]]:
         (value, description, key in the glossary or "") of each.
     """
     table = inputs.table
+    # Describe the mean score in the unit of its signal
     measure, factor = table.measure, table.measure.scale.factor
     description, percent = f"mean {measure.noun}", " %"
     if table.is_density:
@@ -53,6 +54,7 @@ def facts(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, str]]:
         (f"{factor * table.mean:.1f}{percent}", f"{description}, ± {factor * table.std:.1f} across heads", "measure"),
         (str(table.num_heads), f"KV heads: {table.num_layers} layers of {table.num_kv_heads}", ""),
     ]
+    # Add the coverage of the verdict's layout
     best = verdict.layout
     if best is not None and verdict.covered is not None:
         entries.append((f"{100 * verdict.covered:.1f} %", f"{measure.noun} coverage of {best.name}", "coverage"))
@@ -98,10 +100,12 @@ def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
     if comparison is None:
         return None
     baseline = counted_from(comparison)
+    # Compare with one reference, or with two
     references = {"Δ NLL, %": ("delta_nll", baseline)}
     if baseline == DENSE:
         references["Δ NLL against control, %"] = ("delta_control", FULL_ATTENTION)
     notes = ("Note",) if (comparison["note"] != "").any() else ()
+    # Group the rows: layouts first, then the references
     groups: list[list[Row]] = [[] for _ in range(1 + max(_GROUPS.values()))]
     for row in comparison.sort_values("nll", kind="stable").to_dict("records"):
         name = row["strategy"]
@@ -152,6 +156,7 @@ def search_rows(inputs: ReportInputs, verdict: Verdict | None = None) -> Table |
     """Return the best layouts of a search, with their cost if the search has one; None without a search."""
     if inputs.search is None:
         return None
+    # Name the columns by the steps of retraining
     steps = inputs.search_record.get("steps") or {}
     has_cost = bool(inputs.search["cost"].notna().all())
     retrained = (

@@ -117,6 +117,7 @@ def _about(
 
     ``judged`` is what verdicts say of layouts, by ``Result.key``, which counts before retraining.
     """
+    # Compute the saved memory and the coverage
     table, size = inputs.table, ""
     if not math.isnan(layout.num_global):
         share = 100 * (1 - inputs.cache_share(min(1.0, layout.num_global / table.num_heads)))
@@ -125,6 +126,7 @@ def _about(
     covered = None
     if layout.mask is not None:
         covered = coverage(table, Layout.from_mask(layout.mask, window=DEFAULT_WINDOW))
+    # Conclude on a layout that was only proposed
     if evidence is None:
         loss = f"its loss has not been measured{' on enough documents' if warnings else ''}"
         sentences = (
@@ -132,6 +134,7 @@ def _about(
             "over all heads, which says nothing of the loss yet.",
         )
         return Verdict(("", layout.name, f": {size}{loss}."), (*warnings, *sentences), layout, covered=covered)
+    # State the loss, and what a verdict says of the layout
     loss = _loss(layout, evidence)
     if evidence.steps == 0 and layout.key in judged:
         loss += f"; {judged[layout.key].judged}"

@@ -55,9 +55,11 @@ def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
     """Yield a card per criterion: the loss of every candidate with its interval, and the margin."""
     for criterion, group in rows[rows["margin"] > 0.0].groupby("criterion", sort=False):
         unit, margin = str(group["unit"].iloc[0]), float(group["margin"].iloc[0])
+        # Crop ends that lie far beyond the margin
         ends = group[["low", "high", "loss"]].clip(-_REACH * margin, _REACH * margin)
         low, high = float(ends.min(axis=None)), float(ends.max(axis=None))
         x = round_axis(f"Loss, {unit}", min(0.0, low), max(margin, high), padded=True)
+        # Name the candidates, and summarise their answers
         noun = record.get("nouns", {}).get(str(criterion), "samples")
         names = [f"{short(row['candidate'], 28)} " for _, row in group.iterrows()]
         summary = listed([f"{row['candidate']} {row['answer']}" for _, row in group.iterrows()], _MAX_NAMED)
@@ -80,15 +82,18 @@ def card_title(criterion: str) -> str:
 def _marks(group: pd.DataFrame, left: float, right: float, margin: float, noun: str) -> Iterable[Mark]:
     """Yield the marks of a card: losses that are allowed, the margin, intervals, and losses."""
     bottom, top = -0.5, len(group) - 0.5
+    # Mark allowed losses, zero and the margin
     yield Band((left, margin), (bottom, bottom), (top, top), "below the margin", opacity=0.08)
     yield Rule(0.0, tone="muted", dash="solid")
     yield Rule(margin)
+    # Draw the intervals, cropped at the axis
     for position, (_, row) in enumerate(group.iterrows()):
         ends = tuple(end if math.isfinite(end) else edge for end, edge in ((row["low"], left), (row["high"], right)))
         clipped = tuple(min(max(end, left), right) for end in ends)
         yield Line(
             clipped, (position, position), tone=_MARKS.get(row["answer"], _MARKS["open"])[1], width=5.0, opacity=0.45
         )
+    # Draw the losses by answer
     rows = group.assign(position=numbers(range(len(group)))).loc[np.isfinite(group["loss"])]
     for answer, (shape, tone) in _MARKS.items():
         chosen = rows[rows["answer"] == answer].to_dict("records")

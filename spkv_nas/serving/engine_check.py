@@ -211,6 +211,7 @@ class _Reference:
         self.states: list[LayerState] = layer_states(model)
         self.learned = [state.learned_sinks for state in self.states]
         self.windows: Windows = tuple(state.head_windows(gated=False) for state in self.states)
+        # Use the windows of the layout alone, whatever a native form's config says
         if is_native:
             by_letter = {GLOBAL: GLOBAL_WINDOW, LOCAL: layout.window}
             self.windows = tuple(tuple(by_letter[letter] for letter in row) for row in layout.heads)
@@ -308,6 +309,7 @@ def _changes(windows: Windows, layer: int, alternatives: set[tuple[int, ...]]) -
 
 def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int]:
     """Draw random tokens: as many as ``length``, or by default beyond all windows as far as positions allow."""
+    # Check the length that was asked for
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     if length is not None and not window < length <= longest - _STEPS:
         raise UserError(
@@ -315,6 +317,7 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
             f"{longest - _STEPS:,} tokens, so that {_STEPS} new ones fit in the model's {longest:,} positions\n"
             "choose another --prompt-tokens"
         )
+    # Choose a length beyond all windows
     finite = [w for state in layer_states(model) for w in state.head_windows(gated=False) if w < GLOBAL_WINDOW]
     length = length or min(max([window, *finite]) + _BEYOND, longest - _STEPS)
     if length <= window:
@@ -322,22 +325,26 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
             f"the model has {longest} positions, too few for a prompt longer than the window of {window}: full "
             "attention computes the same there, so that a check proves nothing"
         )
+    # Draw the tokens
     generator = torch.Generator().manual_seed(0)
     return [int(token) for token in torch.randint(vocabulary_size(model), (length,), generator=generator)]
 
 
 def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -> _Answer:
     """Run the engine's program, and read its answer. Raises ``UserError`` if there is none."""
+    # Check that the engine can run
     python = sys.executable if python is None else os.path.abspath(python)  # for another working folder
     program = ENGINES[engine].program
     if program is None:
         raise UserError(f"{engine} has no check program; expected one of {', '.join(checked_engines())}")
     if python == sys.executable and importlib.util.find_spec(program.package) is None:
         raise UserError(f"{program.package} is not installed here\nname the Python of its environment with --python")
+    # Join the parts of the program
     texts = [file.read_text(encoding="utf-8") for file in (_MAIN, program.file)]
     text = "\n".join(["import sys", *texts, "main(run, *sys.argv[1:])"])
     if program.registers_type and json.loads((folder / "config.json").read_text())["model_type"] == CUSTOM_MODEL_TYPE:
         text = f"import spkv_nas\n{text}"
+    # Run it in a scratch folder
     with tempfile.TemporaryDirectory() as scratch:
         request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
         request.write_text(json.dumps({"folder": str(folder.resolve()), "tokens": prompt, "steps": _STEPS}))
@@ -351,10 +358,12 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
             raise UserError(f"{engine} did not finish within {_SECONDS:.0f} s") from error
         except OSError as error:
             raise UserError(f"{engine} could not be started: {first_line(error)}\ncheck --python") from error
+        # Read its answer
         if not answer.exists():
             message = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise UserError(f"{engine} ended with {process.returncode}: {message}")
         content = json.loads(answer.read_text())
+    # Explain why the engine refuses the folder
     if content["error"] is not None:
         message = " ".join(content["error"].split())
         lacks_package = "spkv" in message and not program.converts  # a converted file needs no package of ours

@@ -26,6 +26,7 @@ def read_times(options: CalibrateOptions, windows: Sequence[int], context: int, 
             f"attention times are needed for windows of {needed} tokens, but a calibration measures one\n"
             "use layouts with the native window, or leave times out"
         )
+    # Suggest the command that measures what is missing, whichever check fails
     try:
         if not (folder / "calibration.yaml").is_file():
             raise UserError(f"no calibration '{options.name}' in {folder.parent}")

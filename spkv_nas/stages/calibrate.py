@@ -60,6 +60,7 @@ def show(result: CalibrationResult) -> None:
     measured = result.calibration
     case = measured.case
     counts = case.global_counts
+    # Tabulate the times by phase and context
     grid = Table(
         "",
         "tokens",
@@ -70,6 +71,7 @@ def show(result: CalibrationResult) -> None:
     for phase, context in dict.fromkeys((row.phase, row.context) for row in measured.timings):
         grid.add_row(phase, f"{context:,}", *(format_microseconds(seconds[phase, context, count]) for count in counts))
     out.print(grid)
+    # Say what was measured, and what was not
     out.print(f"{case.title}, window {case.window}, {escape(measured.source)}")
     if (last := measured.contexts("prefill")[-1]) < measured.contexts("decode")[-1]:
         out.print(f"prefill: not measured beyond {last:,} tokens, where one call would take too long")

@@ -38,6 +38,7 @@ def check(command_options: object) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the stage reads the same files and warns then
+        # Check each kind of options, from the base class on
         for kind in reversed(type(command_options).__mro__):
             if kind in _CHECKS:
                 _CHECKS[kind](command_options)
@@ -45,6 +46,7 @@ def check(command_options: object) -> None:
         check_command = getattr(sys.modules[type(command_options).__module__], "check", None)
         if check_command is not None:
             check_command(command_options)
+    # Check that results can be written
     if isinstance(command_options, _WRITING) and not getattr(command_options, "dry_run", False):
         command_options.folders.check_writable()
 

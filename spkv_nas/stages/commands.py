@@ -109,10 +109,12 @@ def in_folder(command: str, folder: Path) -> str:
     the paths of the machine that wrote it.
     """
     words = []
+    # Make paths below the folder relative
     for word in shlex.split(command):
         path = Path(word)
         below = path.is_absolute() and path.is_relative_to(folder)
         words.append(str(path.relative_to(folder)) if below else word)
+    # Leave out --workspace for the folder itself
     if ("--workspace", ".") in (pairs := list(pairwise(words))):
         start = pairs.index(("--workspace", "."))
         del words[start : start + 2]

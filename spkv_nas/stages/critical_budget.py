@@ -116,6 +116,7 @@ def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT)
     smallest = found.critical.passes
     if found.passes is not None and (reason := price_advice(table, found.passes)) is not None:
         reporter.caution(reason)
+    # Compute the cache of every budget, and what the smallest that passes saves
     window, table = found.layouts[0].window, with_sinks(table, found.layouts[0].sinks)
     cost = requirements.cache_cost(table, window)
     assert cost is not None  # there is a default context
@@ -125,6 +126,7 @@ def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT)
         full, used = (cost.total(number, table.num_heads) for number in (table.num_candidates, found.passes))
         sentence, *_ = str(requirements.memory(table, found.passes, window)).partition(": --budget")  # of propose
         memory = Memory(full, used, sentence)
+    # Collect and write the result
     result = BudgetResult(
         **vars(replace(found, rows=rows)),
         compared=compared,
@@ -230,6 +232,7 @@ def _answer(result: BudgetResult) -> str:
     """Return the critical budget with the interval around it."""
     passes, fails, unknown = result.passes, result.fails, open_budgets(result)
     margins, any_margin = (word.join(map(escape, result.margins)) for word in (" and ", " or "))
+    # State the answer
     if passes is not None:
         answer = f"[bold]{passes} of {result.num_heads} KV heads pass[/bold]: the loss is below {margins}"
     elif result.answer == "fails":
@@ -238,6 +241,7 @@ def _answer(result: BudgetResult) -> str:
         return f"[bold]{fails} of {result.num_heads} KV heads fail[/bold]: the loss is above {any_margin}{others}"
     else:
         answer = f"[bold]open[/bold]: no budget of the range is known to keep the loss below {margins}"
+    # Add what is known of smaller and of undecided budgets
     parts = [answer]
     if fails is not None:
         parts.append(f"{fails} are too few")

@@ -70,6 +70,7 @@ def prepare(
     from spkv_nas.stages.checkpoints import load
     from spkv_nas.stages.subject import Subject
 
+    # Check the criteria, and load the dense model
     options.folders.check_writable()
     margins = parse_margins(options.margin)
     subject = Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins))
@@ -103,11 +104,13 @@ def _text(
     from spkv_nas.evaluation.verdict.trial import text_in_random_order
     from spkv_nas.model.windows import default_window
 
+    # Read the text, and check that the model can run it
     model, tokenizer = loaded
     separator = subject.separator(model, tokenizer, reporter)
     _, whole = subject.read(tokenizer, separator.best, reporter)
     check_positions(model, whole.block_size, "--block-size")
     require_logits(model, 1, whole.block_size)
+    # Shuffle it, without the documents that selected layouts
     text = text_in_random_order(
         whole,
         seed=options.seed,
@@ -115,6 +118,7 @@ def _text(
         by=", ".join(selected.among(whole)),
         max_tokens=options.max_tokens,
     )
+    # Check that the model knows the text
     with reporter.bar("checking the text"):
         circumstances, _ = check_text(model, text, default_window(model, text.block_size), separator)
     return text, selected.count(whole), circumstances

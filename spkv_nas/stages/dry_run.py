@@ -95,6 +95,7 @@ def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``search``: its scores and retrainings, with upper bounds for the layouts that it has yet to find."""
     specification = specify(options, reporter)
     planner = _planner(options, specification.file, reporter)
+    # Split the held-out text as the search does
     text, data = planner.text, specification.recipe.data
     heldout = text.heldout(data)
     num_tokens = min(options.max_tokens, heldout // 2)

@@ -93,6 +93,7 @@ def show(result: Generation) -> None:
     """Print a generation's speed and cache size to standard error."""
     from spkv_nas.base.console import err
 
+    # Print the speed and the size of the cache
     share = result.cache_bytes / result.full_attention_bytes
     reason = " (so short a text does not fill its pages and windows)" if share > 1 else ""
     err.print(
@@ -101,6 +102,7 @@ def show(result: Generation) -> None:
         f"cache {result.cache_bytes / 1e6:.2f} MB, full attention {result.full_attention_bytes / 1e6:.2f} MB: "
         f"{100 * share:.0f} %{reason}"
     )
+    # Print the density of a model with gates
     if result.density is not None:
         density = (
             "density unknown (no key left the window)"

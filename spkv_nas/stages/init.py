@@ -84,6 +84,7 @@ def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:
     if options.minutes is not None:
         draft = replace(draft, steps=_steps_in_time(planner, 60 * options.minutes))
         planner = planner.with_recipe(draft.recipe(base))
+    # Plan all runs, and write the recipe
     plan = planner.plan(_all_runs(planner))
     write_atomic(options.out, draft.text_of_recipe())
     steps = after_init(options, planner.recipe.name, planner.recipe.gates.window)
@@ -97,6 +98,7 @@ def _fit_memory(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple
     """
     base = options.out.parent
     while True:
+        # Count the blocks that fit at once
         recipe = draft.recipe(base)
         planner = Planner(
             recipe,
@@ -146,11 +148,13 @@ def _steps_in_time(planner: Planner, seconds: float) -> int:
     Raises:
         UserError: the time is too short for ``MIN_STEPS``.
     """
+    # Separate the time per step from the fixed time
     trained = (Variant.sp_kv(), Variant.full_attention(), *[_any_layout(planner)] * _num_layouts())
     batch_size, steps = planner.recipe.branch.batch_size, planner.recipe.branch.steps
     step_seconds = sum(planner.cost(variant).seconds(batch_size) for variant in trained)
     runs = [*(planner.new_branch("", variant) for variant in trained), *_heldout_passes(planner)]
     fixed_seconds = sum(run.seconds for run in runs) - steps * step_seconds
+    # Spend the rest of the time on steps
     steps_in_time = int((seconds - fixed_seconds) / step_seconds)
     if steps_in_time < MIN_STEPS:
         needed = format_seconds(fixed_seconds + MIN_STEPS * step_seconds)

@@ -26,10 +26,12 @@ def find_table(workspace: Workspace, probe: str) -> HeadScores:
 
     Raises ``UserError`` if it does not exist or cannot be read.
     """
+    # Read a file
     if probe.endswith(".csv"):
         return HeadScores.read(Path(probe))
     if probe.endswith(".tsv"):
         return read_score_table(Path(probe))
+    # Read a folder, or a probe of the workspace
     is_path = Path(probe).name != probe
     folder = Path(probe) if is_path else workspace.probe_dir(probe)
     if not (folder / "density.csv").is_file():
@@ -87,6 +89,7 @@ def chosen_table(options: OfProbe, reporter: Reporter = SILENT) -> HeadScores:
     Raises:
         UserError: there is none, or the choice is ambiguous; the error then lists a command for each.
     """
+    # Take the probe that is named, or the only one
     if options.probe is not None:
         return find_table(options.folders, options.probe)
     records, folder = probe_records(options.folders), options.folders.root / "probes"
@@ -126,6 +129,7 @@ def chosen_recipe(options: OfRecipe, table: HeadScores, embedded: str) -> Path:
         return options.recipe
     if str(table.metadata.get("model", "")).startswith(EMBEDDED_PREFIX):
         return EMBEDDED / embedded
+    # Suggest a command with the probe's recipe, or one that writes a recipe
     recorded = read_options(table.metadata, options.folders.root)
     lines = [f"probe '{table.name}' is not of an embedded model: give the recipe to retrain its model with --recipe"]
     if recorded is not None and recorded.recipe is not None:

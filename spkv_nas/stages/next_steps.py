@@ -89,11 +89,13 @@ def after_init(options: InitOptions, name: str, window: int) -> list[Suggestion]
         name: the recipe's name.
         window: the recipe's window in tokens; layouts of another window are not comparable with its models.
     """
+    # Look for layouts of the same model and window
     workspace, model = options.folders, absolute(options.model)
     for probe, record in probe_records(workspace).items():
         is_of_model = model_identity(record) in (model, name) and record.get("signal") == RECOMMENDED
         if is_of_model and record.get("window") == window and workspace.has_layouts(probe):
             return [Suggestion.of(TrainHybridOptions(recipe=options.out, probe=probe, workspace=workspace.root))]
+    # Measure the head gates first
     measured = ProbeOptions(recipe=options.out, signal=RECOMMENDED, workspace=workspace.root)
     return [Suggestion.of(measured, RECOMMENDATION)]
 
@@ -120,6 +122,7 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
     recorded = read_options(table.metadata, workspace.root)
     if recorded is None:
         return []
+    # Retrain if the recipe is known, else score on the probe's text
     if (retrain := retraining(workspace, table)) is not None:
         return [Suggestion.of(retrain)]
     scored = ScoreOptions(

@@ -72,6 +72,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
     """
     check(options)
     quiet_transformers(reporter)
+    # Load the model and the text
     signal = chosen_signal(options)
     options = replace(options, signal=signal.name)
     subject = _subject(options, reporter)
@@ -82,6 +83,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
         learns=signal.needs_gates,
     )
     origin = _origin(subject, measured, options, reporter)
+    # Collect what this signal uses: a cache of scores, a batch size
     run_options: dict[str, Any] = {}
     if signal.caches_scores:
         root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
@@ -168,12 +170,14 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
 
     The table is returned unchanged where the user switched gains off or they cannot be measured.
     """
+    # Sample the text
     model, length = measured.model, measured.whole.block_size
     tokens = ABLATION_TOKENS if options.ablation_tokens is None else options.ablation_tokens
     blocks = measured.whole.spread(max(1, tokens // length))
     if not tokens:
         return table
     assert table.window is not None
+    # Measure each head alone; if that is impossible, the ranking is not validated
     try:
         check_tokens(model, blocks.largest_token)
         size = fitting_batch(model, blocks)
@@ -185,6 +189,7 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
     except UserError as error:
         reporter.caution(f"the ranking was not validated: {first_line(error)}")
         return table
+    # Record the documents of both texts as used for selection
     documents = (table.selected_on or frozenset()) | blocks.text_ids
     return replace(table, gains=gains, metadata={**table.metadata, "gains": gains_record}, selected_on=documents)
 
@@ -202,6 +207,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
     model, blocks = measured.model, measured.train
     assert blocks is not None
     num_heads = math.prod(config_shape(model.config).grid)
+    # Choose the window, the sink tokens and the target density
     window, sinks = options.window or default_window(model, blocks.block_size), parse_sinks(options.sinks)
     sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
     config = GateConfig(
@@ -210,11 +216,13 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
         tau=GateConfig().tau if options.tau is None else options.tau,
         target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MAX_TARGET),
     )
+    # Name the run by everything that its gates depend on
     schedule = {"steps": options.steps or PRICED_STEPS, "step_tokens": LEARNING_TOKENS, "seed": options.seed or 0}
     key_parts = [on_main(lambda: checkpoint_hash(subject.source)), str(model.dtype), config.model_dump(), schedule]
     key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode())
     blocks.feed(key)
     folder = options.folders.run_dir(subject.name) / f"gates-{key.hexdigest()[:12]}"
+    # Train or resume
     start = time.perf_counter()
     with run_lock(folder, reporter.announce), reporter.bar("learning gates") as progress:
         learned = learn_gates(model, blocks, config, state=folder / "state", progress=progress, **schedule)
@@ -229,6 +237,7 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
 
     Of a recipe that is its reference, or its dense model for a signal that needs no gates; either is trained first.
     """
+    # Train the model of a recipe, or take the checkpoint
     if options.recipe is None:
         subject = Subject.of(options, REFERENCE, "probe on")
     else:
@@ -238,6 +247,7 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
         else:
             checkpoint = train_dense(options.recipe, **trained)
         subject = Subject.of_recipe(options, options.recipe, checkpoint)
+    # Name the probe after its signal, unless that is density
     if options.name is None and options.signal != DENSITY.name:
         suffix = f"{options.signal}-layer" if options.granularity == LAYER else options.signal
         return replace(subject, name=f"{subject.name}-{suffix}")
@@ -247,6 +257,7 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
 def show(table: HeadScores) -> None:
     """Print a probe's mean score, its highest head, and its warnings."""
     show_alarm(table.metadata.get("alarm"))
+    # Print the mean and the highest score
     densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
     measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
     digits = ".3f" if table.is_density else ".3g"
@@ -255,6 +266,7 @@ def show(table: HeadScores) -> None:
         f"{measure} mean {table.mean:{digits}}, std {table.std:{digits}}; "
         f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else digits}})"
     )
+    # Print remarks and warnings
     if (sinks := _about_sinks(table)) is not None:
         say(sinks)
     if (domain_warning := about_small_domains(table)) is not None:

@@ -53,10 +53,12 @@ def public(function: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*args, **kwargs)
         torch = sys.modules.get("torch")
         try:
+            # Convert the arguments
             kinds = _kinds(function)
             for key, value in bound.arguments.items():
                 if key in kinds and signature.parameters[key].kind is not inspect.Parameter.VAR_KEYWORD:
                     bound.arguments[key] = _argument(name, key, kinds[key], value)
+            # Log the call and its progress
             LOGGER.log(level, f"{name}: {', '.join(_shown(*each) for each in bound.arguments.items())}")
             if "progress" in signature.parameters and bound.arguments.get("progress") is None:
                 bound.arguments["progress"] = log_lines(name)
@@ -67,6 +69,7 @@ def public(function: Callable[..., Any]) -> Callable[..., Any]:
             LOGGER.log(level, f"{name}: done in {time.monotonic() - start:.1f} s")
             return result
         except UserError as error:
+            # Name arguments where the message names options of the command line
             error.args = (_OPTION.sub(lambda match: match[1].replace("-", "_"), str(error)),)
             raise
 

@@ -66,6 +66,7 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | N
         options = TypeAdapter(ProbeOptions).validate_python({**content, "workspace": workspace})
     except ValidationError:
         return None
+    # Require a known text, and a command that can be printed
     is_custom_model = options.model is not None and not options.model.startswith(EMBEDDED_PREFIX)
     is_complete = bool(options.data) or not is_custom_model
     return options if is_complete and command_line(options).isprintable() else None

@@ -45,6 +45,7 @@ def train_reference(
         dtype: precision that replaces the recipe's; None keeps it.
         reporter: receives messages and progress.
     """
+    # Read the recipe, and warn before hours of work
     recipe = _read_recipe(file, workspace, device, dtype, reporter)
     for line in recipe.warnings():
         reporter.caution(f"warning: {line}")

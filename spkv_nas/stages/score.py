@@ -125,6 +125,7 @@ def show(result: NLLTable) -> None:
     """Print the NLL of every layout."""
     show_alarm(result.alarm)
     title = f"{escape(result.name)}: without training"
+    # Tabulate the layouts; equal ones share a row
     grid = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=title)
     rows, same = result.rows[result.rows["hash"] != ""], result.rows.groupby("hash", sort=False)["strategy"]
     for row in result.rows.drop_duplicates("hash").itertuples():
@@ -137,6 +138,7 @@ def show(result: NLLTable) -> None:
             change(row.delta_nll_percent, row.delta_nll_standard_error),
         )
     out.print(grid)
+    # Add remarks
     if (uneven := uneven_budgets(rows, int(rows["num_global"].mode().max()))) is not None:
         say(uneven)
     about_errors(result.num_documents, result.effective_documents)

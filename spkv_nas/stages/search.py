@@ -133,6 +133,7 @@ def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost:
     )
     memory = requirements.cache_cost(space.table, space.window)
     assert memory is not None  # ``specify`` requires a context
+    # Count the heads of layers that are not local by design
     layers = space.table.layers
     return LayoutCost(
         "KV bytes", lambda layout: float(memory.total(int(layout.global_mask[layers].sum()), layout.num_heads))

@@ -58,6 +58,7 @@ def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
     for name, record in probe_records(workspace).items():
         if not is_of(record, model, RECOMMENDED) or is_comparable(record, table):
             continue
+        # Say whether the window or the sink tokens differ
         seen, flag = ("window", "--window") if record.get("window") not in (None, table.window) else _SINKS
         mine, other = (table.window, record["window"]) if seen == "window" else (table.sinks, record.get("sinks", 0))
         return (

@@ -61,6 +61,7 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     """
     quiet_transformers(reporter)
     check(options)
+    # Check the candidates, then measure them
     candidates = contenders(options.candidates, options.model, reporter)
     for candidate in candidates:
         check_pair(candidate.source, options.model)
@@ -76,6 +77,7 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
 
 def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Contender]:
     """Return the candidates that files and checkpoints name, under different names (``layout_names``), each once."""
+    # Read every candidate once
     candidates: dict[tuple[str, str], tuple[str, Contender]] = {}
     for text in texts:
         layout = Layout.read(text) if is_layout(text) else None
@@ -84,6 +86,7 @@ def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Con
         first, _ = candidates.setdefault(candidate.content, (text, candidate))
         if first != text:
             reporter.announce(f"{text} is the same as {first}: measured once")
+    # Make the names distinct: a candidate whose name is taken gets its path
     names = iter(layout_names([(Path(text), each.layout) for text, each in candidates.values() if each.layout]))
     named: list[Contender] = []
     for text, candidate in candidates.values():
@@ -100,6 +103,7 @@ def _layout_of(source: str) -> Layout | None:
 def show(result: VerdictResult) -> None:
     """Print the table, the verdict on each candidate, and what it rests on."""
     show_alarm(result.alarm)
+    # Tabulate the criteria of each candidate
     columns = ("candidate", "global heads", "criterion", "loss", "interval", "margin", "samples", "result")
     title = f"{escape(result.compared.name)}: loss against {escape(result.compared.against)}"
     grid = Table(*columns, title=title)
@@ -109,6 +113,7 @@ def show(result: VerdictResult) -> None:
         heads = "-" if layout is None else f"{layout.num_global} of {layout.num_heads}"
         grid.add_row(escape(row.candidate), heads, *loss_cells(row, result.nouns), row.answer)
     out.print(grid)
+    # Print the conclusions
     for line in _sentences(result):
         out.print(line)
     print_path("verdict", result.folder / "verdict.csv")

@@ -71,6 +71,7 @@ def set_up(
     phase, gates = recipe.branch, recipe.gates
     if variant.kind is Kind.SP_KV and gates.training == "from-scratch":
         return _from_scratch(recipe, corpus, seed)
+    # Load the dense model, and schedule its branch
     model = dense_model(recipe, dense, variant)
     state = Path(dense) / OPTIMIZER_STATE  # not used with adapters, which leave these weights frozen
     setup = BranchSetup(
@@ -85,6 +86,7 @@ def set_up(
         optimizer_state=state if state.is_file() and recipe.lora is None else None,
         extension=_extension(recipe, model),
     )
+    # Apply the variant, with the dense model as its teacher if the recipe distills
     apply_variant(model, recipe, variant, seed, sink_logits)
     if phase.distill is not None:
         setup = replace(
@@ -95,6 +97,7 @@ def set_up(
         )
     if variant.kind is not Kind.SP_KV:
         return setup
+    # Schedule the change from soft to hard gates
     soft = 1.0 if _is_frozen(recipe, variant) else gates.soft_fraction  # hard gates would leave nothing to train
     return replace(setup, gates=GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode))
 
@@ -116,13 +119,15 @@ def apply_variant(
     """
     if variant.layout is not None:
         apply_layout(model, variant.layout)
+    # Freeze weights that are not trained
     if _is_frozen(recipe, variant):
         model.requires_grad_(False)
     elif recipe.lora is not None:
         add_adapters(model, recipe.lora, seed)
-    if learns_sinks(recipe, variant):  # after the adapters, which freeze all weights
+    # Add sinks and predictors after the adapters, which freeze all weights and must not extend predictors
+    if learns_sinks(recipe, variant):
         add_learned_sinks(model, sink_logits)
-    if variant.kind is Kind.SP_KV:  # after the adapters, so that predictors get none
+    if variant.kind is Kind.SP_KV:
         attach_gates(model, recipe.gates.of_model(config_shape(model.config).grid), seed=seed)
         if recipe.gates.start_from is not None:
             _copy_predictors(recipe.gates.start_from, model)
@@ -162,6 +167,7 @@ def distillation(
     options = recipe.branch.distill
     if options is None:
         return None
+    # Copy the teacher only if the student changes its weights; else the student without its additions teaches
     if learns_all(recipe, variant):
         teacher = copied_teacher(dense(), student, bfloat16=recipe.precision == "bfloat16")
     elif recipe.lora is not None and not _is_frozen(recipe, variant):

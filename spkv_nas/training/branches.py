@@ -216,6 +216,7 @@ def train_branch(
     final = folder / "final"
     on_main(lambda: check_text(folder, corpus.text))
     if not on_main(lambda: is_finished(final)):
+        # Look again with the lock, as another process may have finished the run meanwhile
         with run_lock(folder, reporter.announce):
             if not on_main(lambda: is_finished(final)):
                 _train(recipe, corpus, dense, folder, variant, recipe.seed if seed is None else seed, device, reporter)
@@ -303,6 +304,7 @@ def _trainer(
         title=variant.name,
         reporter=reporter,
     )
+    # Extend blocks, and evaluate soft and hard gates during training, if the recipe asks for it
     if setup.extension is not None:
         trainer.add_callback(ExtensionCallback(setup.extension))
     if setup.gates is not None and recipe.evaluation.every is not None:

@@ -138,13 +138,16 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Record the density, leave frozen predictors out of the update, and adjust the price."""
+        # Record the density
         assert self._tracker is not None
         measured = self._tracker.stop()
         if measured is not None:
             self.density = measured
+        # Set the first price from the benefits of keys, averaged over ranks
         if self._benefits is not None and self._controller is not None:
             self._controller.begin(sum_over_processes(self._benefits.stop()) / num_processes())
             self._benefits = None
+        # Leave frozen predictors out of the update, else adjust the price
         if self.frozen(state.global_step):
             for parameter in predictor_parameters(kwargs["model"]):
                 parameter.grad = None
@@ -186,6 +189,7 @@ class HeldoutCallback(TrainerCallback):
         if state.global_step % self._every:
             return
         self._trainer.check_finite()  # names the step, which a failing evaluation could not
+        # Evaluate with soft gates, then with hard ones
         model, size = kwargs["model"], args.per_device_train_batch_size
         with gate_mode(model, "soft"):
             spare_passes(model, self._blocks, size)
@@ -193,7 +197,8 @@ class HeldoutCallback(TrainerCallback):
         spare_passes(model, self._blocks, size)
         hard = evaluate(model, self._blocks, batch_size=size)
         assert hard.density is not None
-        should_log = control.should_log  # logging resets it, which would skip the log line of the step's loss
+        # Log, which resets should_log and would skip the log line of the step's loss
+        should_log = control.should_log
         self._trainer.log(
             {"heldout_soft_nll": soft.mean, "heldout_hard_nll": hard.nll.mean, "heldout_density": hard.density}
         )

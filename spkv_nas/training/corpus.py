@@ -79,11 +79,13 @@ def join_processes(recipe: Recipe, device: str | None = None) -> None:
         UserError: there is no such device, a library that the recipe needs is missing, or batches cannot be divided
             evenly among ranks.
     """
+    # Check the device and the packages
     choose_device(device)
     check_trackers(recipe.report_to)
     check_optimizer(recipe.optimizer)
     if recipe.lora is not None:
         check_installed("peft", "lora")
+    # Check that every batch can be divided among the ranks
     for phase in (recipe.dense, recipe.branch):
         if phase is not None:
             blocks_per_process(phase.batch_size, recipe.least_blocks(phase))
@@ -105,14 +107,17 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
 
     def prepare() -> tuple[str, DataConfig, SeparatorReport, Path]:
         with locked(folder, "reads and tokenises the text", reporter.announce):
+            # Load the tokenizer, or train the recipe's own
             source = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model.path
             source = source or str(_own_tokenizer(recipe, base, folder, reporter))
             tokenizer = load_tokenizer(source)
+            # Choose the separator, and tokenize the text unless it is cached
             separator = recipe_separator(recipe, tokenizer, base, folder, reporter)
             data = recipe.data.model_copy(update={"separator": separator.best})
             split = cache_split(data, tokenizer, folder / "blocks", base, reporter, stretch=stretch)
             return source, data, separator, split
 
+    # Prepare on rank 0, then read on all ranks
     source, data, separator, blocks = on_main(prepare)
     parts = read_split(blocks, data, stretch=stretch)
     return Corpus(load_tokenizer(source), *parts, separator, read_essays(recipe, base))

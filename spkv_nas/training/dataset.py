@@ -171,6 +171,7 @@ def ruler_blocks(
     if recipe.data.mix is None:
         return None
     mix = recipe.data.mix.ruler
+    # Choose the tasks, and cap their lengths at the room in a block
     size, longest = text.block_size, text.block_size - len(text.opening)
     tasks = tuple(mix.tasks_of(available(NO_MATERIAL)))
     lengths = tuple(min(length, longest) for length in mix.lengths or [size])
@@ -197,6 +198,7 @@ def mixed_heldout(
     samples = ruler_blocks(recipe, tokenizer, essays, text, recipe.seed)
     assert samples is not None
     assert recipe.data.mix is not None
+    # Draw the mixture's share of samples, but not too few, and fill the rest with text
     number = max(min(_MIN_SAMPLES, num_blocks), round(recipe.data.mix.ruler.share * num_blocks))
     held_out = samples.held_out(number)
     return held_out if number == num_blocks else text.spread(num_blocks - number).and_(held_out)

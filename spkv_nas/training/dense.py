@@ -86,6 +86,7 @@ def train_dense(
     tokenizer = tokenizer_folder(recipe, folder.parent)
     on_main(lambda: check_text(folder, corpus.training_text, tokenizer, key="training_text"))
     if not is_dense_trained(folder):
+        # Look again with the lock, as another process may have finished the run meanwhile
         with run_lock(folder, reporter.announce):
             if not is_dense_trained(folder):
                 _train(recipe, corpus, folder, device, reporter)
@@ -131,6 +132,7 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     Raises:
         UserError: no model can be built from it; names the key that prevents it.
     """
+    # Start from the tokenizer's and the text's values, which the recipe can override
     options: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
     options |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     options |= dict(recipe.model.config or {})
@@ -164,6 +166,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     Raises:
         UserError: the model cannot be built or run, or is too large for memory.
     """
+    # Check the size before memory is allocated
     config = new_config(recipe, tokenizer)
     bytes_per_parameter = 4 if torch.cuda.is_available() else 16  # with a GPU, AdamW's state is there
     check_size(config, bytes_per_parameter, _about(recipe))

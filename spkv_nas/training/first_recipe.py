@@ -110,6 +110,7 @@ class Draft:
         """
         if text.tokens < _MIN_BLOCKS * _SMALLEST_BLOCK:
             raise _too_little(size, text)
+        # Bound the block size by device, model and text
         kind = "cuda" if device.startswith("cuda") else "cpu"
         max_block = min(_BLOCK_SIZE[kind], size.positions or _BLOCK_SIZE[kind])
         draft = cls(name, model, sources, size, text, kind, max_block)

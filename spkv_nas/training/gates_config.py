@@ -84,6 +84,7 @@ def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str
             f"write it without sink tokens (layout convert {section['layout']} NEW.yaml --sinks 0), or retrain it "
             "without gates (train-hybrid)"
         )
+    # Turn global heads into gated ones, and keep the section's other keys
     heads = [row.replace(GLOBAL, GATED) for row in layout.heads]
     others = {key: value for key, value in section.items() if key != "layout"}
     return {"window": layout.window, **others, "heads": heads}

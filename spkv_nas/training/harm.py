@@ -31,6 +31,7 @@ def compare_control(control: DocumentNLL, dense: DocumentNLL, recipe: Recipe, re
         recipe: recipe of the retraining.
         reporter: receives the announcement or the warning.
     """
+    # Measure the change, and judge it only on enough documents
     change = paired_difference(control, dense)
     measured = f"full attention retrained (the control) has {_amount(change)} NLL than the dense model as it is"
     if (number := control.num_documents) < MIN_DOCUMENTS:
@@ -40,6 +41,7 @@ def compare_control(control: DocumentNLL, dense: DocumentNLL, recipe: Recipe, re
         reporter.caution(f"warning: {measured}: this retraining harms the model, and layouts with it\n{remedy(recipe)}")
         return
     reporter.announce(measured)
+    # Explain gains that come from the dense phase
     if recipe.dense is not None:
         reporter.announce(
             "the recipe's dense phase ends at its peak learning rate, and branches are its decay: every row gains by "

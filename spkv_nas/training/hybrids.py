@@ -113,10 +113,12 @@ def train_by_recipe(
     Raises:
         UserError: a layout does not fit the scores, or has the name of a baseline.
     """
+    # Check everything that can fail before training starts
     join_processes(recipe, device)
     workspace.check_writable()
     covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # raises if a layout does not fit
     check_layout_names(layouts)
+    # Prepare the text and the dense model
     context = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
 
     def write(compared: Comparison) -> None:
@@ -234,6 +236,7 @@ def zero_shot_scores(
     Returns:
         (NLL by layout, and of ``DENSE``; the circumstances of the measurement; the warning or None).
     """
+    # Score the dense model, and every layout on its weights
     model = context.load_dense()
     heldout = context.corpus.heldout
     scores = zero_shot(
@@ -245,6 +248,7 @@ def zero_shot_scores(
         reporter=context.reporter,
     )
     dense, by_layout = scores[0], dict(zip(layouts, scores[1:], strict=True))
+    # Warn about numbers that make no sense
     circumstances = Circumstances.of(model, heldout, dense, context.corpus.separator)
     sentence = alarm(circumstances, dense, by_layout, layouts)
     warnings = (sentence and f"warning: {sentence}", packing_warning(context.corpus.separator, heldout))
@@ -345,6 +349,7 @@ def _write(
     workspace: Workspace, compared: Comparison, context: BranchContext, table: HeadScores, layouts: Mapping[str, Layout]
 ) -> None:
     """Write ``comparison.csv``, ``comparison.yaml`` (correlations, windows, recipe, versions), ``checkpoints.csv``."""
+    # Collect the content of comparison.yaml
     correlations, recipe = compared.correlations, context.recipe
     sinks = {name: layout.sinks for name, layout in layouts.items()}
     content = {
@@ -363,6 +368,7 @@ def _write(
         "recipe": recipe.model_dump(mode="json"),
         "environment": environment(),
     }
+    # Replace all files at once, keeping a result of other inputs beside them
     inputs = inputs_of({"recipe": content["recipe"], "layouts": [each.content for each in layouts.values()]})
     tables = ["comparison.csv", "checkpoints.csv", FILE]
     with replacing(compared.folder) as new:

@@ -33,10 +33,12 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
     import peft
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
+    # Translate the options for peft
     targets = options.targets if isinstance(options.targets, str) else list(options.targets)
     config = peft.LoraConfig(
         r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, target_modules=targets
     )
+    # Add adapters whose initial weights depend on the seed alone
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -45,6 +47,7 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
                 peft.inject_adapter_in_model(config, model)
         except ValueError as error:
             raise UserError(f"lora.targets: {first_line(error)}") from error
+    # Refuse shared weights, and keep the adapters in float32
     _check_shared(model)
     cast_adapter_dtype(model, "default")
 

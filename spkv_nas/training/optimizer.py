@@ -43,11 +43,13 @@ def make_optimizer(model: nn.Module, args: TrainingArguments, options: GatesConf
         ),
         ([p for p in trainable if p in predictors and p.ndim < 2], options.learning_rate_multiplier, 0.0),
     ]
+    # Leave out empty groups
     parameters: list[dict[str, Any]] = [
         {"params": params, "lr": args.learning_rate * multiplier, "weight_decay": decay}
         for params, multiplier, decay in groups
         if params
     ]
+    # Create the optimizer as transformers does
     try:
         kind, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
         optimizer: torch.optim.Optimizer = kind(parameters, **keywords)

@@ -45,6 +45,7 @@ def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTraine
                 raise
             if num_processes() > 1:  # the other ranks are waiting for this one
                 raise UserError(f"out of memory for {size} blocks per pass: set a smaller micro_batch_size") from error
+        # Free the memory, and resume with half the blocks
         del trainer
         empty_cache()
         fewer = max(size // 2, least)

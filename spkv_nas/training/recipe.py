@@ -196,6 +196,7 @@ class Recipe(Section):
             return
         if extend.block_size % size:
             raise ValueError(f"branch.extend.block_size {extend.block_size} is no multiple of data.block_size {size}")
+        # Check that batches divide into the longer blocks
         for name, number in (
             ("branch.batch_size", self.branch.batch_size),
             ("micro_batch_size", self.micro_batch_size),
@@ -278,6 +279,7 @@ class Recipe(Section):
         for section, key in (("data", "mix"), ("branch", "extend")):
             if section in data and data[section][key] is None:
                 del data[section][key]
+        # Hash the version of mixed samples, and the price as the paper's weight
         if data.get("data", {}).get("mix") is not None:
             data["data"]["mix"]["samples_version"] = VERSION
         if (gates := data.get("gates")) is not None and gates["target_density"] is None:

@@ -53,6 +53,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
         UserWarning: a newer checkpoint is damaged, or none is complete.
     """
     damaged: list[UserError] = []
+    # Take the newest whose files match its manifest
     newest_first = sorted(_checkpoints(folder), key=_step, reverse=True)
     for checkpoint in filter(is_complete, newest_first):
         try:
@@ -62,6 +63,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
             continue
         _warn_of(damaged, f"going on from {checkpoint.name}")
         return checkpoint
+    # Explain why the run starts over
     if newest_first and not damaged:
         damaged = [UserError(f"{newest_first[0]} is incomplete: it has no {MANIFEST}")]
     _warn_of(damaged, "there is no other checkpoint: starting over")
@@ -227,10 +229,12 @@ def load_learned(model: nn.Module, checkpoint: Path) -> bool:
     file = checkpoint / _LEARNED
     if not file.is_file():
         return False
+    # Check names and shapes
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     saved = _read_tensors(file)
     if {name: p.shape for name, p in trainable.items()} != {name: value.shape for name, value in saved.items()}:
         raise UserError(f"{file} belongs to another model: remove its folder to start the run over")
+    # Copy the values
     with torch.no_grad():
         for name, parameter in trainable.items():
             parameter.copy_(saved[name])

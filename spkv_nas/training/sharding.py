@@ -84,11 +84,13 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
     """
     if not is_sharded(model):
         return None
+    # Gather on rank 0
     weights: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
+    # Make tied parameters share a tensor again, as each was gathered on its own
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if weights:  # tied parameters were gathered twice
+        if weights:
             weights[name] = weights[names.setdefault(parameter, name)]
     return weights

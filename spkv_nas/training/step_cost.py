@@ -58,6 +58,7 @@ def how_trained(
     recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, *, bfloat16: bool, gated: bool = False
 ) -> Training:
     """Return the settings that determine the cost of a dense or branch phase; ``gated`` for an SP-KV branch."""
+    # Translate the settings that both kinds of phase have
     training = Training(
         phase.steps,
         phase.batch_size,
@@ -69,12 +70,14 @@ def how_trained(
         moment_bytes=OPTIMIZERS[recipe.optimizer].moment_bytes,
         frozen_item=_frozen_item(recipe, bfloat16=bfloat16),
     )
+    # Add the teacher and learned sinks of a branch
     if isinstance(phase, BranchConfig) and phase.distill is not None:
         training = replace(training, distills=True, transfers=phase.distill.hidden > 0)
     num_sinks = 0
     if isinstance(phase, BranchConfig) and phase.sinks == "learned" and not gated:
         num_sinks = size.heads.num_layers * size.heads.num_heads  # the most: one per query head
         training = replace(training, adapters=num_sinks)
+    # Account for weights that stay frozen
     if isinstance(phase, BranchConfig) and gated and recipe.gates.training == "frozen-model":
         return replace(training, learns=Learns.GATES)
     if isinstance(phase, BranchConfig) and recipe.lora is not None:
@@ -131,6 +134,7 @@ def measure(
         with autocast():
             model(input_ids=tokens, use_cache=False)
 
+    # Time a training pass, an update, and a forward pass
     pass_seconds = _median(train, device, _seconds(train, device))
     optimizer.step()  # allocates the moments
     update = _median(optimizer.step, device, 0.0)

@@ -55,6 +55,7 @@ def count_text(sources: Iterable[str | SourceConfig], base: Path, tokenizer: Pre
     """
     remaining = documents(sources, base)
     number = tokens = characters = 0
+    # Tokenize batch by batch, until the text ends or enough is read
     while characters < MAX_CHARACTERS:
         texts = [document.text for document in islice(remaining, _BATCH)]
         if not texts:

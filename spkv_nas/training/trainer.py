@@ -94,6 +94,7 @@ class SPKVTrainer(Trainer):
         """Create the trainer and its callbacks; further arguments are those of ``Trainer``."""
         self._title, self._reporter, self._progress = title, reporter, TokenProgressCallback()
         super().__init__(*args, callbacks=[self._progress, *callbacks], **kwargs)
+        # Store how to train, and the largest weight to accept
         self._schedule = schedule
         self._max_weight = _MAX_GROWTH * max([1.0, *(_largest(p) for p in self.model.parameters())])
         self._gate_options = gate_options or GatesConfig()
@@ -101,6 +102,7 @@ class SPKVTrainer(Trainer):
         self._contexts = [
             context for context, is_enabled in ((recomputed, recomputes), (compiled, compiles)) if is_enabled
         ]
+        # Set up logging
         self.remove_callback(PrinterCallback)  # replaced by TokenProgressCallback
         self._log_state = LogCallback(self)
         self.add_callback(self._log_state)
@@ -108,6 +110,7 @@ class SPKVTrainer(Trainer):
             self.add_callback(EndWandbRun())
         self._length = len(self.train_dataset[0]["input_ids"]) if len(self.train_dataset) else 0
         self._last_log: tuple[int, float] | None = None  # step and time of the last log
+        # Add the callbacks of distillation and gates
         self._distillation = None if distillation is None else DistillationCallback(distillation, transfer_steps)
         if self._distillation is not None:
             self.add_callback(self._distillation)
@@ -168,11 +171,13 @@ class SPKVTrainer(Trainer):
             UserError: the run is sharded but there is no GPU, or the optimizer is not available.
         """
         model = model or self.model
+        # Shard predictors and learned sinks before the optimizer refers to them
         if self.args.fsdp:
             if not self.is_fsdp_enabled:
                 raise UserError(f"sharding: fsdp needs GPUs; on {self.args.device.type} every process would hold all")
             shard_added_modules(model, self.accelerator.state.fsdp_plugin, bfloat16=self.args.bf16)
         self.optimizer = make_optimizer(model, self.args, self._gate_options)
+        # Remember the names of parameters, by which create_scheduler finds their shards
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._group_names = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
         return self.optimizer
@@ -185,11 +190,13 @@ class SPKVTrainer(Trainer):
         The state is loaded here because this is the first hook after the model and the optimizer have been sharded.
         """
         optimizer = optimizer or self.optimizer
-        if self.args.fsdp:  # accelerate maps parameters by address, which empty shards share: map them by name
+        # accelerate maps parameters by address, which empty shards share: map them by name
+        if self.args.fsdp:
             sharded = dict(self.model.named_parameters())
             assert all(isinstance(parameter, DTensor) for parameter in sharded.values())
             for group, names in zip(optimizer.param_groups, self._group_names, strict=True):
                 group["params"] = [sharded[name] for name in names]
+        # Load the state that the run starts from
         if self.args.fsdp or self._optimizer_state is not None:
             load_optimizer_state(optimizer, self.model, self._optimizer_state)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule.factor)
@@ -199,6 +206,7 @@ class SPKVTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log ``logs``; if they contain the loss, add its parts, tokens per second and the gates' density."""
         heads = None
+        # Add speed and the parts of the loss
         if "loss" in logs:
             step, now = self.state.global_step, time.perf_counter()
             last_step, start = self._last_log or (step, now)
@@ -208,10 +216,12 @@ class SPKVTrainer(Trainer):
             self._last_log = (step, now)
             logs |= {} if self._distillation is None else self._distillation.take_means()
             heads = self._phases.density if self._phases is not None else None
+        # Add density and price
         if heads is not None and self._phases is not None:
             logs["density"] = float(np.nanmean(heads))
             if self._gate_options.target_density is not None:
                 logs["price"] = self._phases.price
+        # Log, and keep the density of every head in the history
         super().log(logs, start_time)
         if heads is not None:
             self.state.log_history[-1]["head_density"] = heads.round(4).tolist()

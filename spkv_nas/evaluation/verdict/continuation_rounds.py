@@ -84,6 +84,7 @@ class ContinuationRounds:
             first=first,
         )
         predicted = predict(dense, blocks, lines, self.new_tokens, temperature=self.temperature)
+        # Pad the records to arrays, and keep their lengths
         length = [len(line["tokens"]) for line in lines]
         return {
             "tokens": _padded([line["tokens"] for line in lines]).astype(np.int64),

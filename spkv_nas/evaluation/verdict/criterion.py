@@ -121,6 +121,7 @@ class Criterion(Entry, ABC):
         Raises:
             UserError: an option is unknown, or its value is of another type or out of bounds.
         """
+        # Collect the words of each option
         texts: dict[str, list[str]] = {}
         options = {name.replace("_", "-"): option for name, option in self.options().items()}
         for word in words:
@@ -129,6 +130,7 @@ class Criterion(Entry, ABC):
                 known = f"it has {', '.join(options)}" if options else "it has none"
                 raise UserError(f"--margin: criterion {self.name} has no option '{name}'; {known}")
             texts.setdefault(name, []).append(text)
+        # Parse the values
         values = {name: _value(name, options[name].type, options[name].flag, texts[name]) for name in texts}
         return replace(self, **{name.replace("-", "_"): value for name, value in values.items()})
 

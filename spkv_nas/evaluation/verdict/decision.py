@@ -45,6 +45,7 @@ def decide(evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[st
         criteria: names of all criteria.
         risk: largest probability that any candidate passes wrongly, and that any fails wrongly.
     """
+    # A candidate passes by all criteria, and fails by any of them (Bonferroni)
     passes = [
         max(by_criterion[name].p_passes if name in by_criterion else 1.0 for name in criteria)
         for by_criterion in evidence.values()
@@ -53,6 +54,7 @@ def decide(evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[st
         min(1.0, len(criteria) * min((each.p_fails for each in by_criterion.values()), default=1.0))
         for by_criterion in evidence.values()
     ]
+    # Correct for the number of candidates (Holm)
     answers: dict[str, Answer] = {}
     for name, has_passed, has_failed in zip(evidence, holm(passes, risk), holm(fails, risk), strict=True):
         answers[name] = "fails" if has_failed else "passes" if has_passed else "open"

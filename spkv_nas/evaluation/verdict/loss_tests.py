@@ -178,6 +178,7 @@ def more_samples(test: PairedTest, pairs: Float, margin: float, *, passes: float
     for repeats in _REPEATS if len(pairs) else ():
         evidence = test.evidence(np.tile(pairs, (repeats, 1)), margin)
         decides = (evidence.passes >= _target(passes)) | (evidence.fails >= _target(fails))
+        # Look only beyond the samples so far
         decides[: len(pairs)] = False
         if decides.any():
             return int(decides.argmax()) + 1 - len(pairs)

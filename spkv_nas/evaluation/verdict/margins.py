@@ -22,6 +22,7 @@ def parse_margins(text: str) -> Margins:
     """
     margins: dict[str, tuple[Criterion, float]] = {}
     for part in _CRITERION.split(text):
+        # Split the margin and the options from the name
         loss, *options = _OPTION.split(part.strip())
         name, _, amount = (word.strip() for word in loss.partition("="))
         criterion = CRITERIA[name]

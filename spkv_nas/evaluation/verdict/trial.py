@@ -90,6 +90,7 @@ def text_in_random_order(
             f"all {len(present)} documents of the text were used to select a layout ({by})\n"
             "give held-out text with --data"
         )
+    # Shuffle the other documents, and take a sample
     shuffled = blocks.in_random_order(seed, selected)
     if max_tokens is None:
         max_tokens = min(max(MIN_BLOCKS, len(shuffled.documents)) * shuffled.block_size, MAX_TOKENS)
@@ -139,6 +140,7 @@ class Trial:
             answer: Answer = "open"
             show = part_of(progress, index, len(self.margins), criterion.name)
             show(0, 1)
+            # Add samples until the answer is known
             for number in range(1, rounds.num_rounds + 1):
                 scores = [self.store.score(each, rounds, number) for each in (candidate, self.store.contender)]
                 measured = pairs[criterion.name] = np.stack(scores, 1)
@@ -148,6 +150,7 @@ class Trial:
                 if answer != "open":
                     break
             answers.append(answer)
+            # One failed criterion is enough
             if answer == "fails":
                 return pairs, answer
         return pairs, "open" if "open" in answers else "passes"
@@ -163,8 +166,10 @@ class Trial:
         for criterion, margin in self.margins:
             if (measured := pairs.get(criterion.name)) is None:
                 continue
+            # Test the loss, and bound it
             test, tested = criterion.test, criterion.test.evidence(measured, margin)
             low, high = loss_interval(test, measured, *risks)
+            # Estimate how many more samples would decide
             answer, more = levels.answer(tested), None
             if answer == "open":
                 more = more_samples(test, measured, margin, passes=levels.passes, fails=levels.fails)
@@ -208,6 +213,7 @@ def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, repor
         for name, scores in pairs.items()
     }
     decided = decide(evidence, list(margins), risk)
+    # Fill the table; the intervals share the risk equally
     rows, share = [], risk / len(candidates)
     for name, scores in pairs.items():
         others = [answer for other, answer in decided.items() if other != name]

@@ -72,9 +72,11 @@ def trial_in_memory(
     seed: int,
 ) -> Trial:
     """Prepare the samples of every criterion for a model in memory; arguments as in ``verdict``."""
+    # Parse the margins, and check what their criteria need
     margins = parse_margins(margin)
     for criterion, _ in margins:
         criterion.check()
+    # Shuffle the text, without the documents that selected heads
     text = None
     if any(criterion.reads_text for criterion, _ in margins):
         whole = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)

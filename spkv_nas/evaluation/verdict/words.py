@@ -23,6 +23,7 @@ def conclusion(
         return "passes", f"its loss is below {_margins(rows)}"
     if answer == "fails":
         return "fails", f"its loss is above {_margins(rows[rows['answer'] == 'fails'])}"
+    # Say which criteria are open, and how many more samples would decide
     parts = []
     for row in rows[rows["answer"] == "open"].to_dict("records"):
         more = row["more_samples"]
@@ -55,12 +56,14 @@ def basis(
     words = f"risk of a wrong pass, and of a wrong failure, {100 * risk:g} % each{shared}, checked after every sample"
     if num_left_out is None:
         return words
+    # Say what was left out
     parts = [words]
     if selected_by:
         noun = "document" if num_left_out == 1 else "documents"
         nothing = "none of their documents is in this text" if unrecorded else "on other text"
         exclusion = f"{num_left_out} {noun} of this text excluded" if num_left_out else nothing
         parts.append(f"selected by {', and by '.join(selected_by)}: {exclusion}")
+    # Name the layouts whose documents are not known
     if unrecorded or not selected_by:
         layouts = ", ".join(unrecorded) or "the candidates"
         parts.append(f"the documents used to select {layouts} are not known, so they may be in this text")

@@ -101,6 +101,7 @@ class HeadwiseAttention(nn.Module):
         if len(self.parts) == 1:
             output: Tensor = self.parts[0](query, key, value)
             return output
+        # Reorder the heads by part, and split them: [T, heads, D]
         num_tokens = query.shape[0]
         query, key, value = (x.view(num_tokens, -1, self.head_size) for x in (query, key, value))
         if not self.is_ordered:
@@ -110,6 +111,7 @@ class HeadwiseAttention(nn.Module):
             torch.split(key, self.head_counts, 1),
             torch.split(value, self.head_counts, 1),
         )
+        # Attend part by part, and restore the order of the heads
         outputs = [
             part(*(x.flatten(1) for x in tensors)).view(num_tokens, -1, self.head_size)
             for part, *tensors in zip(self.parts, *divided, strict=True)
@@ -125,9 +127,11 @@ class HeadwiseAttention(nn.Module):
             logits: those of the local heads of all ranks, in order: [local KV heads * group].
             layer: gives the windows of the KV heads of all ranks.
         """
+        # Split the logits by local KV head
         local_heads = [head for head, window in enumerate(layer.windows) if layer.takes_sinks(window)]
         by_head = dict(zip(local_heads, torch.split(logits, self.group), strict=True))
         loaded = set()
+        # Copy those of this rank's heads, part by part
         for number, heads in enumerate(self.local_heads):
             if heads:
                 name = f"sinks_{number}"
@@ -142,6 +146,7 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
     Raises:
         UserError: the model has an attention that cannot be replaced, or more ranks than KV heads.
     """
+    # Match the model's attention with the layers of the config
     layers = served_layers(vllm_config.model_config.hf_config.spkv)
     stock_layers = {
         extract_layer_index(child.layer_name): (module, name, child)
@@ -162,6 +167,7 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
         for start in _starts(layer, ranks)
     ]
     unit = choose_unit(shards, _served_cache(layers, vllm_config))
+    # Replace each by the parts of its heads on this rank
     for index, (module, name, stock) in stock_layers.items():
         layer = layers[index]
         first = _starts(layer, ranks)[rank]
@@ -209,6 +215,7 @@ def _check_layer(index: int, stock: Any, layer: ServedLayer, ranks: int) -> None
             f"layer {index}: {ranks} tensor-parallel ranks for {num_heads} KV heads\n"
             f"choose a --tensor-parallel-size that divides {num_heads}"
         )
+    # List the features that the parts of a layer do not support
     reasons = {
         "ALiBi": getattr(stock.impl, "alibi_slopes", None) is not None,
         "a key-value cache shared with another layer": stock.kv_sharing_target_layer_name is not None,

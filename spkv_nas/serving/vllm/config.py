@@ -94,15 +94,18 @@ def prepare(config: Any) -> None:
     Raises:
         UserError: the version of vLLM was not tested, or it cannot serve the checkpoint.
     """
+    # Check version, section and kind of model
     _check_version()
     section = config.spkv if isinstance(config.spkv, dict) else {}
     _check_section(section)
     if config.get_text_config() is not config:
         raise UserError("vLLM serves layouts of text models only: this checkpoint is a vision-language model")
     served_layers(section)
+    # Drop kinds of layers that mean windows alone, where vLLM's classes refuse them
     if config.model_type in _ONE_WINDOW:
         config.layer_types, config.sliding_window = ["full_attention"] * config.num_hidden_layers, None
         config.use_sliding_window = False
+    # Choose the class that applies the layout
     names = [str(name).removeprefix(PREFIX) for name in config.architectures or []]
     config.architectures = [f"{PREFIX}{next((name for name in names if name in NATIVE), BACKEND)}"]
 

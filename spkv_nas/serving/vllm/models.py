@@ -52,6 +52,7 @@ def _without_sinks(
     model: nn.Module, layers: Mapping[int, ServedLayer], weights: Iterable[tuple[str, Tensor]], loaded: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights but learned sinks, which are loaded, and the names of their parameters added to ``loaded``."""
+    # Find the attention that this rank serves
     attention = {
         layer_index(name): (name, module)
         for name, module in model.named_modules()

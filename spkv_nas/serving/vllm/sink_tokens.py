@@ -79,6 +79,7 @@ class SinkTokenAttention(nn.Module):
         Returns:
             [T, Hq * D].
         """
+        # Look up the first token of each request
         key, value = (x.view(-1, self.num_kv_heads, self.head_size) for x in (key, value))
         first_key, first_value, sees_first = self.first(key, value)
         # Attend to keys and values relative to those of the first token
@@ -227,9 +228,11 @@ class SinkTokenBuilder(AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SinkTokenMetadata:
         """Find the request of each token, and the requests that begin; without a synchronisation."""
         common = common_attn_metadata
+        # Map every token to its request by where requests end
         starts, ends = common.query_start_loc[:-1], common.query_start_loc[1:]
         tokens = torch.arange(common.num_actual_tokens, device=starts.device, dtype=starts.dtype)
         requests = torch.searchsorted(ends, tokens, right=True).clamp(max=len(starts) - 1)
+        # Requests without computed tokens begin in this batch
         num_computed = common.seq_lens - (ends - starts)
         is_first = (num_computed == 0) & (ends > starts)  # rows that pad the batch have no tokens
         return SinkTokenMetadata(
@@ -312,6 +315,7 @@ class SinkTokenManager(SingleTypeKVCacheManager):
         **_: Any,
     ) -> tuple[tuple[list[Any], ...], int]:
         """Return the page of the first tokens, which serves a prefix of any length, and ``max_length``; or nothing."""
+        # Look up the page of the first tokens by the hash of the first block
         length = max_length // alignment_tokens * alignment_tokens
         hashes = resolve_block_hashes(
             block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size, alignment_tokens=alignment_tokens

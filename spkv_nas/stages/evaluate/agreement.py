@@ -144,6 +144,7 @@ class _Comparison:
 def show(result: AgreementResult) -> None:
     """Print agreement and acceptance, and the tokens per pass of the dense model at each number of drafted tokens."""
     rows, dense = result.rows, escape(result.against)
+    # Print the agreement of greedy decoding, and the acceptance of sampling
     for decoding, row in rows.drop_duplicates("decoding").set_index("decoding").iterrows():
         if decoding == GREEDY:
             agreement = with_error(row["agreement"], row["agreement_standard_error"])
@@ -160,6 +161,7 @@ def show(result: AgreementResult) -> None:
                 f"acceptance as a draft model {acceptance} over {int(row['num_tokens']):,} tokens sampled at "
                 f"temperature {row['temperature']:g}"
             )
+    # Print the tokens per pass, by number of drafted tokens
     grid = Table("drafted tokens", *rows["decoding"].unique(), title=f"tokens per pass of {dense}")
     for number, group in rows.groupby("draft_tokens"):
         values = [f"{row.tokens_per_pass:.2f} ± {row.tokens_per_pass_standard_error:.2f}" for row in group.itertuples()]

@@ -91,6 +91,7 @@ def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
             reporter.caution(caution)
     # Measure the baseline
     pair = None if options.against is None else _pair(options, subject, measured, evaluation, reporter)
+    # Count the documents that selected the model's layout
     layout = saved_layout(measured.model.config)
     selected = Selected() if layout is None else find_selected(options.folders, {subject.name: layout})
     used = (selected.count(measured.blocks), selected.among(measured.blocks))
@@ -135,6 +136,7 @@ def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter
 
 def show(result: NLLResult) -> None:
     """Print the NLL, and the difference to another checkpoint if there is one."""
+    # Print the NLL and the density
     measured, nll = result.evaluation, result.evaluation.nll
     density = (
         f", density {100 * measured.density:.1f} % at tau {measured.tau:g}" if measured.density is not None else ""
@@ -145,6 +147,7 @@ def show(result: NLLResult) -> None:
     )
     out.print(f"[bold]{escape(result.name)}[/bold]: NLL {nll.mean:.4f}{density}; {text}")
     about_selection(result.num_selection, result.selected_by)
+    # Print the difference from the other checkpoint
     if result.pair is not None:
         difference = change(result.pair.change.percent, result.pair.change.standard_error)
         out.print(

@@ -52,6 +52,7 @@ def check(options: CriticalBudgetOptions) -> None:
 
     check_decision(options)
     check_engine_options(options, kv_bytes=None)
+    # Check the budgets or layout files: one of the two
     files = [text for text in options.budgets if is_layout(text)]
     check_exist(files, "layout")
     if files and len(files) < len(options.budgets):

@@ -81,11 +81,13 @@ def check(options: ExportOptions) -> None:
     from spkv_nas.model.source import check_checkpoint
     from spkv_nas.stages.checks import check_exist
 
+    # Check the engine and its environment
     check_engine_name(options.engine)
     if options.python is not None:
         if options.check_in is None:
             raise UserError("--python is the environment of the engine that --check names")
         check_exist([options.python], "Python")
+    # Check the target, the layout and both folders
     chosen_targets(options.to, options.target_options, options.engine)
     if options.layout is not None:
         Layout.read(options.layout)

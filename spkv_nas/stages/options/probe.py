@@ -51,10 +51,12 @@ def check(options: ProbeOptions) -> None:
     from spkv_nas.stages.checks import check_recipe
     from spkv_nas.stages.subject import Subject
 
-    if options.signal is not None or options.recipe is not None:  # else the default depends on the model's config
+    # Without either, the default signal depends on the model's config
+    if options.signal is not None or options.recipe is not None:
         chosen_signal(options)
     check_tau(options.tau)
     parse_sinks(options.sinks)
+    # Check the model and its text, or the recipe
     if options.recipe is None:
         Subject.of(options, REFERENCE, "probe on").check()
     elif options.model is not None or options.data:
