@@ -80,9 +80,11 @@ def read_rows(file: Path, kind: str | None = None) -> tuple[pd.DataFrame, str]:
         UserError: the table is invalid, naming file and line.
     """
     what = "density table"
-    # Find the column of the scores
+    # Find the column of the scores, in the header if there is no record
     if kind is None:
-        kind = SCORE if _SCORE in _header(file, what) else DENSITY
+        lines = read_text(file, what, max_bytes=MAX_BYTES).splitlines()
+        header = [cell.strip() for cell in next(csv.reader(lines[:1]), [])]
+        kind = SCORE if _SCORE in header else DENSITY
     name = _column(kind)
     # Read and check the rows
     rows = read_table(file, what, [_declared(column, kind, name) for column in _COLUMNS])
@@ -100,12 +102,6 @@ def read_rows(file: Path, kind: str | None = None) -> tuple[pd.DataFrame, str]:
 def _column(kind: str) -> str:
     """Return the name of the scores' column in a file."""
     return DENSITY if kind == DENSITY else _SCORE
-
-
-def _header(file: Path, what: str) -> list[str]:
-    """Return the names in a table's first line."""
-    lines = read_text(file, what, max_bytes=MAX_BYTES).splitlines()
-    return [cell.strip() for cell in next(csv.reader(lines[:1]), [])]
 
 
 def _declared(column: Column, kind: str, name: str) -> Column:

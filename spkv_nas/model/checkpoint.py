@@ -277,8 +277,12 @@ def load_on(
     stored = saved_dtype(path_or_id)
     check_dtype(dtype)
     model, tokenizer = load(path_or_id, dtype=None if stored is None else choose_dtype(device, stored, dtype))
-    if stored is None and not getattr(model, "is_quantized", False):  # only the weights have it
-        _convert(model, choose_dtype(device, model.dtype, dtype))
+    # Convert weights whose dtype only the files have, but not predictors, learned sinks and buffers (RoPE frequencies)
+    if stored is None and not getattr(model, "is_quantized", False):
+        chosen, added = choose_dtype(device, model.dtype, dtype), added_parameters(model)
+        for parameter in model.parameters():
+            if parameter not in added and parameter.is_floating_point():
+                parameter.data = parameter.data.to(chosen)
     # Move it to the device
     if spreads:
         return dispatch(model), tokenizer
@@ -286,14 +290,6 @@ def load_on(
         size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
         require(size, f"the weights on {device}", "use --device cpu", device=device)
     return model.to(device), tokenizer
-
-
-def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert the weights to ``dtype``; predictors, learned sinks and buffers such as RoPE frequencies keep theirs."""
-    added = added_parameters(model)
-    for parameter in model.parameters():
-        if parameter not in added and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
 
 
 def saved_dtype(path_or_id: str | Path) -> torch.dtype | None:

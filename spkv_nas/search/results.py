@@ -108,6 +108,8 @@ def _inputs(search: Search) -> dict[str, Any]:
 def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
     """Return the content of ``search.yaml``: settings, effort, and rank correlations."""
     space, effort, evaluator = search.space, search.effort, search.evaluator
+    # Find the fidelities at which layouts, and thus the control, were retrained
+    retrained = [fidelity for fidelity in get_args(Retraining) if rows[f"{fidelity}_delta_percent"].notna().any()]
     return {
         "probe": space.table.name,
         "tau": rounded_tau(space.table.tau),
@@ -123,15 +125,10 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "num_documents": int((evaluator.evaluation_tokens > 0).sum()),
         "effective_documents": round(effective_number(evaluator.evaluation_tokens), 1),
         "counted_from": {"zero_shot": DENSE, "short": FULL_ATTENTION, "full": FULL_ATTENTION},
-        "control": {fidelity: vars(evaluator.control(fidelity)) for fidelity in _retrained(rows)},
+        "control": {fidelity: vars(evaluator.control(fidelity)) for fidelity in retrained},
         "steps": {"short": evaluator.steps("short"), "full": evaluator.steps("full")},
         "sampler": effort.sampler,
         "rank_correlation": correlations(rows),
         "recipe": dict(evaluator.settings),
         "environment": environment(),
     }
-
-
-def _retrained(rows: pd.DataFrame) -> list[Retraining]:
-    """Return the fidelities at which layouts, and thus the control, were retrained."""
-    return [fidelity for fidelity in get_args(Retraining) if rows[f"{fidelity}_delta_percent"].notna().any()]

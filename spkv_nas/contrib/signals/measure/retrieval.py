@@ -167,10 +167,12 @@ def needles(
     Raises:
         UserError: the blocks are too short, or have too few distinct tokens.
     """
+    # Collect the distinct tokens of the text, without loading memory-mapped blocks all at once
+    parts = (blocks.tokens[start : start + _READ_BLOCKS] for start in range(0, blocks.num_blocks, _READ_BLOCKS))
+    vocabulary = np.setdiff1d(reduce(np.union1d, parts, np.empty(0, dtype=np.int32)), blocks.opening)
     # Check that a needle and its copy fit into a block
     length, rng = blocks.block_size, np.random.default_rng(seed)
     deepest = length - needle_length - max(needle_length, window + 1)
-    vocabulary = np.setdiff1d(_vocabulary(blocks), blocks.opening)
     first = max(sinks, len(blocks.opening))
     if needle_length < 2 or deepest < first or len(vocabulary) < needle_length:
         raise UserError(
@@ -219,12 +221,6 @@ class _Rows:
             if index >= start:
                 self._drawn[index] = row
         return [self._drawn[index] for index in indices]
-
-
-def _vocabulary(blocks: TokenBlocks) -> NDArray[np.int32]:
-    """Return the distinct tokens of the text, ascending, without loading memory-mapped blocks all at once."""
-    parts = (blocks.tokens[start : start + _READ_BLOCKS] for start in range(0, blocks.num_blocks, _READ_BLOCKS))
-    return reduce(np.union1d, parts, np.empty(0, dtype=np.int32))
 
 
 def _observer(scores: list[Tensor], state: LayerState, source: Tensor, query_positions: slice) -> Any:
