@@ -16,7 +16,7 @@ def missed_price(target: float | None, reached: float | None, *, weights_learned
     """Describe how far gates missed their target density, and the remedy; None if they reached it or have none.
 
     If the weights are trained with the gates, they adapt to closed gates, and density keeps falling below the target.
-    On frozen weights the price always resolve_precision, except with very few steps (``reports/LOG.md``).
+    On frozen weights the price always settles, except with very few steps (``reports/LOG.md``).
 
     Args:
         target: target density of the price, in (0, 1).
