@@ -82,7 +82,10 @@ def find_selected(
         near: layout files, beside which there may be documents too.
         with_scores: whether the documents of ``score`` count, whose table shows which layout is best.
     """
-    folders = [*(folder for file in near for folder in (file.parent, file.parent.parent)), *_folders(workspace)]
+    # Find the folders that may have files of documents
+    patterns = (f"{kind}/{PATTERN}" for kind in ("probes/*", "layouts/*", "layouts/*/*", "reports/*"))
+    in_workspace = dict.fromkeys(file.parent for pattern in patterns for file in workspace.root.glob(pattern))
+    folders = [*(folder for file in near for folder in (file.parent, file.parent.parent)), *in_workspace]
     equal = _provenances(workspace)
     by_record: dict[str, Selection] = {}
     unknown = []
@@ -111,12 +114,6 @@ def probe_of(workspace: Workspace, layouts: Iterable[Layout]) -> str | None:
     ]
     probes = {str(origin["probe"]) for origin in origins if "probe" in origin}
     return check_name(probes.pop(), "the probe of the layouts") if len(probes) == 1 else None
-
-
-def _folders(workspace: Workspace) -> list[Path]:
-    """Return the folders of a workspace that have files of documents."""
-    patterns = (f"{kind}/{PATTERN}" for kind in ("probes/*", "layouts/*", "layouts/*/*", "reports/*"))
-    return list(dict.fromkeys(file.parent for pattern in patterns for file in workspace.root.glob(pattern)))
 
 
 def _provenances(workspace: Workspace) -> dict[str, list[Mapping[str, Any]]]:

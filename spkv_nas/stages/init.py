@@ -84,8 +84,18 @@ def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:
     if options.minutes is not None:
         draft = replace(draft, steps=_steps_in_time(planner, 60 * options.minutes))
         planner = planner.with_recipe(draft.recipe(base))
-    # Plan all runs, and write the recipe
-    plan = planner.plan(_all_runs(planner))
+    # Plan all runs; the layouts are unknown, so none of their runs counts as finished
+    gates, scores = _heldout_passes(planner)
+    plan = planner.plan(
+        [
+            gates,
+            planner.branch(FULL_ATTENTION, Variant.full_attention()),
+            planner.branch(SP_KV, Variant.sp_kv()),
+            summarize_runs("layouts", [planner.new_branch("", _any_layout(planner))] * _num_layouts()),
+            scores,
+        ]
+    )
+    # Write the recipe
     write_atomic(options.out, draft.text_of_recipe())
     steps = after_init(options, planner.recipe.name, planner.recipe.gates.window)
     return FirstRecipe(options.out, plan, tuple(steps))
@@ -117,18 +127,6 @@ def _fit_memory(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple
             draft = replace(draft, micro_batch_size=2 ** int(math.log2(max(1, fitting))))
             return planner.with_recipe(draft.recipe(base)), draft
         draft = draft.smaller
-
-
-def _all_runs(planner: Planner) -> list[PlannedRun]:
-    """Return the runs of all commands to come; the layouts are unknown, so none of their runs counts as finished."""
-    gates, scores = _heldout_passes(planner)
-    return [
-        gates,
-        planner.branch(FULL_ATTENTION, Variant.full_attention()),
-        planner.branch(SP_KV, Variant.sp_kv()),
-        summarize_runs("layouts", [planner.new_branch("", _any_layout(planner))] * _num_layouts()),
-        scores,
-    ]
 
 
 def _heldout_passes(planner: Planner) -> tuple[PlannedRun, PlannedRun]:

@@ -184,18 +184,14 @@ def compare(
         models.append(TrainedModel(name, seed, variant.layout.hash if variant.layout else "", branch.checkpoint))
         # Compare what is finished
         rows = comparison_rows(finished, variants, covered, untrained, recipe, names)
-        documents = {DENSE: untrained[DENSE], **_by_document(finished)}
-        sentence = sentence or _control_alarm(recipe, circumstances, documents)
+        documents = {DENSE: untrained[DENSE]}
+        documents |= {name: _mean([b.nll for b in branches]) for name, branches in finished.items() if branches}
+        # Check the gain of the control, unless the recipe trains the model itself
+        if not sentence and recipe.dense is None:
+            sentence = control_alarm(circumstances, documents[FULL_ATTENTION], documents[DENSE])
         compared = Comparison(rows, tuple(models), folder, documents, sentence)
         finished_run(compared)
     return compared
-
-
-def _control_alarm(recipe: Recipe, circumstances: Circumstances, documents: Mapping[str, DocumentNLL]) -> str | None:
-    """Return a sentence if the control gained too much for a finished model; a model that the recipe trains is none."""
-    if recipe.dense is not None:
-        return None
-    return control_alarm(circumstances, documents[FULL_ATTENTION], documents[DENSE])
 
 
 def _report_harm(name: str, branch: Branch, untrained: dict[str, DocumentNLL], context: BranchContext) -> None:
@@ -377,11 +373,6 @@ def _write(
         write_checkpoints(new, compared.models, workspace.root)
         write_record(new / "comparison.yaml", {"inputs": inputs, **content})
         keep_earlier(compared.folder, new, "comparison.yaml", tables, inputs, context.reporter)
-
-
-def _by_document(finished: Mapping[str, Sequence[Branch]]) -> dict[str, DocumentNLL]:
-    """Return the held-out NLL by document of every finished variant, averaged over seeds."""
-    return {name: _mean([branch.nll for branch in branches]) for name, branches in finished.items() if branches}
 
 
 def _mean(parts: list[DocumentNLL]) -> DocumentNLL:

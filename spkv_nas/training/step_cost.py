@@ -58,6 +58,9 @@ def how_trained(
     recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, *, bfloat16: bool, gated: bool = False
 ) -> Training:
     """Return the settings that determine the cost of a dense or branch phase; ``gated`` for an SP-KV branch."""
+    # A dense model that the recipe trains is float32
+    path = recipe.model.path
+    frozen_item = FLOAT32 if path is None else frozen_dtype(path, bfloat16=bfloat16).itemsize
     # Translate the settings that both kinds of phase have
     training = Training(
         phase.steps,
@@ -68,7 +71,7 @@ def how_trained(
         bfloat16=bfloat16,
         recomputes=recipe.gradient_checkpointing,
         moment_bytes=OPTIMIZERS[recipe.optimizer].moment_bytes,
-        frozen_item=_frozen_item(recipe, bfloat16=bfloat16),
+        frozen_item=frozen_item,
     )
     # Add the teacher and learned sinks of a branch
     if isinstance(phase, BranchConfig) and phase.distill is not None:
@@ -84,12 +87,6 @@ def how_trained(
         adapters = num_adapter_parameters(size, recipe.lora.rank, recipe.lora.targets)
         return replace(training, learns=Learns.ADAPTERS, adapters=adapters + num_sinks)
     return training
-
-
-def _frozen_item(recipe: Recipe, *, bfloat16: bool) -> int:
-    """Return the bytes per frozen weight; a dense model trained by the recipe is float32."""
-    path = recipe.model.path
-    return FLOAT32 if path is None else frozen_dtype(path, bfloat16=bfloat16).itemsize
 
 
 def measure(

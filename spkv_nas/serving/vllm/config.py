@@ -94,8 +94,14 @@ def prepare(config: Any) -> None:
     Raises:
         UserError: the version of vLLM was not tested, or it cannot serve the checkpoint.
     """
-    # Check version, section and kind of model
-    _check_version()
+    # Check the version
+    installed = _vllm_version()
+    if installed.split(".")[:2] != TESTED.split("."):
+        raise UserError(
+            f"layouts are served with vLLM {TESTED}, but {installed} is installed: other versions were not tested, and "
+            f"might run the model with wrong windows\npip install 'vllm=={TESTED}.*'"
+        )
+    # Check the section and the kind of model
     section = config.spkv if isinstance(config.spkv, dict) else {}
     _check_section(section)
     if config.get_text_config() is not config:
@@ -108,16 +114,6 @@ def prepare(config: Any) -> None:
     # Choose the class that applies the layout
     names = [str(name).removeprefix(PREFIX) for name in config.architectures or []]
     config.architectures = [f"{PREFIX}{next((name for name in names if name in NATIVE), BACKEND)}"]
-
-
-def _check_version() -> None:
-    """Raise ``UserError`` for a version of vLLM with which the plug-in was not tested."""
-    installed = _vllm_version()
-    if installed.split(".")[:2] != TESTED.split("."):
-        raise UserError(
-            f"layouts are served with vLLM {TESTED}, but {installed} is installed: other versions were not tested, and "
-            f"might run the model with wrong windows\npip install 'vllm=={TESTED}.*'"
-        )
 
 
 def _vllm_version() -> str:
