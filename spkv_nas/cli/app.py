@@ -27,8 +27,7 @@ from spkv_nas.base.version import __version__
 from spkv_nas.cli import evaluate
 from spkv_nas.cli.demo import demo
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
-from spkv_nas.stages.command_group import COMMAND_GROUPS
-from spkv_nas.stages.commands import runner
+from spkv_nas.stages.command_group import COMMAND_GROUPS, runner
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.compare import CompareOptions

@@ -12,7 +12,7 @@ from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.registry import Registry
 from spkv_nas.cli.options import command
-from spkv_nas.stages.commands import runner
+from spkv_nas.stages.command_group import runner
 from spkv_nas.stages.evaluate.evaluation import Evaluation
 from spkv_nas.stages.options.evaluate.agreement import AgreementOptions
 from spkv_nas.stages.options.evaluate.nll import NLLOptions

@@ -153,11 +153,7 @@ def _measure(
         UserError: the model cannot be hooked, an NLL is not finite, or
             ``max_heads`` is less than one layer has or is combined with granularity "layer".
     """
-    # Check the granularity and the maximum of single heads
-    if granularity not in GRANULARITIES:
-        raise UserError(f"--granularity must be head or layer; found '{granularity}'")
-    if max_heads is not None and granularity == LAYER:
-        raise UserError("--max-heads limits the single heads to measure; --granularity layer measures none: give one")
+    _check_heads(granularity, max_heads)
     with full_attention(model) as states:
         # Windows [L][Hkv] of the all-global and the all-local model
         native = tuple(state.head_windows(gated=False) for state in states)
@@ -184,6 +180,14 @@ def _measure(
     base = rounds.scores[rounds.before]
     measured_as = granularity if by_layer is (granularity == LAYER) else MIXED
     return _Measurement(sums, base.num_tokens, round(base.mean, 6), round(rounds.passes, 2), measured_as)
+
+
+def _check_heads(granularity: str, max_heads: int | None) -> None:
+    """Raise ``UserError`` if the granularity is unknown, or does not go with a maximum of single heads."""
+    if granularity not in GRANULARITIES:
+        raise UserError(f"--granularity must be head or layer; found '{granularity}'")
+    if max_heads is not None and granularity == LAYER:
+        raise UserError("--max-heads limits the single heads to measure; --granularity layer measures none: give one")
 
 
 @dataclass

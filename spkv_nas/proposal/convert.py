@@ -69,9 +69,7 @@ def convert(
             f"--{next(iter(chosen))} applies only to scores"
         )
     else:
-        # Replace the window and the sinks where others are requested
-        notes = []
-        layout = replace(layout, window=window or layout.window, sinks=layout.sinks if sinks is None else sinks)
+        layout, notes = _resized(layout, window, sinks), []
         mask = layout.global_mask.astype(np.float64)
         origin = f"{layout.strategy} {layout.hash}"
         scores = ForeignScores(mask, layout.strategy, origin, layout.window, layout.sinks)
@@ -85,6 +83,11 @@ def convert(
         return [*notes, _write_duo_attention(files, scores)]
     assert layout is not None
     return notes + (_write_layout if _is_layout(target) else _write_prulong)(target, layout)
+
+
+def _resized(layout: Layout, window: int | None, sinks: int | None) -> Layout:
+    """Return a layout with another window or other sinks; None keeps those of the layout."""
+    return replace(layout, window=window or layout.window, sinks=layout.sinks if sinks is None else sinks)
 
 
 def _with_sizes(scores: ForeignScores, window: int | None, sinks: int | None) -> tuple[ForeignScores, list[str]]:

@@ -1,13 +1,15 @@
-"""List the groups of commands that are added by entry points, such as ``reproduce``."""
+"""Run a command from its options, and list the groups of commands that entry points add, such as ``reproduce``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.registry import Registry
+from spkv_nas.stages.commands import stage_module
 from spkv_nas.stages.result import Results
 
 
@@ -28,3 +30,25 @@ class CommandGroup:
 
 
 COMMAND_GROUPS = Registry("spkv_nas.command_groups", "command group", CommandGroup, ())
+
+
+def runner(options_class: type, function: str = "run") -> Callable[..., Results | None]:
+    """Return the function that runs the command of a class of options, whose docstring is the help.
+
+    It calls a function of ``stage_module(options_class)``. That module, and torch with it, is imported when the command
+    runs.
+
+    Args:
+        options_class: options of the command.
+        function: name of the function in a module of several commands.
+    """
+    module = stage_module(options_class)
+
+    def run(options: Any, reporter: Reporter) -> Results | None:
+        results: Results | None = getattr(import_module(module), function)(options, reporter)
+        return results
+
+    run.__doc__ = options_class.__doc__
+    run.__name__ = function if function != "run" else module.removesuffix(".stage").rpartition(".")[2]
+    run.__annotations__ = {"options": options_class, "reporter": Reporter, "return": Results}
+    return run

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from spkv_nas.base.flag import Flag
-from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.result import Results
 
 PROGRAM = "spkv-nas"
 _LAST = ("workspace", "device", "dtype")  # options that come last, as in the help
@@ -137,25 +134,3 @@ def _text(value: Any) -> str:
     if path is not None and path.is_absolute() and path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
     return str(value)
-
-
-def runner(options_class: type, function: str = "run") -> Callable[..., Results | None]:
-    """Return the function that runs the command of a class of options, whose docstring is the help.
-
-    It calls a function of ``stage_module(options_class)``. That module, and torch with it, is imported when the command
-    runs.
-
-    Args:
-        options_class: options of the command.
-        function: name of the function in a module of several commands.
-    """
-    module = stage_module(options_class)
-
-    def run(options: Any, reporter: Reporter) -> Results | None:
-        results: Results | None = getattr(import_module(module), function)(options, reporter)
-        return results
-
-    run.__doc__ = options_class.__doc__
-    run.__name__ = function if function != "run" else module.removesuffix(".stage").rpartition(".")[2]
-    run.__annotations__ = {"options": options_class, "reporter": Reporter, "return": Results}
-    return run

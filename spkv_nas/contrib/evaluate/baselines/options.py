@@ -12,7 +12,7 @@ from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.contrib import defaults
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT, METHODS, PROTOCOLS
 from spkv_nas.stages import flags
-from spkv_nas.stages.commands import runner
+from spkv_nas.stages.command_group import runner
 from spkv_nas.stages.evaluate.evaluation import CHECKPOINT_TAU, Evaluation
 from spkv_nas.stages.options import DENSE, SubjectOptions
 

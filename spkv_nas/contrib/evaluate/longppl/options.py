@@ -10,7 +10,7 @@ from spkv_nas.base.limits import MAX_BLOCK_SIZE
 from spkv_nas.contrib import defaults
 from spkv_nas.contrib.defaults import LONGPPL_SHORT
 from spkv_nas.stages import flags
-from spkv_nas.stages.commands import runner
+from spkv_nas.stages.command_group import runner
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 from spkv_nas.stages.options import SubjectOptions
 

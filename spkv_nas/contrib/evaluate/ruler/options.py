@@ -10,7 +10,7 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.contrib import defaults
 from spkv_nas.stages import flags
-from spkv_nas.stages.commands import runner
+from spkv_nas.stages.command_group import runner
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 
 _LENGTHS = Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")
