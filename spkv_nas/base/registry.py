@@ -94,7 +94,8 @@ class Registry(Generic[Entry]):
             entry = point.load()
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
-            remedy = REINSTALL if _is_own(point) else "repair or uninstall its package"
+            package = point.dist.name if point.dist else "its package"
+            remedy = REINSTALL if _is_own(point) else f"repair or uninstall {package}"
             raise UserError(f"cannot load the {self.noun} {point.value}: {reason}\n{remedy}") from error
         # Instantiate an entry that is a class
         entry = entry() if isinstance(entry, type) and issubclass(entry, self.kind) else entry

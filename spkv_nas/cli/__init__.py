@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
-from spkv_nas.cli.app import main
+import sys
 
-__all__ = ["main"]
+from spkv_nas.base.console import fail
+from spkv_nas.base.errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code; see ``app.main``.
+
+    Args:
+        arguments: those of the command line; by default ``sys.argv[1:]``.
+    """
+    try:
+        from spkv_nas.cli import app
+    except UserError as error:  # an entry point of another package cannot be loaded
+        fail(str(error))
+        sys.exit(2)
+    app.main(arguments)

@@ -95,7 +95,8 @@ def show(result: AgreementResult) -> None:
     if rows["spearman"].isna().any():
         say("Spearman -: undefined, because all scores of one of the two probes are equal")
     out.print(
-        "transfer: coverage on one probe by the heads chosen on the other, relative to its best; the lower direction"
+        "transfer: coverage on one probe by the heads selected on the other, relative to its best; the lower of both "
+        "directions"
     )
     print_path("agreement", result.figure or result.folder / "agreement.csv")
 

@@ -244,7 +244,7 @@ def _answer(result: BudgetResult) -> str:
     # Add what is known of smaller and of undecided budgets
     parts = [answer]
     if fails is not None:
-        parts.append(f"{fails} are too few")
+        parts.append(f"{fails} {'is' if fails == 1 else 'are'} too few")
     if unknown:
         unseen = [budget for budget in unknown if budget not in result.answers]
         note = f" ({', '.join(map(str, unseen))} not looked at)" if unseen else ""

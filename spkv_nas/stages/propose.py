@@ -334,7 +334,8 @@ def show_budgets(result: BudgetsResult) -> None:
     has_more = "max_heads_same_memory" in rows
     columns += ["heads, same memory"] if has_more else []
     interval_note = f"; from, to: {100 * LEVEL:.0f} % interval" if has_intervals else ""
-    grid = Table(*columns, title=f"{escape(table.name)} at tau {table.tau:g}{interval_note}")
+    at_tau = f" at tau {table.tau:g}" if table.is_density else ""
+    grid = Table(*columns, title=f"{escape(table.name)}{at_tau}{interval_note}")
     # Print every step-th row, the knee and the last row
     step = -(-len(rows) // _CURVE_ROWS)
     for row in rows.itertuples():

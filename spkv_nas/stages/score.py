@@ -118,7 +118,8 @@ def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> 
     part = f"{blocks.tokens.size:,} tokens"
     if blocks.num_blocks < whole.num_blocks:
         part += f" of {whole.tokens.size:,} (--max-tokens measures more)"
-    reporter.announce(f"scoring full attention and {num_layouts} layouts on {part}: at most {format_seconds(seconds)}")
+    number = f"{num_layouts} layout{'s' if num_layouts > 1 else ''}"
+    reporter.announce(f"scoring full attention and {number} on {part}: at most {format_seconds(seconds)}")
 
 
 def show(result: NLLTable) -> None:

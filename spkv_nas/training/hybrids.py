@@ -121,8 +121,10 @@ def train_by_recipe(
     # Prepare the text and the dense model
     context = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
 
+    trained = {name: layouts[name] for name in distinct(layouts)}
+
     def write(compared: Comparison) -> None:
-        on_main(partial(_write, workspace, compared, context, table, layouts))
+        on_main(partial(_write, workspace, compared, context, table, trained))
 
     return compare(
         context,

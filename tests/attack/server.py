@@ -32,7 +32,7 @@ HEAVY = (
     "optuna",
     "sqlalchemy",
     "spkv_nas",
-    "spkv_nas.cli",
+    "spkv_nas.cli.app",
     "spkv_nas.stages.train",
     "spkv_nas.stages.search",
     "spkv_nas.stages.report",

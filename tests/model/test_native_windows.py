@@ -251,7 +251,7 @@ class TestNativeExport:
         assert (same.layer_types, same.sliding_window) == ([sliding, full] * 2, 8)
         with pytest.raises(TargetError, match="windows of 6 and 8 keys, of which layer_types can express one"):
             native_config(config, Layout(("GG", "LL", "GL", "GG"), 6))
-        with pytest.raises(TargetError, match="layers 1 mix global and local heads"):
+        with pytest.raises(TargetError, match="layer 1 mixes global and local heads"):
             native_config(config, Layout(("GG", "GL", "GL", "GG"), 8))
 
     def test_sink_tokens_of_models_with_a_window_everywhere_are_refused(self) -> None:

@@ -86,7 +86,7 @@ def test_the_whole_path(
 
 def test_help_is_quick_to_import() -> None:
     """--help imports neither torch nor transformers nor modules that print results."""
-    code = "import sys, spkv_nas.cli; sys.exit(bool({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
+    code = "import sys, spkv_nas.cli.app; sys.exit(bool({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     stages = Path(spkv_nas.__file__).parent / "stages"
     files = [*(stages / "options").glob("[!_]*.py"), *stages.rglob("command.py")]
@@ -160,7 +160,7 @@ assert not [m for m in sys.modules if m.startswith(("spkv_nas", "spkv_kernels"))
                 str(tmp_path / "out"),
             ]
         )
-        assert "layers 0 mix global and local heads" in " ".join(capsys.readouterr().out.split())
+        assert "layer 0 mixes global and local heads" in " ".join(capsys.readouterr().out.split())
         apply_layout(model, mixed)
         restored, _ = load(tmp_path / "out")
         with torch.no_grad():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from importlib.metadata import distribution
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,3 +63,19 @@ def test_entries_of_contrib_are_registered(registry: Registry[Any]) -> None:
 def test_every_planned_engine_is_on_the_page_of_costs() -> None:
     text = (ROOT / "docs" / "guides" / "cost.md").read_text()
     assert all(f"--engine {name}" in text for name in planned_engines())
+
+
+def test_a_broken_package_is_named(tmp_path: Path) -> None:
+    """Its entry point is loaded before the command line knows any option."""
+    (folder := tmp_path / "broken_signals-1.0.dist-info").mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-signals\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[spkv_nas.signals]\nbroken = nosuchmodule:X\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "spkv_nas", "--version"]
+    result = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert "error: cannot load the signal nosuchmodule:X: ModuleNotFoundError" in result.stderr
+    assert "repair or uninstall broken-signals" in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr

@@ -107,8 +107,12 @@ class TestOwnCriterion:
         assert losses[1] != 0.0
         with pytest.raises(UserError, match="criterion hits has no option 'best'; it has top"):
             run("full.yaml", margin="hits=1:best=3")
+        with pytest.raises(UserError, match="top=0: it must be at least 1"):
+            run("full.yaml", margin="hits=1:top=0")
 
     def test_help_and_page_name_it(self) -> None:
-        assert criteria_help().endswith("hits: drop of the share of next tokens among the top ones, in points of 100")
+        assert criteria_help().endswith(
+            "hits: drop of the share of next tokens among the top ones, in percentage points"
+        )
         assert options_help().endswith("Options of hits: top: Number of tokens that count as hits. Default: 5.")
         assert card_title("hits") == "Hit rate"

@@ -25,7 +25,7 @@ class Agreement(Criterion):
     """Share of tokens of the dense model's greedy continuations that a candidate does not predict."""
 
     name, title = "agreement", "Disagreement of greedy tokens"
-    help = "greedy tokens that differ from the dense model's, in points of 100"
+    help = "greedy tokens that differ from the dense model's, in percentage points"
     test = MeanShortfall()
     temperature: ClassVar[float] = 0.0
 
@@ -50,7 +50,7 @@ class Acceptance(Agreement):
     """Share of tokens that the dense model samples and that speculative sampling rejects of a candidate's draft."""
 
     name, title = "acceptance", "Rejection by speculative sampling"
-    help = "sampled tokens that speculative sampling rejects, in points of 100"
+    help = "sampled tokens that speculative sampling rejects, in percentage points"
     temperature = 1.0
 
 

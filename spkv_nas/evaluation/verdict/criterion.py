@@ -127,8 +127,8 @@ class Criterion(Entry, ABC):
         for word in words:
             name, _, text = word.partition("=")
             if name not in options:
-                known = f"it has {', '.join(options)}" if options else "it has none"
-                raise UserError(f"--margin: criterion {self.name} has no option '{name}'; {known}")
+                known = f"has no option '{name}'; it has {', '.join(options)}" if options else "takes no options"
+                raise UserError(f"--margin: criterion {self.name} {known}")
             texts.setdefault(name, []).append(text)
         # Parse the values
         values = {name: _value(name, options[name].type, options[name].flag, texts[name]) for name in texts}
@@ -144,6 +144,8 @@ def _value(name: str, kind: Any, flag: Flag, texts: list[str]) -> Any:
         value = TypeAdapter(kind).validate_python(texts if takes_list else texts[-1])
     except ValidationError as error:
         raise UserError(f"--margin: {name}={texts[-1]}: {error.errors()[0]['msg']}") from error
-    if (flag.low is not None and value < flag.low) or (flag.high is not None and value > flag.high):
-        raise UserError(f"--margin: {name}={value} is not between {flag.low:,} and {flag.high:,}")
+    if flag.low is not None and value < flag.low:
+        raise UserError(f"--margin: {name}={value}: it must be at least {flag.low:,}")
+    if flag.high is not None and value > flag.high:
+        raise UserError(f"--margin: {name}={value}: it must be at most {flag.high:,}")
     return value

@@ -95,7 +95,7 @@ class RelativeRise(PairedTest):
 
 
 class MeanDrop(PairedTest):
-    """Test of the drop of a mean of scores in [0, 1], in points of 100. Exact for any distribution."""
+    """Test of the drop of a mean of scores in [0, 1], in percentage points. Exact for any distribution."""
 
     unit, lowest, highest = "points", -100.0, 100.0
 

@@ -157,7 +157,8 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
             "layout convert --sinks 0 if the model does without)"
         )
     if mixed := [layer for layer, row in enumerate(windows) if len(row) > 1]:
-        raise TargetError(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot express")
+        named = f"layer {mixed[0]} mixes" if len(mixed) == 1 else f"layers {_numbers(mixed)} mix"
+        raise TargetError(f"{named} global and local heads, which layer_types cannot express")
     # Find the one window of the local layers
     local = sorted(set().union(*windows) - {MAX_WINDOW})
     if len(local) > 1:

@@ -21,8 +21,8 @@ class VerdictOptions(DecisionOptions):
     Candidates are checkpoints, or layout files, which are tried on the weights of --against without training. Both
     models are measured sample by sample, in random order, until the answer is known: passes if the loss is below every
     margin of --margin, fails if it is above one, else open. That any candidate passes wrongly, and that any fails
-    wrongly, has a probability of at most --risk each, however early it stops. Documents that a
-    layout was selected on are left out, whatever became of the record that says so.
+    wrongly, has a probability of at most --risk each, however early it stops. Documents that a layout was selected on
+    are left out, even if the probe that says so was deleted.
 
     Exits with 0 if a candidate passes, 1 if all fail, 3 otherwise. Samples are kept in runs/NAME/verdict/ and reused.
     """

@@ -181,7 +181,7 @@ def test_mlx_is_a_smollm3_for_weights_like_llama(tmp_path: Path, tiny_tokenizer:
     [
         ("qwen3", {}, LAYERWISE, "mlx-lm 0.32.2 refuses the form qwen3"),
         ("llama", {}, Layout(("LL",) * 4, 6), "mlx-lm needs a layer of global heads"),
-        ("llama", {}, Layout(("GL", "LL", "LL", "GG"), 6), "layers 0 mix global and local heads"),
+        ("llama", {}, Layout(("GL", "LL", "LL", "GG"), 6), "layer 0 mixes global and local heads"),
         ("llama", {"hidden_act": "gelu"}, LAYERWISE, "was not checked with hidden_act gelu in the form smollm3"),
     ],
 )

@@ -116,7 +116,7 @@ def test_sinks_of_bfloat16_weights_are_rounded(tmp_path: Path, tiny_tokenizer: P
 @pytest.mark.parametrize(
     ("family", "layout", "message"),
     [
-        ("llama", Layout(("GL", "LL", "LL", "GG"), 6), "layers 0 mix global and local heads"),
+        ("llama", Layout(("GL", "LL", "LL", "GG"), 6), "layer 0 mixes global and local heads"),
         ("llama", Layout(LAYERWISE.heads, 6, sinks=2), "see 2 sink tokens"),
         ("qwen3", LAYERWISE, "weights of model type 'qwen3' do not fit a granite_swa"),
         ("phi3", LAYERWISE, "weights of model type 'phi3' do not fit a granite_swa"),

@@ -27,7 +27,7 @@ MaxQuestions = Annotated[int, Flag("Maximum number of questions, over all tasks 
 class RulerQuestions(Criterion):
     """Drop of the share of correct answers to RULER's questions."""
 
-    name, help, title = "ruler", "drop of RULER's share of correct answers, in points of 100", "RULER"
+    name, help, title = "ruler", "drop of RULER's share of correct answers, in percentage points", "RULER"
     noun, reads_text = "questions", False
     test = MeanDrop()
 

@@ -21,7 +21,7 @@ TaskNames = Annotated[str | None, Flag("Comma-separated lm-eval tasks, such as s
 class TaskSamples(Criterion):
     """Drop of the mean score over tasks."""
 
-    name, help, title = "tasks", "drop of the mean score of lm-eval's tasks, in points of 100", "Downstream tasks"
+    name, help, title = "tasks", "drop of the mean score of lm-eval's tasks, in percentage points", "Downstream tasks"
     noun, reads_text = "samples", False
     test = MeanDrop()
 
