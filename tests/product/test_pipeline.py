@@ -60,6 +60,7 @@ def test_the_whole_path(
     assert (trained["zero_shot_delta_percent"] - 100 * (trained["zero_shot_nll"] / untrained - 1)).abs().max() < 1e-2
     assert rows.loc["sp-kv", ["zero_shot_nll", "zero_shot_delta_percent"]].isna().all()
     summary = yaml.safe_load((workspace / "reports" / "tiny" / "comparison.yaml").read_text())
+    assert set(summary["windows"]) == {*rows.index} - {"dense", "full-attention"}, "a twin is no layout of its own"
     assert summary["rank_correlation"]["layouts"] == summary["zero_shot_rank_correlation"]["layouts"] == len(rows) - 3
     page = (workspace / "reports" / "tiny" / "index.html").read_text()
     assert "densest" in page
