@@ -1,10 +1,12 @@
-"""Check measured densities before they rank heads: did the gates reach their target density, and do heads differ?"""
+"""Check measured densities before they rank heads: target density, differences between heads, sizes of domains."""
 
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
+FEW_TOKENS = 1024  # of a domain: fewer are only a paragraph or two
 MIN_RATIO, MAX_RATIO = 0.7, 1.4  # bounds of reached / target density, beyond which the ranking is for another budget
 FROZEN = "frozen-model"  # "training" in a probe's record if gates were trained with the weights frozen
 _NEARLY_OPEN = 0.9  # above this density a head keeps nearly everything; below 1 - 0.9, nearly nothing
@@ -67,3 +69,24 @@ def undifferentiated(density: NDArray[np.float64], *, is_priced: bool) -> list[s
         for heads, amount, tau in sides
         if heads.mean() > _UNDIFFERENTIATED
     ]
+
+
+def small_domains(rows: pd.DataFrame) -> dict[str, int]:
+    """Return the tokens of domains with fewer than ``FEW_TOKENS``, by name; empty if all domains are that small.
+
+    Args:
+        rows: rows of a table of head scores.
+    """
+    tokens = rows.groupby("domain")["num_tokens"].max()
+    if not (tokens >= FEW_TOKENS).any():
+        return {}
+    return {str(name): int(number) for name, number in tokens.items() if number < FEW_TOKENS}
+
+
+def about_small_domains(rows: pd.DataFrame) -> str | None:
+    """Return a warning that lists the domains of ``small_domains``; None if there are none."""
+    small = small_domains(rows)
+    if not small:
+        return None
+    named = ", ".join(f"{name} ({number:,} tokens)" for name, number in small.items())
+    return f"domains with fewer than {FEW_TOKENS:,} tokens, too few to compare heads by: {named}"

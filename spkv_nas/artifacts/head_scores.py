@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from spkv_nas.artifacts.density_tables import read_positions
 from spkv_nas.artifacts.diagnosis import FROZEN, missed_price, undifferentiated
 from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gains import Gains
@@ -26,7 +27,6 @@ from spkv_nas.artifacts.head_score_rows import array_rows, file_rows, read_rows
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.artifacts.kinds import DENSITY, SCORE
 from spkv_nas.artifacts.local_layers import ConfigLayer, candidate_layers, config_layers
-from spkv_nas.artifacts.positions import read_positions
 from spkv_nas.artifacts.probe_file import ProbeFile
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, digest, read_selection, write_selection

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.domains import about_small_domains, small_domains
+from spkv_nas.artifacts.diagnosis import about_small_domains, small_domains
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.score_kind import PERCENT, Scale
@@ -99,8 +99,8 @@ def domain_chart(table: HeadScores) -> Chart:
 
     Domains with too little text are left out and named in the note.
     """
-    profile, measure, others = domain_profile(table), table.measure, about_small_domains(table)
-    profile = profile[~profile["domain"].isin(list(small_domains(table)))]
+    profile, measure, others = domain_profile(table), table.measure, about_small_domains(table.rows)
+    profile = profile[~profile["domain"].isin(list(small_domains(table.rows)))]
     # Dots of heads and bar of the mean, by domain
     marks: list[Points] = []
     for row, (domain, mean) in enumerate(zip(profile["domain"], profile["mean"].tolist(), strict=True)):

@@ -20,8 +20,7 @@ from spkv_nas.proposal.budget import parse_budget, parse_budgets
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import asks_for_several
 from spkv_nas.search.sampler import Sampler
-from spkv_nas.search.space import Space
-from spkv_nas.search.starts import starting_layouts
+from spkv_nas.search.space import Space, starting_layouts
 from spkv_nas.search.study import Callback, Study
 from spkv_nas.search.trials import LayoutCost
 

@@ -7,7 +7,7 @@ highest total gain, given a gain per head, by an integer program under budget an
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 
@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.proposal.constraints import Constraints, solve
+from spkv_nas.proposal.constraints import CONSTRAINED, Constraints, solve
 from spkv_nas.proposal.integer_program import Problem
+from spkv_nas.proposal.propose import layout_by
 from spkv_nas.proposal.ranking import densest
+from spkv_nas.proposal.registry import STRATEGIES
 
 Float = NDArray[np.float64]
 
@@ -171,3 +173,24 @@ def ranks(values: Float) -> Float:
     flat = values.ravel()
     scaled_ranks = np.argsort(np.argsort(flat, kind="stable"), kind="stable") / max(1, flat.size - 1)
     return scaled_ranks.reshape(values.shape)
+
+
+def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
+    """Return the layouts of a space to start a search from, by name.
+
+    For a single budget these are the strategies' layouts that meet the constraints; for a range, the best layout at
+    each of five budgets.
+    """
+    table, window = space.table, space.window
+    if len(budgets) == 1:
+        # Use every strategy for a single budget
+        strategies = [strategy for strategy in STRATEGIES if not (strategy.is_control or strategy.is_random)]
+        layouts = {strategy.name: layout_by(strategy, table, budgets[0], window=window) for strategy in strategies}
+        if space.constraints.named:
+            layouts[CONSTRAINED] = solve(table, budgets[0], space.constraints, window=window)
+    else:
+        # Spread five solutions over a range of budgets
+        chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
+        solved = (solve(table, number, space.constraints, window=window) for number in chosen)
+        layouts = {f"densest-{layout.num_global}": layout for layout in solved}
+    return {name: replace(layout, strategy=name) for name, layout in layouts.items() if space.contains(layout)}

@@ -124,11 +124,12 @@ def work(
         progress: called with the number of finished tasks and ``number``.
         num_prior: maps a task to the number of first tasks that must be finished before it starts.
     """
+    first_seen: dict[int, float] = {}  # time at which this worker first saw a trial without a task, by its number
     while len(done := finished(study, number)) < number:
         progress(len(done), number)
         if _free(_read(study), number, num_prior):
             try:
-                study.optimize(partial(_run_free, study, number, run, num_prior), n_trials=1)
+                study.optimize(partial(_run_free, study, number, run, num_prior, first_seen), n_trials=1)
             except (ValueError, AssertionError) as error:
                 if "Cannot tell" in f"{error} {error.__context__}":
                     continue  # another worker took it for dead, and runs the task
@@ -149,12 +150,19 @@ def work(
 
 
 def _run_free(
-    study: optuna.Study, number: int, run: Run, num_prior: Callable[[int], int], trial: Trial
+    study: optuna.Study,
+    number: int,
+    run: Run,
+    num_prior: Callable[[int], int],
+    first_seen: dict[int, float],
+    trial: Trial,
 ) -> Sequence[float]:
     """Run a free task as a trial; of several trials without a task, the first takes the first, and so on."""
-    trials = _read(study)
-    waiting = [each for each in trials if each.state == TrialState.RUNNING and INDEX not in each.user_attrs]
-    rank, free = sum(each.number < trial.number for each in waiting), _free(trials, number, num_prior)
+    trials, now = _read(study), time.monotonic()
+    waiting = [each.number for each in trials if each.state == TrialState.RUNNING and INDEX not in each.user_attrs]
+    # Pass over trials of workers that died before their first heartbeat, which Optuna never fails
+    waiting = [each for each in waiting if now - first_seen.setdefault(each, now) < GRACE]
+    rank, free = sum(each < trial.number for each in waiting), _free(trials, number, num_prior)
     if rank >= len(free):  # other workers were faster
         time.sleep(_POLL)
         raise TrialPruned

@@ -21,7 +21,7 @@ from spkv_nas.artifacts.defaults import (
     SCORING_TOKENS,
     STRONG_SINK,
 )
-from spkv_nas.artifacts.domains import about_small_domains
+from spkv_nas.artifacts.diagnosis import about_small_domains
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.result_tables import ALARM
@@ -269,7 +269,7 @@ def show(table: HeadScores) -> None:
     # Print remarks and warnings
     if (sinks := _about_sinks(table)) is not None:
         say(sinks)
-    if (domain_warning := about_small_domains(table)) is not None:
+    if (domain_warning := about_small_domains(table.rows)) is not None:
         say(domain_warning)
     for line in table.diagnosis():
         caution(line)

@@ -341,6 +341,7 @@ def show_budgets(result: BudgetsResult) -> None:
     for row in rows.itertuples():
         if row.Index % step and row.budget != knee.budget and row.Index != len(rows) - 1:
             continue
+        more = row.max_heads_same_memory if has_more else 0
         cells = {
             "budget": f"{row.budget}{' knee' if row.budget == knee.budget else ''}",
             "heads": str(row.num_global),
@@ -349,9 +350,7 @@ def show_budgets(result: BudgetsResult) -> None:
             "to": f"{100 * row.coverage_high:.2f}",
             "worst domain %": f"{100 * row.worst_domain:.2f}",
             "memory": format_bytes(int(row.kv_bytes)) if has_memory else "",
-            "heads, same memory": str(more)
-            if has_more and (more := row.max_heads_same_memory) > row.num_global
-            else "",
+            "heads, same memory": str(more) if more > row.num_global else "",
         }
         grid.add_row(*(cells[column] for column in columns))
     out.print(grid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from spkv_nas.artifacts.density_log import read_density_log
+from spkv_nas.artifacts.density_tables import read_density_log
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.files import read_text, write_atomic

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.density_log import read_density_log
+from spkv_nas.artifacts.density_tables import read_density_log
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.assets import EMBEDDED_PREFIX

@@ -14,7 +14,7 @@ from helpers import RECIPE, make_comparison, make_domain_table, make_layouts, ma
 from attack.mutants import Reader
 from spkv_nas.artifacts.checkpoints import TrainedModel, read_checkpoints, write_checkpoints
 from spkv_nas.artifacts.comparison import write_comparison
-from spkv_nas.artifacts.density_log import read_density_log
+from spkv_nas.artifacts.density_tables import read_density_log
 from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.head_scores import HeadScores

@@ -25,8 +25,7 @@ from spkv_nas.proposal.propose import propose
 from spkv_nas.proposal.registry import RANDOM, STRATEGIES, strategy_of
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.strategy import Strategy
-from spkv_nas.search.space import Space
-from spkv_nas.search.starts import starting_layouts
+from spkv_nas.search.space import Space, starting_layouts
 from spkv_nas.stages.dry_run import plan_of
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 

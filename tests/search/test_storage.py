@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from helpers import RECIPE, write_project
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
+from spkv_nas.search import storage as storage_of_studies
 from spkv_nas.search.storage import open_storage, open_study, storage_errors, work
 
 psycopg = pytest.importorskip("psycopg")
@@ -171,3 +173,18 @@ def test_a_missing_server(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot open the storage") as error:
         open_storage(f"postgresql://me:secret@/x?host={tmp_path}")
     assert "secret" not in str(error.value)
+
+
+def test_a_trial_whose_worker_died_before_its_first_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optuna never fails it; it kept the only task that may start from all other trials."""
+    monkeypatch.setattr(storage_of_studies, "GRACE", 0.2)
+    monkeypatch.setattr(storage_of_studies, "_POLL", 0.05)
+    study = open_study(open_storage(f"sqlite:///{tmp_path}/study.db"), "study", {}, ["value"])
+    study._storage.create_new_trial(study._study_id)  # what Study.optimize does first
+    calls = count()
+    done = work(study, 3, lambda trial, index: [1.0], lambda *_: assert_few(next(calls)), lambda index: index)
+    assert list(done) == [0, 1, 2]
+
+
+def assert_few(calls: int) -> None:
+    assert calls < 100, "waits for ever"

@@ -22,6 +22,7 @@ from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.options.search import SearchOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
+from spkv_nas.stages.record import OPTIONS, read_options, recorded
 
 HOSTILE = 'it\'s a "text" $HOME `id`; #1\n*'
 
@@ -103,3 +104,8 @@ def _docstrings(tree: ast.Module) -> set[int]:
 )
 def test_a_command_in_a_folder_has_relative_paths(command: str, expected: str) -> None:
     assert in_folder(command, Path("/w")) == expected
+
+
+def test_recorded_options_are_read_back(tmp_path: Path) -> None:
+    options = ProbeOptions(model="org/model", data=["text"], ablation_tokens=64, workspace=tmp_path)
+    assert read_options({OPTIONS: recorded(options)}, tmp_path) == options

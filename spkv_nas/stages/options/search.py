@@ -108,8 +108,7 @@ def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecif
     from spkv_nas.base.units import parse_context
     from spkv_nas.proposal.budget import parse_budget, parse_budgets
     from spkv_nas.proposal.requirements import asks_for_several
-    from spkv_nas.search.space import Space
-    from spkv_nas.search.starts import starting_layouts
+    from spkv_nas.search.space import Space, starting_layouts
     from spkv_nas.search.trials import Effort
     from spkv_nas.stages.engines import read_constraints
     from spkv_nas.stages.lookup import chosen_recipe, chosen_table
