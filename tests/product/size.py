@@ -24,19 +24,19 @@ SHARED_OPTIONS = ("help", "json", "quiet", "verbose", "debug")  # declared once 
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 57_250,
-    "lines without contrib": 50_401,
-    "files": 430,
-    "files without contrib": 374,
-    "lines of commands": 9_224,
-    "files of commands": 78,
-    "option slots": 328,
-    "option slots of one command": 26,
-    "imports in 100 lines": 10.3,
-    "comments in 1,000 lines": 12.3,  # lines that hold nothing else; at least, not at most
-    "tracked files": 905,
-    "lines of tests": 40_250,
-    "quick test items": 4_169,
+    "lines": 57_774,
+    "lines without contrib": 50_888,
+    "files": 427,
+    "files without contrib": 371,
+    "lines of commands": 9_035,
+    "files of commands": 76,
+    "option slots": 318,
+    "option slots of one command": 24,
+    "imports in 100 lines": 10.2,
+    "comments in 1,000 lines": 21.0,  # lines that hold nothing else; at least, not at most
+    "tracked files": 900,
+    "lines of tests": 40_269,
+    "quick test items": 4_172,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 
