@@ -35,7 +35,7 @@ BUDGETS: dict[str, float] = {
     "imports in 100 lines": 10.2,
     "comments in 1,000 lines": 21.0,  # lines that hold nothing else; at least, not at most
     "tracked files": 900,
-    "lines of tests": 40_269,
+    "lines of tests": 40_270,
     "quick test items": 4_172,
 }
 AT_LEAST = ("comments in 1,000 lines",)
