@@ -79,8 +79,8 @@ class Entry:
         """
         hints = get_type_hints(type(self))
         flags = {name: option.flag for name, option in self.options().items()}
-        given = {name: value for name, value in values.items() if value is not None}
-        changed = {name: _checked(name, hints[name], flags.get(name), value) for name, value in given.items()}
+        set_values = {name: value for name, value in values.items() if value is not None}
+        changed = {name: _checked(name, hints[name], flags.get(name), value) for name, value in set_values.items()}
         return replace(self, **changed)  # type: ignore[type-var]  # as above
 
 

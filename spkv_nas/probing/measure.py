@@ -140,14 +140,14 @@ def _configured(entry: Signal, options: Mapping[str, Any]) -> tuple[Signal, dict
     Raises:
         UserError: the signal lacks an option, or a value does not fit it.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    check_options(SIGNALS, entry, given)
-    run = {name: given.pop(name) for name in _RUN if name in given}
+    set_options = {name: value for name, value in options.items() if value is not None}
+    check_options(SIGNALS, entry, set_options)
+    run = {name: set_options.pop(name) for name in _RUN if name in set_options}
     known = {field.name for field in fields(entry)} - {*entry.used_by_command}  # type: ignore[arg-type]
-    if unknown := sorted(given.keys() - known):
+    if unknown := sorted(set_options.keys() - known):
         names = ", ".join(sorted({*known, *_RUN}))
         raise UserError(f"signal {entry.name} has no option '{unknown[0]}'; it takes {names}")
-    return entry.with_options(given), run
+    return entry.with_options(set_options), run
 
 
 def _window(entry: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> int:

@@ -112,30 +112,30 @@ def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT)
     candidates = [Contender(name, options.model, layouts[name], layouts[name]) for name in names]
     # Look at budgets, on documents that the heads were not scored on
     compared = prepare(options, candidates, list(files.files.values()), reporter)
-    found = find_critical_budget(compared.trial, candidates, parse_risk(options.risk), reporter)
-    smallest = found.critical.passes
-    if found.passes is not None and (reason := price_advice(table, found.passes)) is not None:
+    outcome = find_critical_budget(compared.trial, candidates, parse_risk(options.risk), reporter)
+    smallest = outcome.critical.passes
+    if outcome.passes is not None and (reason := price_advice(table, outcome.passes)) is not None:
         reporter.caution(reason)
     # Compute the cache of every budget, and what the smallest that passes saves
-    window, table = found.layouts[0].window, with_sinks(table, found.layouts[0].sinks)
+    window, table = outcome.layouts[0].window, with_sinks(table, outcome.layouts[0].sinks)
     cost = requirements.cache_cost(table, window)
     assert cost is not None  # there is a default context
-    rows = found.rows.assign(kv_bytes=[cost.total(number, table.num_heads) for number in found.rows["num_global"]])
+    rows = outcome.rows.assign(kv_bytes=[cost.total(number, table.num_heads) for number in outcome.rows["num_global"]])
     memory = None
-    if found.passes is not None:
-        full, used = (cost.total(number, table.num_heads) for number in (table.num_candidates, found.passes))
-        sentence, *_ = str(requirements.memory(table, found.passes, window)).partition(": --budget")  # of propose
+    if outcome.passes is not None:
+        full, used = (cost.total(number, table.num_heads) for number in (table.num_candidates, outcome.passes))
+        sentence, *_ = str(requirements.memory(table, outcome.passes, window)).partition(": --budget")  # of propose
         memory = Memory(full, used, sentence)
     # Collect and write the result
     result = BudgetResult(
-        **vars(replace(found, rows=rows)),
+        **vars(replace(outcome, rows=rows)),
         compared=compared,
         probe=table.name,
         num_heads=table.num_candidates,
         memory=memory,
         file=None if smallest is None else files.files.get(names[smallest]),
         folder=options.folders.report_dir(compared.name),
-        next=() if found.passes is None or files.layouts else (_proposal(options, table.name, found.passes),),
+        next=() if outcome.passes is None or files.layouts else (_proposal(options, table.name, outcome.passes),),
     )
     CRITICAL_BUDGET.write(result.folder, rows, {**origin(options, compared), **_record(result, table)}, reporter)
     return result

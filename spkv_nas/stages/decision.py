@@ -28,7 +28,7 @@ EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
 
 @dataclass(frozen=True)
 class Compared:
-    """What a command compares, and on what.
+    """Hold what a command compares, and on what.
 
     Attributes:
         name: name of the results.

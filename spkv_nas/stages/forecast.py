@@ -122,7 +122,7 @@ def _probed(stages: Stages, signal: Signal, options: ProbeOptions, tokens: int) 
     limit = options.max_tokens or _most_tokens(signal, tokens)
     yield signal.cost(stages, min(limit, tokens))
     if "ablation_tokens" in signal.options() and options.ablation_tokens != 0:
-        yield _judging(stages, min(options.ablation_tokens or ABLATION_TOKENS, tokens))
+        yield _validating(stages, min(options.ablation_tokens or ABLATION_TOKENS, tokens))
 
 
 def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
@@ -130,7 +130,7 @@ def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
     if not stages.gates.sinks:
         yield _measured_sinks(stages, tokens)
     yield DENSITY.cost(stages, tokens)
-    yield _judging(stages, min(ABLATION_TOKENS, tokens))
+    yield _validating(stages, min(ABLATION_TOKENS, tokens))
     for signal in SIGNALS:
         if signal is not DENSITY:
             yield signal.cost(stages, _most_tokens(signal, tokens))
@@ -148,7 +148,7 @@ def _most_tokens(signal: Signal, tokens: int) -> int:
     return min(SCORING_TOKENS, tokens) if signal.computes_logits else tokens
 
 
-def _judging(stages: Stages, tokens: int) -> StageCost:
+def _validating(stages: Stages, tokens: int) -> StageCost:
     """Return the cost of the single-head gains that validate a table."""
     return stages.measure("validate the ranking", tokens, ablation_passes(stages.size.heads.grid), shares=1.0)
 

@@ -66,13 +66,13 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     for candidate in candidates:
         check_pair(candidate.source, options.model)
     compared = prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
-    found = decide_all(compared.trial, candidates, parse_risk(options.risk), reporter)
+    outcome = decide_all(compared.trial, candidates, parse_risk(options.risk), reporter)
     # Write the table
-    record = {"answers": dict(found.answers), **origin(options, compared)}
-    record |= {} if found.alarm is None else {ALARM: found.alarm}
+    record = {"answers": dict(outcome.answers), **origin(options, compared)}
+    record |= {} if outcome.alarm is None else {ALARM: outcome.alarm}
     folder = options.folders.report_dir(compared.name)
-    VERDICT.write(folder, found.rows, record, reporter)
-    return VerdictResult(**vars(found), compared=compared, folder=folder)
+    VERDICT.write(folder, outcome.rows, record, reporter)
+    return VerdictResult(**vars(outcome), compared=compared, folder=folder)
 
 
 def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Contender]:

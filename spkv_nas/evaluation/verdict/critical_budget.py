@@ -76,7 +76,7 @@ def find_critical_budget(
     """
     layouts = [each.layout for each in candidates if each.layout is not None]
     measured: dict[int, Pairs] = {}
-    with reporter.bar("judging") as bar:
+    with reporter.bar("comparing") as bar:
 
         def test(position: int, level: float) -> Answer:
             """Measure a budget until its answer at a level is known; keep the larger number of samples."""

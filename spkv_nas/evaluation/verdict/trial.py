@@ -200,7 +200,7 @@ def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, repor
     pairs: dict[str, Pairs] = {}
     # Measure one candidate after another
     answers: list[Answer] = []
-    with reporter.bar("judging") as bar:
+    with reporter.bar("comparing") as bar:
         for index, candidate in enumerate(candidates):
             levels = Levels.of(risk, answers, num_candidates=len(candidates), num_criteria=len(trial.margins))
             progress = part_of(bar, index, len(candidates), candidate.name)
