@@ -26,7 +26,7 @@ from spkv_nas.base.registry import reinstall_hint
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import evaluate
 from spkv_nas.cli.demo import demo
-from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
+from spkv_nas.cli.options import Debug, Quiet, Root, Verbose, command
 from spkv_nas.stages.command_group import COMMAND_GROUPS, runner
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options.calibrate import CalibrateOptions
@@ -62,7 +62,6 @@ ORDER = (  # of --help: the workflow, then what goes beside it; groups of COMMAN
     "train-hybrid",
     "evaluate",
     "verdict",
-    "critical-budget",
     "critical-budget",
     "report",
     "generate",
@@ -143,11 +142,7 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     schema,
 )
 NAMES: dict[Callable[..., Any], str] = {_attention: "plan attention"}  # of commands not called as their functions
-LAYOUT_COMMANDS = (
-    runner(ShowLayoutsOptions, "show"),
-    runner(DiffOptions, "diff"),
-    runner(ConvertOptions, "convert"),
-)
+LAYOUT_COMMANDS = (runner(ShowLayoutsOptions, "show"), runner(DiffOptions, "diff"), runner(ConvertOptions, "convert"))
 for _function in COMMANDS:
     command(app, NAMES.get(_function))(_function)
 layout = typer.Typer(name="layout", no_args_is_help=True, help="Show, compare and convert layout files.")
@@ -171,11 +166,11 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    workspace: Root = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
-    context.obj = Voice(quiet, verbose)
     if num_processes() > 1 and (name := context.invoked_subcommand) not in DISTRIBUTED:
         several = "\nto use several workers, start the same command several times" if name == "search" else ""
         raise UserError(
@@ -187,8 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code.
 
     Exit codes: 0 on success, 1 for a bug, 2 for an error that the user can fix, 130 after Ctrl-C and 143 after SIGTERM
-    (training saves a checkpoint first); ``verdict`` and ``critical-budget`` return their
-    answer. Errors print their message; with ``--debug`` they print the traceback.
+    (training saves a checkpoint first); ``verdict`` and ``critical-budget`` return their answer.
 
     Args:
         arguments: those of the command line; by default ``sys.argv[1:]``.

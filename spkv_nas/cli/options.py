@@ -1,7 +1,8 @@
 """Turn a function of one options dataclass (``stages.options``) into a command: each field becomes an option.
 
-The options that every command shares (``--quiet``, ``--verbose``, ``--debug``, ``--json``) are declared here once and
-handled here. With ``--dry-run`` a training command prints its plan instead of training.
+The options that commands share (``--workspace``, ``--quiet``, ``--verbose``, ``--debug``, ``--json``) are declared and
+handled here; all but the last may also precede the command's name. With ``--dry-run`` a training command prints its
+plan instead of training.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -21,15 +22,20 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli.present import print_results
 from spkv_nas.cli.screen import working
+from spkv_nas.stages.flags import WORKSPACE
 from spkv_nas.stages.options import OnDevice, Trains
 from spkv_nas.stages.result import Results
 
 Options = TypeVar("Options")
-_LAST = ("workspace", "device", "dtype")  # shown last in the help
+_LAST = ("device", "dtype")  # shown last in the help
 _FEW = 3  # help panels with at most this many options are merged into the default one
 _LARGE = 10_000  # numbers beyond it are not shown as bounds in the help: nobody comes near them
 _OUTPUT_PANEL = "Output"
 
+Root = Annotated[
+    Path | None,
+    typer.Option(*WORKSPACE.names, help=WORKSPACE.help, rich_help_panel=_OUTPUT_PANEL, show_default="current folder"),
+]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.", rich_help_panel=_OUTPUT_PANEL)
 ]
@@ -41,15 +47,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Json = Annotated[
     bool, typer.Option("--json", help="Print the result as one JSON document.", rich_help_panel=_OUTPUT_PANEL)
 ]
-_SHARED = {"quiet": Quiet, "verbose": Verbose, "debug": Debug}  # --debug is read by main, also before a command runs
-
-
-@dataclass(frozen=True)
-class Voice:
-    """Verbosity set by the options before the command's name."""
-
-    quiet: bool = False
-    verbose: bool = False
+_SHARED = {"json": Json, "workspace": Root, "quiet": Quiet, "verbose": Verbose, "debug": Debug}  # main reads --debug
 
 
 def command(
@@ -70,13 +68,16 @@ def command(
         hints = get_type_hints(function)
         returns = hints.pop("return", None)
         options_class: type[Options] = next(iter(hints.values()))
+        default_of = {field.name: field.default for field in fields(options_class)}  # type: ignore[arg-type]
 
         def run(invocation: typer.Context, **values: Any) -> None:
             from spkv_nas.stages.checks import check  # pandas takes too long for --help
 
-            voice = invocation.obj or Voice()
             # Take the shared options out of the values
-            quiet, verbose = (values.pop(key) or getattr(voice, key) for key in ("quiet", "verbose"))
+            before = invocation.find_root().params
+            quiet, verbose = (values.pop(key) or before.get(key, False) for key in ("quiet", "verbose"))
+            if "workspace" in values:
+                values["workspace"] = values["workspace"] or before.get("workspace") or default_of["workspace"]
             as_json = values.pop("json", False)
             del values["debug"]
             # Build and check the options
@@ -98,10 +99,11 @@ def command(
         paragraphs = (function.__doc__ or "").split("\n\n")  # typer would keep the line breaks of the source
         run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         run.__name__ = function.__name__
-        common = _SHARED if returns is type(None) else {"json": Json, **_SHARED}
+        left_out = {"json": returns is type(None), "workspace": "workspace" not in default_of}
+        common = {key: kind for key, kind in _SHARED.items() if not left_out.get(key)}
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters = [inspect.Parameter("invocation", keyword, annotation=typer.Context), *_parameters(options_class)]
-        parameters += [inspect.Parameter(key, keyword, default=False, annotation=kind) for key, kind in common.items()]
+        parameters += [inspect.Parameter(key, keyword, default=None, annotation=kind) for key, kind in common.items()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command(name or function.__name__.replace("_", "-"))(run)
@@ -121,7 +123,9 @@ def _parameters(options_class: type) -> list[inspect.Parameter]:
     """Return a command's parameters: arguments first, then options, in the order of the fields."""
     hints = get_type_hints(options_class, include_extras=True)
     declared = [
-        (field, hints[field.name].__origin__, hints[field.name].__metadata__[0]) for field in fields(options_class)
+        (field, hints[field.name].__origin__, hints[field.name].__metadata__[0])
+        for field in fields(options_class)
+        if field.name not in _SHARED
     ]
     panels = Counter(flag.panel for _, _, flag in declared)
     declared = [
@@ -174,7 +178,8 @@ def completion(flag: Flag) -> Callable[[typer.Context, str], list[str]] | None:
         return None
 
     def complete(context: typer.Context, incomplete: str) -> list[str]:
-        workspace = Workspace(Path(context.params.get("workspace") or "."))
+        folder = context.params.get("workspace") or context.find_root().params.get("workspace")
+        workspace = Workspace(Path(folder or "."))
         values = flag.values() if callable(flag.values) else flag.values
         if flag.is_probe:
             values = workspace.probes()

@@ -56,7 +56,8 @@ _GRANULARITY = Flag(
 )
 
 # Workspace, names and devices
-Root = Annotated[Path, Flag("Workspace folder; contains probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))]
+WORKSPACE = Flag("Workspace folder; contains probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))
+Root = Annotated[Path, WORKSPACE]
 Name = Annotated[str | None, Flag("Name of the results.")]
 Device = Annotated[str | None, Flag("cpu or cuda.", values=("cpu", "cuda"))]
 AnyDevice = Annotated[

@@ -91,16 +91,9 @@ def test_a_name_means_one_thing() -> None:
 def test_command_line_and_stages_have_equal_options() -> None:
     option_classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
-    mixins |= {
-        options.SubjectOptions,
-        options.ConstraintOptions,
-        options.LayerOptions,
-        options.EngineOptions,
-        options.Measures,
-    }
-    mixins |= {evaluation_options.CheckpointOptions}
-    nested = {ShowLayoutsOptions}
-    nested |= {DiffOptions, ConvertOptions}
+    mixins |= {options.SubjectOptions, options.ConstraintOptions, options.LayerOptions, options.EngineOptions}
+    mixins |= {options.Measures, evaluation_options.CheckpointOptions}
+    nested = {ShowLayoutsOptions, DiffOptions, ConvertOptions}
     assert option_classes | nested == set(CLASSES) - mixins
 
 
@@ -181,6 +174,11 @@ def test_every_command_accepts_and_describes_its_options() -> None:
             help_text = parameters[one.name].help
             assert help_text.startswith(hints[one.name].__metadata__[0].help), (name, one.name)
             assert help_text.endswith(one.metadata.get(NOTE, "")), (name, one.name)
+
+
+@pytest.mark.parametrize("words", [["-w", "w", "propose"], ["-w", "v", "propose", "-w", "w"]])
+def test_the_workspace_may_precede_the_command(words: list[str]) -> None:
+    assert str(CliRunner().invoke(app, words).exception).startswith("no probes in w/probes")
 
 
 def help_of(one: type, name: str) -> str:

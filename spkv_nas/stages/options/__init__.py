@@ -30,7 +30,7 @@ LONGEST = "128k, or the model's maximum if shorter"
 class InWorkspace:
     """Options of a command that reads and writes a workspace."""
 
-    workspace: flags.Root = default(Path(), "current folder")
+    workspace: flags.Root = Path()
 
     @property
     def folders(self) -> Workspace:
