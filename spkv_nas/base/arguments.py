@@ -35,10 +35,7 @@ def convert(
         kind: class, union, literal, or container of these.
         value: the argument.
         converters: by class name, make an instance from other objects, or return them unchanged.
-        remedy: what to do, after the error's colon.
-
-    Raises:
-        UserError: the value is of another kind.
+        remedy: what to do about an error; ``UserError`` if the value is of another kind.
     """
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     converters = converters or {}

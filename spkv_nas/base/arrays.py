@@ -7,17 +7,23 @@ index, divide and take logarithms with. The checksum of zip detects a flipped bi
 from __future__ import annotations
 
 import math
+import os
+import warnings
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_npz
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.files import is_file
 from spkv_nas.base.limits import MAX_WHOLE
+
+_MAX_UNPACKED = 1 << 30, 100  # maximum bytes of unpacked arrays, or multiple of the file's size if that is more
+_KINDS = {"text": ("U", "text"), "number": ("iuf", "numbers"), "whole": ("iu", "whole numbers")}  # dtypes, words
 
 
 @dataclass(frozen=True)
@@ -43,24 +49,17 @@ class Array:
 
 
 def read_arrays(path: Path, arrays: Sequence[Array], remedy: str) -> dict[str, NDArray[Any]]:
-    """Read and validate the arrays of an ``.npz`` file, by name.
-
-    Args:
-        path: the file.
-        arrays: declarations of the arrays to read.
-        remedy: what to do about an error, on a line of its own.
-
-    Returns:
-        Numbers as float64, integers as stored, text as str.
+    """Read the arrays of an ``.npz`` file by name: numbers as float64, integers as stored, text as str.
 
     Raises:
-        UserError: the file is damaged or an array is not as declared; names the file and the array.
+        UserError: the file is damaged or an array is not as declared; names the file and the array, and says on a line
+            of its own what to do (``remedy``).
     """
     values_by_name = read_npz(path, tuple(array.name for array in arrays), remedy)
     lengths: dict[str, int] = {}
     for array in arrays:
         values = values_by_name[array.name]
-        problem = _wrong_kind(values, array) or _wrong_shape(values, array, lengths) or _wrong_values(values, array)
+        problem = _wrong_shape(values, array, lengths) or _wrong_values(values, array)
         if problem:
             raise UserError(f"{path} is damaged: '{array.name}' {problem}\n{remedy}")
         if array.kind == "number":
@@ -68,15 +67,39 @@ def read_arrays(path: Path, arrays: Sequence[Array], remedy: str) -> dict[str, N
     return values_by_name
 
 
-def _wrong_kind(values: NDArray[Any], array: Array) -> str:
-    """Return an error if the dtype is not of the declared kind, else ""."""
-    kinds = {"text": "U", "number": "iuf", "whole": "iu"}[array.kind]
-    expected = {"text": "text", "number": "numbers", "whole": "whole numbers"}[array.kind]
-    return "" if values.dtype.kind in kinds else f"holds {str(values.dtype)[:40]}; expected {expected}"
+def read_npz(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray[Any]]:
+    """Read arrays without checking their contents; ``UserError`` if the file is damaged or lacks one."""
+    if not is_file(path):
+        raise UserError(f"{path} does not exist or is not a regular file\n{remedy}")
+    try:
+        # Open the file here, because ``np.load`` does not close it on failure
+        with path.open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about headers of files from other programs
+            _check_unpacked(file)
+            with np.load(file, allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in names}
+    except MemoryError as error:
+        raise UserError(f"{path} does not fit into memory, or is damaged: {first_line(error)}\n{remedy}") from error
+    except Exception as error:  # from numpy, zipfile, zlib or Python's parser, which reads array headers
+        raise UserError(f"{path} is damaged: {first_line(error)}\n{remedy}") from error
+
+
+def _check_unpacked(file: BinaryIO) -> None:
+    """Raise ``ValueError`` for a zip bomb, whose few bytes expand to fill the memory."""
+    with zipfile.ZipFile(file) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    most, factor = _MAX_UNPACKED
+    if unpacked > max(most, factor * size):
+        raise ValueError(f"its {size} bytes claim to hold {unpacked}")
 
 
 def _wrong_shape(values: NDArray[Any], array: Array, lengths: dict[str, int]) -> str:
-    """Return an error if the shape is wrong, and record the ``lengths`` of axes that are new."""
+    """Return an error if dtype or shape is wrong, else ""; record the ``lengths`` of axes that are new."""
+    dtypes, words = _KINDS[array.kind]
+    if values.dtype.kind not in dtypes:
+        return f"holds {str(values.dtype)[:40]}; expected {words}"
     axes = array.shape.split()
     message = f"is of shape {list(values.shape)[:8]}; expected [{', '.join(axes)}]"
     if len(axes) != values.ndim:
@@ -86,8 +109,7 @@ def _wrong_shape(values: NDArray[Any], array: Array, lengths: dict[str, int]) ->
         letter, _, more = axis.partition("+")
         expected = lengths.setdefault(letter, length - int(more or 0))
         if expected < 1 or length != expected + int(more or 0):
-            length_text = ", ".join(f"{name} = {number}" for name, number in lengths.items())
-            return f"{message}, with {length_text}"
+            return f"{message}, with {', '.join(f'{name} = {number}' for name, number in lengths.items())}"
     return ""
 
 
@@ -100,13 +122,12 @@ def _wrong_values(values: NDArray[Any], array: Array) -> str:
             return "holds what is no text"
         return ""
     # Check the range
-    bounds = f"expected {'finite numbers' if array.kind == 'number' else 'whole numbers'} from {array.low:g}" + (
-        "" if array.high == math.inf else f" to {array.high:g}"
-    )
     high = min(array.high, MAX_WHOLE) if array.kind == "whole" else array.high
     is_valid = np.isfinite(values) & (values >= array.low) & (values <= high)
     if not is_valid.all():
-        return f"holds {values[~is_valid].flat[0]}; {bounds}"
+        kind = "finite numbers" if array.kind == "number" else "whole numbers"
+        most = "" if array.high == math.inf else f" to {array.high:g}"
+        return f"holds {values[~is_valid].flat[0]}; expected {kind} from {array.low:g}{most}"
     # Check the order
     if array.ascending and not (np.diff(values.astype(np.float64)) > 0).all():
         return "does not ascend"

@@ -20,11 +20,7 @@ _UNLIMITED = 1 << 16  # columns, where output is not a terminal
 
 
 class Stream(Console):
-    """A rich console that wraps lines and cuts table cells only in a terminal.
-
-    Attributes:
-        before: callback that runs before anything is printed.
-    """
+    """A rich console that wraps lines and cuts table cells only in a terminal; ``before`` runs before it prints."""
 
     def __init__(self, **options: Any) -> None:
         """Create a console that prints on rank 0 only; ``options`` are those of ``rich.console.Console``."""
@@ -47,14 +43,7 @@ class Stream(Console):
         super().print(*objects, **options)
 
     def tell(self, text: str, style: str = "", *, head: str = "", head_style: str = "") -> None:
-        """Print text after ``head``, wrapped between words only, so that a long path can still be copied.
-
-        Args:
-            text: lines to print, without markup.
-            style: rich style of the text.
-            head: prefix, such as ``error: ``.
-            head_style: rich style of the prefix.
-        """
+        """Print text, without markup, after ``head``; wrap only between words, so that a long path can be copied."""
         lines = [
             textwrap.fill(line, self.width, break_long_words=False, break_on_hyphens=False)
             for line in f"{head}{text}".splitlines()

@@ -18,8 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def choose_device(device: str | None = None) -> str:
     """Return ``device``, or by default "cuda" if there is a GPU, else "cpu".
 
-    Raises:
-        UserError: "cuda" is requested without a GPU; or ``AUTO``, which only some commands support.
+    Raises ``UserError`` for "cuda" without a GPU, and for ``AUTO``, which only some commands support.
     """
     import torch
 
@@ -30,14 +29,9 @@ def choose_device(device: str | None = None) -> str:
 
 
 def check_device(device: str | None, *, spreads: bool = False) -> None:
-    """Check the name of a device, without importing torch.
+    """Check the name of a device without importing torch; ``spreads`` says whether ``AUTO`` is supported, too.
 
-    Args:
-        device: name given by the user; None: not specified.
-        spreads: whether the command supports ``AUTO``.
-
-    Raises:
-        UserError: the name is not cpu, cuda or cuda:N.
+    Raises ``UserError`` if the name is not cpu, cuda or cuda:N; None stands for the default.
     """
     if device == AUTO and not spreads:
         raise UserError(
@@ -49,11 +43,7 @@ def check_device(device: str | None, *, spreads: bool = False) -> None:
 
 
 def measuring_device(device: str | None) -> str:
-    """Return the device of the first layers, as ``choose_device`` but also for ``AUTO``.
-
-    Raises:
-        UserError: as ``choose_device``, or ``AUTO`` is used with several processes.
-    """
+    """Return the device of the first layers, as ``choose_device`` but also for ``AUTO``, in a single process."""
     if device == AUTO and num_processes() > 1:
         raise UserError(
             "--device auto places a model on all GPUs in one process, but torchrun starts a process per GPU\n"
@@ -63,13 +53,10 @@ def measuring_device(device: str | None) -> str:
 
 
 def choose_dtype(device: str, checkpoint_dtype: torch.dtype, dtype: str | None = None) -> torch.dtype:
-    """Return the dtype to compute in.
+    """Return the dtype to compute in: ``dtype``, else ``checkpoint_dtype``, or float32 if the device emulates that.
 
-    Prefer ``dtype``, then ``checkpoint_dtype``, and float32 if the device emulates that. An AVX2 CPU emulates bfloat16:
-    a linear layer of the embedded model then takes 8 times as long as in float32.
-
-    Raises:
-        UserError: ``dtype`` is not one of ``DTYPES``.
+    An AVX2 CPU emulates bfloat16: a linear layer of the embedded model then takes 8 times as long as in float32. Raises
+    ``UserError`` if ``dtype`` is not one of ``DTYPES``.
     """
     import torch
 
@@ -80,21 +67,13 @@ def choose_dtype(device: str, checkpoint_dtype: torch.dtype, dtype: str | None =
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Check the name of a dtype; None means not specified.
-
-    Raises:
-        UserError: the name is not one of ``DTYPES``.
-    """
+    """Raise ``UserError`` for a dtype that is not one of ``DTYPES``; None means not specified."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype '{dtype}' is unknown; expected one of {', '.join(DTYPES)}")
 
 
 def named_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of a name, or None for None and "auto".
-
-    Raises:
-        UserError: the name is not one of ``DTYPES``.
-    """
+    """Return the dtype of a name, None for None and "auto"; raise ``UserError`` for a name not in ``DTYPES``."""
     import torch
 
     if not isinstance(dtype, str):

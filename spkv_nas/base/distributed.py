@@ -1,11 +1,9 @@
-"""Processes started by torchrun: ranks, shares of the work, and collective operations.
+"""Share work among the processes that torchrun starts: ranks, shares, and collective operations.
 
-All processes run the same command. Process 0 builds caches, writes files and prints; the others wait for it and read
-its files, so all nodes of a cluster must share the workspace's file system. Measurements process a share of the text
-per process (``own_share``; for blocks ``data.batches.run_own_batches``) and sum the results (``sum_over_processes``),
-so that every process has the complete result. Without torchrun there is one process, and everything here is a no-op.
-It is also a no-op in other programs under torchrun, which may measure on a single process, unless they call
-``connect``.
+Process 0 builds caches, writes files and prints; the others wait for it and read its files, so all nodes of a cluster
+must share the workspace's file system. Measurements process a share of the text per process (``own_share``; for blocks
+``data.batches.run_own_batches``) and sum the results (``sum_over_processes``), so that every process has the complete
+result. With one process, and in programs under torchrun that do not call ``connect``, everything here is a no-op.
 
 Functions marked "collective" must be called on all processes, in the same order.
 """
@@ -56,10 +54,7 @@ def num_local_processes() -> int:
 
 
 def own_share(number: int) -> range:
-    """Return the contiguous range of ``number`` items that this process handles.
-
-    Shares differ by at most one; some are empty if there are fewer items than processes.
-    """
+    """Return which of ``number`` items this process handles: a contiguous range; sizes differ by at most one."""
     processes = num_connected()
     index = process_index() if processes > 1 else 0
     return range(number * index // processes, number * (index + 1) // processes)
@@ -68,9 +63,7 @@ def own_share(number: int) -> range:
 def connect(device: str | None = None, *, offloads: bool = False) -> None:
     """Join the process group: NCCL if there are GPUs, gloo with ``device="cpu"`` or without GPUs.
 
-    Args:
-        device: device of the computation; None: not specified.
-        offloads: whether tensors on the CPU are exchanged as well.
+    ``offloads`` says whether tensors on the CPU are exchanged beside those on GPUs.
     """
     if num_processes() == 1:
         return
@@ -100,7 +93,7 @@ def disconnect() -> None:
 def leave(exit_code: int) -> None:
     """Exit this process if it is one of several, else return.
 
-    This skips the shutdown of Python, in which threads of a process group that is gone occasionally abort the process.
+    Python's own shutdown is skipped: in it, threads of a process group that is gone occasionally abort the process.
     """
     if num_processes() == 1:
         return
@@ -132,11 +125,7 @@ def pass_device(model: nn.Module) -> torch.device:
 
 
 def blocks_per_process(batch_size: int, multiple: int = 1) -> int:
-    """Return the number of blocks per process in a global batch, divisible by ``multiple``.
-
-    Raises:
-        UserError: the batch cannot be divided evenly.
-    """
+    """Return the blocks per process in a global batch; ``UserError`` if they are not a multiple of ``multiple``."""
     processes = num_processes()
     if batch_size % (processes * multiple):
         multiple_text = "" if multiple == 1 else f", {multiple} together"
@@ -169,10 +158,7 @@ def on_main(work: Callable[[], Result]) -> Result:
 
 
 def after_main(work: Callable[[], Result]) -> Result:
-    """Run ``work`` on process 0, then on the others, which find its files; return each process's own result.
-
-    Collective. An error on process 0 is raised on all processes.
-    """
+    """Run ``work`` on process 0, then on the others, which find its files; return each one's own result. Collective."""
     done: list[Result] = []
     on_main(lambda: done.append(work()))
     return done[0] if done else work()

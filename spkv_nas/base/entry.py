@@ -28,12 +28,9 @@ Configured = TypeVar("Configured", bound="Entry")
 
 @dataclass(frozen=True)
 class EntryOption:
-    """Option of an entry on the command line.
+    """Option of an entry on the command line: the type of its values, its flag, and its default as the help shows it.
 
-    Attributes:
-        type: type of its values.
-        flag: help text and bounds. Entries that share an option share its flag.
-        default_text: the default as the help shows it.
+    Entries that share an option share its flag.
     """
 
     type: Any
@@ -42,7 +39,7 @@ class EntryOption:
 
 
 class Entry:
-    """Entry of a registry. Subclasses are frozen dataclasses, whose fields are their options.
+    """Entry of a registry, which users choose by its ``name``. Subclasses are frozen dataclasses; fields are options.
 
     Attributes:
         name: by which users choose it.
@@ -72,11 +69,7 @@ class Entry:
         return declared
 
     def with_options(self: Configured, values: Mapping[str, Any]) -> Configured:
-        """Return a copy with other options; those that are None stay.
-
-        Raises:
-            UserError: a value is of another type, or out of bounds.
-        """
+        """Return a copy with other options; those that are None stay. ``UserError`` for another type or range."""
         hints = get_type_hints(type(self))
         flags = {name: option.flag for name, option in self.options().items()}
         set_values = {name: value for name, value in values.items() if value is not None}
@@ -103,29 +96,21 @@ class SharedOption:
 
     Attributes:
         name: name of the field; its dashed form is the flag.
-        declared: the option of each entry that takes it, by the entry's name.
+        type: type of its values.
+        flag: help text and bounds.
+        defaults: its default in each entry that takes it, as the help shows it, by the entry's name.
     """
 
     name: str
-    declared: dict[str, EntryOption]
-
-    @property
-    def type(self) -> Any:
-        """Return the type of its values."""
-        return next(iter(self.declared.values())).type
-
-    @property
-    def flag(self) -> Flag:
-        """Return its help text and bounds."""
-        return next(iter(self.declared.values())).flag
+    type: Any
+    flag: Flag
+    defaults: dict[str, str]
 
     @property
     def default_text(self) -> str:
         """Return its default, or the defaults of its entries, as the help shows them."""
-        texts = {name: option.default_text for name, option in self.declared.items()}
-        if len({*texts.values()}) == 1:
-            return next(iter(texts.values()))
-        return "; ".join(f"{name}: {text}" for name, text in texts.items())
+        texts = list(self.defaults.values())
+        return texts[0] if len({*texts}) == 1 else "; ".join(f"{name}: {text}" for name, text in self.defaults.items())
 
 
 def shared_options(registry: Registry[Any]) -> dict[str, SharedOption]:
@@ -137,15 +122,14 @@ def shared_options(registry: Registry[Any]) -> dict[str, SharedOption]:
     shared: dict[str, SharedOption] = {}
     for entry in registry:
         for name, option in entry.options().items():
-            # Compare the option with its declarations by earlier entries
-            others = shared.setdefault(name, SharedOption(name, {})).declared
-            for other, declared in others.items():
-                if (declared.type, declared.flag) != (option.type, option.flag):
-                    raise UserError(
-                        f"{registry.noun}s {other} and {entry.name} declare --{name.replace('_', '-')} with different "
-                        f"flags\nrename the option of {entry.name}, or reuse the flag of {other}"
-                    )
-            others[entry.name] = option
+            known = shared.setdefault(name, SharedOption(name, option.type, option.flag, {}))
+            if (known.type, known.flag) != (option.type, option.flag):
+                other = next(iter(known.defaults))
+                raise UserError(
+                    f"{registry.noun}s {other} and {entry.name} declare --{name.replace('_', '-')} with different "
+                    f"flags\nrename the option of {entry.name}, or reuse the flag of {other}"
+                )
+            known.defaults[entry.name] = option.default_text
     return shared
 
 
@@ -156,5 +140,5 @@ def check_options(registry: Registry[Any], entry: Entry, values: Mapping[str, An
             noun = registry.noun.rpartition(" ")[2]
             raise UserError(
                 f"--{name.replace('_', '-')} does not apply to --{noun} {entry.name}; "
-                f"it applies to {', '.join(shared.declared)}"
+                f"it applies to {', '.join(shared.defaults)}"
             )

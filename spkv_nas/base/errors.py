@@ -9,8 +9,7 @@ class UserError(ValueError):
     """User-facing error: a mistake in the input (a file, a flag, a model), described in one to three lines.
 
     The message says what is wrong, where, and how to fix it. The command line prints it without a traceback and exits
-    with code 2; in Python it is an ordinary ``ValueError``. Control characters, which could manipulate a terminal, are
-    escaped, and very long messages are shortened in the middle.
+    with code 2. Control characters, which could manipulate a terminal, are escaped, and long messages shortened.
     """
 
     def __init__(self, message: str) -> None:

@@ -31,11 +31,7 @@ def missing_extra(error: ModuleNotFoundError) -> UserError | None:
 
 
 def check_installed(package: str, key: str) -> None:
-    """Check that a package which a recipe's ``key`` requires is installed.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raise ``UserError`` if a package that a recipe's ``key`` requires is not installed."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:  # not a plain folder of that name, as W&B creates
         extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)

@@ -15,11 +15,9 @@ import json
 import os
 import re
 import tempfile
-import warnings
-import zipfile
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import yaml
@@ -29,7 +27,7 @@ from spkv_nas.base.errors import UserError, first_line
 
 _MAX_BYTES = 64 << 20  # maximum size of a text file
 _MAX_YAML = 2 << 20  # maximum characters of YAML, which take the parser some seconds
-_MAX_UNPACKED = 1 << 30, 100  # maximum bytes of unpacked arrays, or multiple of the file's size if that is more
+
 _MAX_DEPTH = 100  # maximum nesting of brackets or indentations
 _MAX_BITS = 332  # maximum bits of an integer: 100 digits, within the range of floats
 BYTE_ORDER_MARK = "\ufeff"  # which Windows programs write before a text
@@ -39,11 +37,7 @@ StrPath = str | os.PathLike[str]  # type of file and folder arguments of public 
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path`` so that a reader sees either the old file or the new one; create the parent folder.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write ``content`` so that a reader sees either the old file or the new one; create the parent folder."""
     data = content.encode() if isinstance(content, str) else content
     temporary = None
     try:
@@ -68,15 +62,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def read_text(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> str:
-    """Read a UTF-8 text file, without its byte order mark.
+    """Read a UTF-8 text file of at most ``max_bytes``, without its byte order mark; ``what`` names its kind in errors.
 
-    Args:
-        path: the file.
-        what: kind of file in errors ("recipe", "layout", ...).
-        max_bytes: maximum size in bytes.
-
-    Raises:
-        UserError: the file cannot be read or is too large.
+    Raises ``UserError`` if the file cannot be read or is too large.
     """
     try:
         # Opening a named pipe could block forever; a shell's <(...) does not
@@ -104,18 +92,16 @@ def check_utf8(start: bytes) -> None:
 
 def is_file(path: Path) -> bool:
     """Return whether ``path`` is a file; False, instead of ``OSError``, for an invalid name."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return path.is_file()
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def is_folder(path: Path) -> bool:
     """Return whether ``path`` is a folder; False, instead of ``OSError``, for an invalid name."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return path.is_dir()
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 class _PlainDumper(yaml.SafeDumper):
@@ -125,22 +111,15 @@ class _PlainDumper(yaml.SafeDumper):
         return True
 
 
-def yaml_text(content: Mapping[str, Any]) -> str:
+def yaml_text(content: object, **options: Any) -> str:
     """Return plain values (text, numbers, lists, mappings) as YAML, keeping the order of keys."""
-    text: str = yaml.dump(dict(content), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(content, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True, **options)
     return text
 
 
 def yaml_line(value: object) -> str:
     """Return a plain value as YAML on one line, keeping the order of keys."""
-    text: str = yaml.dump(
-        value,
-        Dumper=_PlainDumper,
-        default_flow_style=True,
-        sort_keys=False,
-        allow_unicode=True,
-        width=float("inf"),
-    )
+    text = yaml_text(value, default_flow_style=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -157,47 +136,6 @@ def write_npz(path: Path, arrays: Mapping[str, NDArray[Any]], *, compressed: boo
     write_atomic(path, buffer.getvalue())
 
 
-def read_npz(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray[Any]]:
-    """Read the arrays ``names`` of an ``.npz`` file; ``base.arrays`` also validates their contents.
-
-    Args:
-        path: the file.
-        names: names of the arrays.
-        remedy: what to do about an error, on a line of its own.
-
-    Raises:
-        UserError: the file is damaged or lacks one of the arrays.
-    """
-    if not is_file(path):
-        raise UserError(f"{path} does not exist or is not a regular file\n{remedy}")
-    try:
-        # Open the file here, because ``np.load`` does not close it on failure
-        with path.open("rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about headers of files from other programs
-            _check_unpacked(file)
-            with np.load(file, allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in names}
-    except MemoryError as error:
-        raise UserError(f"{path} does not fit into memory, or is damaged: {first_line(error)}\n{remedy}") from error
-    except Exception as error:  # from numpy, zipfile, zlib or Python's parser, which reads array headers
-        raise UserError(f"{path} is damaged: {first_line(error)}\n{remedy}") from error
-
-
-def _check_unpacked(file: BinaryIO) -> None:
-    """Check that a file is not a zip bomb, whose few bytes expand to fill the memory.
-
-    Raises:
-        ValueError: the unpacked size is too large.
-    """
-    with zipfile.ZipFile(file) as archive:
-        unpacked = sum(member.file_size for member in archive.infolist())
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    most, factor = _MAX_UNPACKED
-    if unpacked > max(most, factor * size):
-        raise ValueError(f"its {size} bytes claim to hold {unpacked}")
-
-
 def sha256_file(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
@@ -210,21 +148,18 @@ def sha256_file(path: Path) -> str:
 class _StrictLoader(yaml.SafeLoader):
     """YAML loader without aliases, duplicate keys and deep nesting, which parses ``2e-5`` as a number."""
 
-    def __init__(self, stream: str) -> None:
-        """Start at nesting depth 0."""
-        super().__init__(stream)
-        self._depth = 0
+    depth = 0  # of nesting
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose a node, but reject aliases and deep nesting."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent):
-            raise _refusal("aliases are not allowed", event)
-        if self._depth == _MAX_DEPTH:
-            raise _refusal(f"more than {_MAX_DEPTH} levels deep", event)
-        self._depth += 1
+        is_alias = isinstance(event, yaml.AliasEvent)
+        if is_alias or self.depth == _MAX_DEPTH:
+            problem = "aliases are not allowed" if is_alias else f"more than {_MAX_DEPTH} levels deep"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        self.depth += 1
         node = super().compose_node(parent, index)
-        self._depth -= 1
+        self.depth -= 1
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -233,9 +168,8 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable) or key in keys:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"duplicate or unusable key {key!r}", key_node.start_mark
-                )
+                problem = f"duplicate or unusable key {key!r}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             keys.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -245,18 +179,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _bounded(text: str, parse: Callable[[str], int] = int) -> int:
-    """Parse an integer.
-
-    Raises:
-        ValueError: it has more than 100 digits, so a float cannot hold it.
-    """
+    """Parse an integer; raise ``ValueError`` for one of more than 100 digits, which a float cannot hold."""
     if len(text) <= _MAX_BITS + 2 and (number := parse(text)).bit_length() <= _MAX_BITS:
         return number
     raise ValueError("a number has more than 100 digits")
-
-
-def _refusal(reason: str, event: Any) -> yaml.YAMLError:
-    return yaml.composer.ComposerError(None, None, reason, event.start_mark)
 
 
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_bounded_int)
@@ -267,24 +193,12 @@ for _yaml_class in (_StrictLoader, _PlainDumper):
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """Read a YAML mapping strictly.
-
-    Raises:
-        UserError: the file is invalid; names it and, if known, line and column.
-    """
+    """Read a YAML mapping strictly; ``UserError`` names the file and, if known, line and column."""
     return parse_yaml(read_text(path, what), f"{what} {path}")
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """Parse a YAML mapping strictly.
-
-    Args:
-        text: YAML.
-        where: kind and name of the file, which start the error message.
-
-    Raises:
-        UserError: the text is invalid.
-    """
+    """Parse a YAML mapping strictly; ``UserError``, which starts with ``where``, if it is invalid."""
     if len(text) > _MAX_YAML:
         raise UserError(f"{where} has more than {_MAX_YAML >> 20} Mi characters, more than any valid file of this kind")
     try:
@@ -303,20 +217,12 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON from an untrusted file.
-
-    Raises:
-        ValueError: the JSON is invalid, or has an integer of more than 100 digits.
-    """
+    """Parse JSON from an untrusted file; ``ValueError`` if it is invalid or has an integer of more than 100 digits."""
     return json.loads(text, parse_int=_bounded)
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        UserError: the file is invalid; names it.
-    """
+    """Read a JSON object; ``UserError`` names the file if it is invalid."""
     try:
         data = parse_json(read_text(path, what))
     except (ValueError, RecursionError) as error:

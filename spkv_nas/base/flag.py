@@ -40,11 +40,5 @@ class Flag:
 
 
 def default(value: Any = None, shown: str | None = None, *, note: str = "") -> Any:
-    """Declare a field with its default and the wording that ``--help`` shows for it.
-
-    Args:
-        value: the default.
-        shown: text to show in place of the value.
-        note: sentence to append to the flag's help.
-    """
+    """Declare a field with its default, the wording of it in ``--help``, and a sentence to append there."""
     return field(default=value, metadata={SHOWN: shown, NOTE: note})

@@ -27,19 +27,16 @@ _HEX = re.compile("[0-9a-f]{64}")
 
 
 def file_hash(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file's bytes; concurrent processes read the file only once.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the hexadecimal SHA-256 of a file's bytes; concurrent processes read the file only once."""
     status = path.stat()
     # Do not cache hashes of small files, or of fresh ones, whose status may not show the next change
     if status.st_size < _LARGE or time.time() - max(status.st_mtime, status.st_ctime) < _SETTLED:
         return sha256_file(path)
     # Share the hash of a large file between processes
-    cache_file = _folder() / f"{status.st_dev}-{status.st_ino}.json"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spkv-nas" / "hashes"
+    cache_file = folder / f"{status.st_dev}-{status.st_ino}.json"
     with suppress(UserError, OSError, NotImplementedError):  # no folder for a cache, or no locks in it
-        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with shared_lock(cache_file.with_suffix(".lock")):
             return _read_cached_hash(cache_file, status) or _compute_and_cache(cache_file, path, status)
     return sha256_file(path)
@@ -68,10 +65,6 @@ def named_hash(path: Path) -> str | None:
     return target.name if target.parent.name == "blobs" and _HEX.fullmatch(target.name) else None
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spkv-nas" / "hashes"
-
-
 def _file_state(status: os.stat_result) -> dict[str, Any]:
     """Return the size and timestamps for which a cached hash is valid."""
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
@@ -79,12 +72,12 @@ def _file_state(status: os.stat_result) -> dict[str, Any]:
 
 def _read_cached_hash(cache_file: Path, status: os.stat_result) -> str | None:
     """Return the cached hash, or None if there is none for a file in this state."""
-    try:
+    with suppress(UserError):
         content = read_json(cache_file, "hash")
-    except UserError:
-        return None
-    digest = content.pop("sha256", None)
-    return digest if content == _file_state(status) and isinstance(digest, str) and _HEX.fullmatch(digest) else None
+        digest = content.pop("sha256", None)
+        if content == _file_state(status) and isinstance(digest, str) and _HEX.fullmatch(digest):
+            return digest
+    return None
 
 
 def _compute_and_cache(cache_file: Path, path: Path, status: os.stat_result) -> str:

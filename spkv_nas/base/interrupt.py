@@ -30,12 +30,7 @@ class Interrupted(BaseException):
 
 @dataclass
 class Pending:
-    """Signal that arrived while signals were deferred.
-
-    Attributes:
-        number: number of the signal; None: no signal arrived.
-        since: when it arrived, in seconds of the monotonic clock.
-    """
+    """Signal that arrived while signals were deferred, if any, and when, in monotonic seconds."""
 
     number: int | None = None
     since: float = field(default=0.0, repr=False)

@@ -26,12 +26,7 @@ def shared_lock(file: Path) -> FileLock:
 
 
 class FolderLock:
-    """Exclusive lock of a folder.
-
-    Args:
-        folder: the folder, created if missing.
-        what: what the holder does ("trains ..."), for processes that wait.
-    """
+    """Exclusive lock of a folder, created if missing; ``what`` says what its holder does ("trains ...")."""
 
     def __init__(self, folder: Path, what: str) -> None:
         """Store the arguments without acquiring the lock."""
@@ -40,27 +35,23 @@ class FolderLock:
         self._has_waited = False
 
     def take(self, seconds: float, announce: Announce = silent) -> bool:
-        """Try to acquire the lock.
+        """Try to acquire the lock for some seconds, or if negative until it is free; return whether it was acquired.
 
-        Args:
-            seconds: timeout; negative: wait until it is free.
-            announce: called once with the holder's process if this one has to wait.
-
-        Returns:
-            Whether the lock was acquired.
-
-        Raises:
-            UserError: the folder cannot be written.
+        If this process has to wait, ``announce`` is called once with the holder. Raises ``UserError`` if the folder
+        cannot be written.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             # Announce the wait once, then wait for the lock
-            if not self._get(0.0):
+            try:
+                self._lock.acquire(timeout=0.0)
+            except Timeout:
                 if not self._has_waited:
                     announce(f"waiting for {_owner(self._folder)}, which {self._what}")
                 self._has_waited = True
-                if not self._get(seconds):
-                    return False
+                self._lock.acquire(timeout=seconds)
+        except Timeout:
+            return False
         except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
             raise UserError(
                 f"cannot lock {self._folder}: {first_line(error)}\nchoose a writable folder with --workspace"
@@ -77,14 +68,6 @@ class FolderLock:
             with suppress(OSError):
                 (self._folder / _OWNER).unlink()
             self._lock.release()
-
-    def _get(self, seconds: float) -> bool:
-        """Try to acquire the lock within a timeout; return whether it succeeded."""
-        try:
-            self._lock.acquire(timeout=seconds)
-        except Timeout:
-            return False
-        return True
 
 
 @contextmanager

@@ -24,14 +24,8 @@ _REMEDY = "remove the folder and run the command that wrote it again, or copy it
 def write_manifest(folder: Path, known_hashes: Mapping[str, str] | None = None) -> None:
     """Record the SHA-256 of every file of ``folder``; written last, it marks the folder as complete.
 
-    Hidden files, such as remains of an interrupted write, are left out.
-
-    Args:
-        folder: the folder.
-        known_hashes: hashes by name of files that were copied, computed on the originals; the other files are read.
-
-    Raises:
-        UserError: a file cannot be read.
+    Hidden files, such as remains of an interrupted write, are left out. Files named in ``known_hashes`` are copies,
+    whose hashes were computed on the originals; the others are read.
     """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST and not p.name.startswith("."))
     hashes = dict.fromkeys((p.relative_to(folder).as_posix() for p in files), "") | dict(known_hashes or {})
@@ -44,11 +38,7 @@ def write_manifest(folder: Path, known_hashes: Mapping[str, str] | None = None) 
 
 
 def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:
-    """Read the SHA-256 of the files of ``folder``, by relative name; names cannot lead out of the folder.
-
-    Raises:
-        UserError: the manifest is missing or damaged; ``what`` names the kind of folder.
-    """
+    """Read the SHA-256 of the files of ``folder``, by relative name; ``what`` names the kind of folder in errors."""
     where = f"{what} {folder} is damaged: {MANIFEST}"
     try:
         hashes = read_json(folder / MANIFEST, "manifest").get("sha256")
@@ -66,17 +56,9 @@ def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:
 
 
 def check_manifest(folder: Path, names: Collection[str] | None = None, *, what: str = "checkpoint") -> None:
-    """Check the files of ``folder`` against its manifest, if it has one.
+    """Check the files of ``folder`` (those with ``names``, or all) against its manifest, if it has one.
 
     Added files are ignored, unless loading a model would read them.
-
-    Args:
-        folder: the folder.
-        names: files to check; None: all.
-        what: kind of folder, which starts the error message.
-
-    Raises:
-        UserError: a file is missing or differs.
     """
     with manifest_checked(folder, names, what=what):
         pass

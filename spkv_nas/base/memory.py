@@ -20,12 +20,6 @@ from spkv_nas.base.units import format_bytes
 
 Result = TypeVar("Result")
 CHUNK_BYTES = 1 << 28  # of the logits of a chunk of tokens, in float32
-_GROUPS = Path("/proc/self/cgroup")
-_MOUNT = Path("/sys/fs/cgroup")
-_FILES = {  # (limit, usage) by controllers in /proc/self/cgroup: none in cgroup v2, named in v1
-    "": ("memory.max", "memory.current"),
-    "memory": ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-}
 
 
 def chunk_tokens(vocabulary: int) -> int:
@@ -49,16 +43,9 @@ def available_bytes_per_process(device: str = "cpu") -> int:
 
 
 def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") -> None:
-    """Check that ``num_bytes`` of memory are available.
+    """Check that ``num_bytes`` of memory are available on a device, "cuda" for GPU memory, else machine memory.
 
-    Args:
-        num_bytes: bytes to be allocated.
-        what: what needs them, which starts the error message ("logits of 8 blocks of 512 tokens").
-        remedy: what to do about it, on a line of its own.
-        device: "cuda" for GPU memory, else machine memory.
-
-    Raises:
-        UserError: the memory is not available.
+    Raises ``UserError``, which says ``what`` needs them ("logits of 8 blocks of 512 tokens"), and the remedy.
     """
     free = available_bytes(device)
     if num_bytes > free:
@@ -69,14 +56,11 @@ def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") ->
 
 
 class AdaptiveBatchSize:
-    """Micro-batch size, in blocks, that halves after a CUDA out-of-memory error.
+    """Micro-batch size, in blocks, that halves after a CUDA out-of-memory error; ``number`` is at least one.
 
     The forecast of ``cost.formulas`` may be wrong, and other programs may allocate memory meanwhile. accelerate's
     ``find_executable_batch_size`` restarts whole functions, whereas this retries a single pass; both use the same test
     for out-of-memory errors.
-
-    Attributes:
-        number: blocks per micro-batch, at least one.
     """
 
     def __init__(self, number: int) -> None:
@@ -84,17 +68,10 @@ class AdaptiveBatchSize:
         self.number = max(1, number)
 
     def run(self, work: Callable[[int], Result], remaining: int) -> Result:
-        """Call ``work(n)`` with n blocks, at most ``remaining``; halve n if memory runs out.
+        """Call ``work(n)`` with n blocks, at most ``remaining``; halve n, with a warning, if memory runs out.
 
-        Args:
-            work: function of the number of blocks, without side effects if it fails.
-            remaining: number of blocks to process.
-
-        Returns:
-            The result of ``work``; its error is raised if memory does not even suffice for one block.
-
-        Warns:
-            UserWarning: the micro-batch size was reduced.
+        ``work`` must have no side effects if it fails. Its error is raised if memory does not even suffice for one
+        block.
         """
         while True:
             batch_size = min(self.number, remaining)
@@ -114,10 +91,8 @@ class AdaptiveBatchSize:
     ) -> list[Result]:
         """Call ``work`` with consecutive parts of ``items`` that fit in memory, and return all results in order.
 
-        Args:
-            work: returns the results of some items, without side effects if it fails.
-            items: indices of the items.
-            progress: called with (items done, in all) after each part.
+        ``work`` must have no side effects if it fails; ``progress`` is called with (items done, in all) after each
+        part.
         """
         results, done = list[Result](), 0
         while done < len(items):
@@ -148,27 +123,17 @@ def empty_cache() -> None:
     clear_device_cache(garbage_collection=True)
 
 
-def _left_to_groups(groups: Path = _GROUPS, mount: Path = _MOUNT) -> list[int]:
-    """Return limit minus usage of the process's control group and each of its ancestors; at least one number."""
+def _left_to_groups(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Return limit minus usage of the process's control group (v2) and of each ancestor; at least one number."""
     available = [1 << 62]
-    try:
-        lines = groups.read_text().splitlines()
-    except OSError:  # not Linux
+    if not groups.is_file():  # not Linux
         return available
-    for line in lines:
-        # Find the files of the memory controller
-        _, _, fields = line.partition(":")
-        controllers, _, path = fields.partition(":")
-        names = next((names for key, names in _FILES.items() if key in controllers.split(",")), None)
-        if names is None:
-            continue
-        limit_file, use_file = (mount / name for name in names)
-        # Read limit and usage of the group and its ancestors
-        process_group = Path(path.lstrip("/"))
-        for group in (process_group, *process_group.parents):  # a container may see its own group as the root
-            limit, use = (_number(file.parent / group / file.name) for file in (limit_file, use_file))
-            if limit is not None and use is not None:
-                available.append(max(0, limit - use + _reclaimable_bytes(limit_file.parent / group / "memory.stat")))
+    lines = groups.read_text().splitlines()
+    process_group = next((Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")), Path())
+    for group in (process_group, *process_group.parents):  # a container may see its own group as the root
+        limit, use = (_number(mount / group / name) for name in ("memory.max", "memory.current"))
+        if limit is not None and use is not None:
+            available.append(max(0, limit - use + _reclaimable_bytes(mount / group / "memory.stat")))
     return available
 
 
@@ -185,7 +150,6 @@ def _reclaimable_bytes(file: Path) -> int:
     """Return the bytes of page cache in a ``memory.stat`` file: counted as used, but freed when memory is needed."""
     try:
         numbers = dict(line.split() for line in file.read_text().splitlines())
-        kinds = ("inactive_file", "active_file")  # page cache read once, or repeatedly
-        return sum(int(numbers.get(f"total_{kind}", numbers.get(kind, 0))) for kind in kinds)
+        return sum(int(numbers.get(kind, 0)) for kind in ("inactive_file", "active_file"))
     except (OSError, ValueError):
         return 0

@@ -11,11 +11,7 @@ MAX_CHARACTERS, MAX_BYTES = 100, 180  # file systems allow 255 bytes; a run's fo
 
 
 def check_name(name: str, what: str) -> str:
-    """Return ``name`` if it is valid as the name of one file or folder.
-
-    Args:
-        name: name to check.
-        what: whose name it is, for the error ("strategy", "probe").
+    """Return ``name`` if it is valid as the name of one file or folder; ``what`` says whose it is, for the error.
 
     Raises:
         UserError: the name is empty or too long, contains a separator or a control character, starts or ends with a

@@ -91,11 +91,9 @@ class Reporter:
     @classmethod
     def of(cls, progress: Progress | None) -> Reporter:
         """Return a reporter whose progress bars call ``progress``."""
-        return (
-            cls()
-            if progress is None
-            else cls(lambda _: nullcontext(lambda done, total, note="": progress(done, total)))
-        )
+        if progress is None:
+            return cls()
+        return cls(lambda _: nullcontext(lambda done, total, note="": progress(done, total)))
 
     @property
     def verbose(self) -> bool:

@@ -27,18 +27,13 @@ def write_record(path: Path, content: Mapping[str, Any], files: Iterable[Path] |
     if files is None:
         files = sorted(file for file in path.parent.iterdir() if file.is_file() and not file.name.startswith("."))
     hashes = {file.name: sha256_file(file) for file in files if file != path}
-    text = yaml_text(content)
+    text = yaml_text(dict(content))
     record_hash = hashlib.sha256(text.encode()).hexdigest()
     write_atomic(path, yaml_text({_KEY: {path.name: record_hash, **hashes}}) + text)
 
 
 def read_record(path: Path, what: str, schema: type[Recorded] = Recorded) -> dict[str, Any]:
-    """Read a record, and verify and remove its hashes, if it has any.
-
-    Args:
-        path: the record.
-        what: kind of record in errors.
-        schema: types of the keys that are read back.
+    """Read a record, and verify and remove its hashes, if it has any; ``schema`` types the keys that are read back.
 
     Raises:
         UserError: the record cannot be read, a key has another type, or a binary file beside it is damaged.
@@ -72,11 +67,7 @@ def read_record(path: Path, what: str, schema: type[Recorded] = Recorded) -> dic
 
 
 def read_unchecked(path: Path, what: str, schema: type[Recorded]) -> dict[str, Any]:
-    """Read a record without verifying its hashes, for a quick look; empty if there is none.
-
-    Raises:
-        UserError: the record cannot be read, or a key has another type than in ``schema``.
-    """
+    """Read a record without verifying its hashes, for a quick look; empty if there is none."""
     content = parse_yaml(read_text(path, what), f"{what} {path}") if is_file(path) else {}
     validate(schema, content, f"{what} {path}")
     return content

@@ -53,10 +53,8 @@ class Registry(Generic[Entry]):
     def entries(self) -> dict[str, Entry]:
         """Return all entries by name: built-in ones, then this project's others, then those of other packages.
 
-        What entry points name is imported on first use.
-
-        Raises:
-            UserError: a package cannot be imported, or its entry is of another kind or has the name of another entry.
+        What entry points name is imported on first use. Raises ``UserError`` if a package cannot be imported, or its
+        entry is of another kind or has the name of another entry.
         """
         entries = {entry.name: entry for entry in self.built_in}
         # Add the entry points, this project's own first

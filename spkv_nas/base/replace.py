@@ -29,12 +29,8 @@ _DAY = 86_400.0  # seconds
 def replacing(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
     """Yield a temporary folder whose files replace those in ``folder`` together when the block ends.
 
-    Args:
-        folder: target, created if missing.
-        stale: names of files of an earlier result to delete, unless they are written again.
-
-    Raises:
-        UserError: the folder cannot be written; the earlier result is then unchanged.
+    ``stale`` names files of an earlier result to delete, unless they are written again. Raises ``UserError`` if the
+    folder cannot be written; the earlier result is then unchanged.
     """
     # Create the temporary folder
     with as_user_error(folder):
@@ -59,11 +55,7 @@ def replacing(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
 
 
 def settle(folder: Path) -> None:
-    """Complete an interrupted replacement: move the files of a committed result to their target.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Complete an interrupted replacement: move the files of a committed result to their target."""
     if (folder / _COMMIT).is_dir():
         with as_user_error(folder), shared_lock(folder / _LOCK):
             _settle(folder)
@@ -96,11 +88,7 @@ def _tidy(folder: Path) -> None:
 
 
 def check_new(folder: Path) -> Path:
-    """Resolve a folder that ``new_folder`` may write.
-
-    Raises:
-        UserError: it is not empty, or it is the current folder.
-    """
+    """Resolve a folder that ``new_folder`` may write; ``UserError`` for the current folder, or one with files."""
     target = folder.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: choose another --out")
@@ -111,12 +99,9 @@ def check_new(folder: Path) -> Path:
 
 @contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """Yield a temporary folder that atomically becomes ``final`` when the block ends without an error.
+    """Yield a temporary folder that atomically becomes ``final``, replacing it, when the block ends without an error.
 
-    An existing ``final`` is removed just before. Only one process at a time may create it (``base.locks``).
-
-    Raises:
-        UserError: the folder cannot be written.
+    Only one process at a time may create it (``base.locks``).
     """
     partial = final.with_name(f".{final.name}.partial")
     # Remove a partial folder of an interrupted run
@@ -144,10 +129,8 @@ def flush(folder: Path, *, files: bool = True) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
-        except OSError as error:
-            if not (
-                path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)
-            ):  # for folders on some network file systems
+        except OSError as error:  # some network file systems do not sync folders
+            if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
             os.close(descriptor)

@@ -39,12 +39,7 @@ def merged(base: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def validate(schema: type[Schema], data: dict[str, Any], where: str) -> Schema:
-    """Validate ``data`` as an object of class ``schema``.
-
-    Args:
-        schema: pydantic model.
-        data: content of the file.
-        where: kind and name of the file, which start the error message.
+    """Validate the content ``data`` of a file as an object of class ``schema``; ``where`` names the file in errors.
 
     Raises:
         UserError: a value is invalid; names the key, what was expected and what was found, and suggests the nearest

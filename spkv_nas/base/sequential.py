@@ -1,15 +1,13 @@
 """Test a mean after every sample, with an error rate that holds however often one looks (anytime-valid inference).
 
 Evidence against a hypothesis is an e-process: non-negative, and at most 1 in expectation at every stopping time if the
-hypothesis is true. By Ville's inequality it ever reaches 1 / risk with a probability of at most ``risk``. So one may
-look after every sample and stop at will, where a fixed-sample test that is repeated would err more and more often.
+hypothesis is true. By Ville's inequality it ever reaches 1 / risk with a probability of at most ``risk``.
 
 The e-process here is the capital of a gambler who bets that samples are larger than the hypothesis says (Waudby-Smith
-and Ramdas 2024, "Estimating means of bounded random variables by betting", arXiv 2010.09686). It is exact for samples
-with a known lower bound. Samples without one are bounded by those before them (``bounds_so_far``), which is exact as
-long as none exceeds its bound; ``reports/verdict.py`` measures the error rate on real and on heavy-tailed samples.
-
-The package ``confseq`` of the authors has no wheels and needs Boost, so this module does not use it.
+and Ramdas 2024, "Estimating means of bounded random variables by betting", arXiv 2010.09686; their package ``confseq``
+has no wheels). It is exact for samples with a known lower bound. Samples without one are bounded by those before them
+(``bounds_so_far``), which is exact as long as none exceeds its bound; ``reports/verdict.py`` measures the error rate on
+real and on heavy-tailed samples.
 """
 
 from __future__ import annotations
@@ -34,15 +32,12 @@ def betting_log_e(samples: Float, bounds: ArrayLike) -> Float:
     """Return the evidence against "the mean is at most 0" after each sample, by betting.
 
     log sum_k w_k prod_i max(0, 1 + b_k x_i / B_i): a mixture of bets b_k that are constant shares of the largest
-    one (grid Kelly, section B of the paper).
+    one (grid Kelly, section B of the paper). Natural logarithm, [..., n].
 
     Args:
         samples: [..., n]; given the earlier ones, each has the mean of the hypothesis.
         bounds: B, broadcast with the samples and above 0: no sample is below -B. A bound may depend on earlier samples,
             not on later ones; infinity places no bet.
-
-    Returns:
-        [..., n], natural logarithm of the e-process.
     """
     share = samples / np.asarray(bounds, dtype=np.float64)
     with np.errstate(divide="ignore"):  # the largest bet loses everything at its bound
@@ -54,16 +49,10 @@ def betting_log_e(samples: Float, bounds: ArrayLike) -> Float:
 
 
 def bounds_so_far(samples: Float, sizes: Float) -> Float:
-    """Return a bound for each sample from those before it: twice the largest absolute one.
+    """Return a bound for each sample [..., n] from those before it: twice the largest absolute one.
 
-    It is infinite until there are ``FEW_DOCUMENTS`` earlier samples, in effective number: no bet rests on fewer.
-
-    Args:
-        samples: [..., n].
-        sizes: [..., n], positive sizes of the samples, such as the NLL of documents, for their effective number.
-
-    Returns:
-        [..., n].
+    It is infinite until there are ``FEW_DOCUMENTS`` earlier samples: no bet rests on fewer. Their effective number
+    follows from their positive ``sizes`` [..., n], such as the NLL of documents.
     """
     earlier, bounds = slice(None, -1), np.full(samples.shape, np.inf)
     largest = np.maximum.accumulate(np.abs(samples), -1)[..., earlier]
@@ -73,10 +62,9 @@ def bounds_so_far(samples: Float, sizes: Float) -> Float:
 
 
 def anytime_p(log_e: Float) -> Float:
-    """Return the p-value after each sample, valid at any stopping time: 1 / the largest e-value so far, at most 1.
+    """Return the p-value after each sample, valid at any stopping time, from the logarithm [..., n] of an e-process.
 
-    Args:
-        log_e: [..., n], logarithm of an e-process.
+    It is 1 / the largest e-value so far, at most 1.
     """
     p: Float = np.exp(-np.maximum.accumulate(np.maximum(log_e, 0.0), axis=-1))
     return p

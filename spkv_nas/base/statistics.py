@@ -17,15 +17,12 @@ _TWO_SIDED = 0.975
 def clustered_error(squares: ArrayLike, clusters: ArrayLike, tokens: ArrayLike) -> NDArray[np.float64]:
     """Return the standard error of a ratio, sum of values / sum of tokens, clustered by document (ratio estimator).
 
-    sqrt(squares * C / (C - 1)) / tokens. The arguments broadcast.
+    sqrt(squares * C / (C - 1)) / tokens. The arguments broadcast. NaN for fewer than two documents.
 
     Args:
         squares: sum over documents of (value - ratio * tokens)^2.
         clusters: number of documents C.
         tokens: tokens of all documents.
-
-    Returns:
-        The standard error; NaN for fewer than two documents, which say nothing about the spread between documents.
     """
     number: Any = np.asarray(clusters)
     spread = np.maximum(np.asarray(squares, dtype=np.float64), 0.0)
@@ -46,12 +43,9 @@ def effective_number(sizes: ArrayLike) -> float:
 def critical_errors(effective: float) -> float:
     """Return how many standard errors lie on either side of a 95 % interval: 2, or more if there are few documents.
 
-    Below ``FEW_DOCUMENTS``, it is the quantile of Student's t with ``effective`` - 1 degrees of freedom. With
-    ``jackknife_ratio``, the interval covers 92 to 100 % for log-normal document lengths (40,000 simulated draws,
-    ``reports/LOG.md``).
-
-    Args:
-        effective: ``effective_number`` of the documents; NaN if unknown, treated as many.
+    Below an effective number of ``FEW_DOCUMENTS``, it is the quantile of Student's t with ``effective`` - 1 degrees of
+    freedom; NaN counts as many. With ``jackknife_ratio``, the interval covers 92 to 100 % for log-normal document
+    lengths (40,000 simulated draws, ``reports/LOG.md``).
     """
     if not effective < FEW_DOCUMENTS:
         return 2.0
@@ -61,18 +55,12 @@ def critical_errors(effective: float) -> float:
 def jackknife_ratio(
     values: NDArray[np.float64], bases: NDArray[np.float64] | NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return (sum of values / sum of bases, its standard error) over clusters.
+    """Return (sum of values / sum of bases, its standard error) over clusters, both [...], from values [..., clusters].
 
     sqrt((K - 1) / K * sum((r / (1 - w))^2)) / sum of bases, with r = value - ratio * base, w the cluster's share of the
     bases and K the number of clusters: the linearised delete-one-cluster jackknife (CR3; MacKinnon, Nielsen and Webb
-    2023, "Cluster-robust inference: a guide to empirical practice").
-
-    Args:
-        values: [..., clusters].
-        bases: [clusters]; clusters of 0 are left out.
-
-    Returns:
-        Both [...]; the error is NaN for fewer than two clusters.
+    2023, "Cluster-robust inference: a guide to empirical practice"). Clusters whose base is 0 are left out; the error
+    is NaN for fewer than two.
     """
     is_used = bases > 0
     values, bases = values[..., is_used], bases[is_used]

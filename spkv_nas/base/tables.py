@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +63,7 @@ class Column:
 def write_csv(path: Path, rows: pd.DataFrame, *, digits: int | None = 6) -> None:
     """Write a table with a header, as ``write_atomic``.
 
-    Args:
-        path: the file.
-        rows: the table.
-        digits: significant digits of fractional numbers; None: as many as needed to tell them apart.
+    ``digits`` are the significant digits of fractional numbers; None for as many as needed to tell them apart.
     """
     write_atomic(path, csv_text(rows, digits=digits))
 
@@ -97,27 +93,21 @@ def read_table(
         UserError: a column is missing, unknown or repeated, a cell is invalid, a line has another length than the
             header, or there are no rows; names file, line and column.
     """
-    required = tuple(column.name for column in columns if column.default is None)
-    cells = _read_cells(file, what, required, tuple(column.name for column in columns), others=others, empty=empty)
+    where = f"{what} {file}"
+    cells = _read_cells(read_text(file, what, max_bytes=MAX_BYTES), columns, where, others=others, empty=empty)
     parsed = {}
     for column in columns:
         texts = cells[column.name] if column.name in cells else pd.Series(column.default, cells.index)
-        parsed[column.name] = _parse(texts, column, f"{what} {file}")
+        parsed[column.name] = _parse(texts, column, where)
     return pd.DataFrame(parsed)
 
 
-def _read_cells(
-    file: Path, what: str, required: tuple[str, ...], names: tuple[str, ...], *, others: bool, empty: bool
-) -> pd.DataFrame:
-    """Read the cells of a CSV file as text, indexed by line number.
-
-    Raises:
-        UserError: a column of ``required`` is missing, one is repeated or not in ``names`` (unless ``others`` are
-            allowed), a line has another length than the header, or there are no rows (unless ``empty`` is allowed).
-    """
+def _read_cells(text: str, columns: Sequence[Column], where: str, *, others: bool, empty: bool) -> pd.DataFrame:
+    """Split CSV text into cells, indexed by line number, and check the header and the lengths of lines."""
+    names = [column.name for column in columns]
+    required = [column.name for column in columns if column.default is None]
     # Split lines into cells
-    where = f"{what} {file}"
-    reader = csv.reader(io.StringIO(read_text(file, what, max_bytes=MAX_BYTES)))
+    reader = csv.reader(io.StringIO(text))
     try:
         lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
     except csv.Error as error:
@@ -132,8 +122,7 @@ def _read_cells(
             f"{where}: column '{missing[0]}' is missing; a table has {', '.join(required)}, "
             f"this one {', '.join(header)}"
         )
-    occurrences = Counter(header)
-    invalid = [name for name in header if (occurrences[name] > 1 if name in names else not others)]
+    invalid = [name for name in header if (header.count(name) > 1 if name in names else not others)]
     if invalid:
         raise UserError(f"{where}: unknown or repeated column '{invalid[0]}'; expected one of {', '.join(names)}")
     # Check the rows
@@ -142,22 +131,16 @@ def _read_cells(
     for line, cells in lines:
         if len(cells) != len(header):
             raise UserError(f"{where}, line {line}: {len(cells)} values for {len(header)} columns")
-    index = [line for line, _ in lines]
-    columns = {name: [cells[header.index(name)] for _, cells in lines] for name in names if name in header}
-    return pd.DataFrame(columns, index=index, dtype="str")
+    by_name = {name: [cells[header.index(name)] for _, cells in lines] for name in names if name in header}
+    return pd.DataFrame(by_name, index=[line for line, _ in lines], dtype="str")
 
 
 def _parse(texts: pd.Series[str], column: Column, where: str) -> pd.Series:
-    """Convert the cells of one column to its kind.
-
-    Raises:
-        UserError: a cell is invalid.
-    """
+    """Convert the cells of one column to its kind; raise ``UserError`` for an invalid one."""
     # Convert the cells and mark the valid ones
-    if column.kind == "text":
-        is_valid = texts.isin(column.choices) if column.choices else pd.Series(True, texts.index)
-        values = texts
-    else:
+    values: pd.Series = texts
+    is_valid = texts.isin(column.choices) if column.choices else pd.Series(True, texts.index)
+    if column.kind != "text":
         filled = texts != "" if column.gaps else pd.Series(True, texts.index)
         values = pd.to_numeric(texts.where(filled, "nan"), errors="coerce").astype(np.float64)
         is_valid = ~filled | _is_valid(values, column)

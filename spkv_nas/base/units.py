@@ -7,37 +7,18 @@ import re
 
 from spkv_nas.base.errors import UserError
 
-ITEM_BYTES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2} | dict.fromkeys(
+    ("float8", "float8_e4m3fn", "float8_e5m2", "int8"), 1
+)
 _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")  # prefixes of powers of 1,000
 MAX_CONTEXT = 2**40  # tokens
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", 1):
+    _UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size in bytes: ``"2GiB"``, ``"1.5 GB"`` or ``"2000000000"``.
-
-    Raises:
-        UserError: the text is not a size, or is not positive.
-    """
+    """Parse a size in bytes, such as ``2GiB``, ``1.5 GB`` or ``2000000000``; raise ``UserError`` for other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", text.lower())
     number = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
     if not 1 <= number < 2**63:
@@ -74,11 +55,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_context(text: str) -> int:
-    """Parse a number of tokens: ``131072`` or ``128k`` (k: 1,024).
-
-    Raises:
-        UserError: the text is not a number of tokens, or it is out of range.
-    """
+    """Parse a number of tokens: ``131072`` or ``128k`` (k: 1,024); ``UserError`` for other text, or out of range."""
     digits = text.strip().lower()
     factor = 1024 if digits.endswith("k") else 1
     try:

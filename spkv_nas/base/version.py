@@ -15,10 +15,8 @@ COMMIT_FILE = Path(__file__).with_name("commit.txt")  # only in built packages: 
 @cache
 def environment() -> dict[str, str]:
     """Return the versions of the package and its main dependencies, the platform, and the source commit."""
-    packages = ("spkv-nas", "torch", "transformers", "numpy")
-    versions = {package: _version(package) for package in packages}
     return {
-        **versions,
+        **{package: _version(package) for package in ("spkv-nas", "torch", "transformers", "numpy")},
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "commit": _commit(),
@@ -41,20 +39,12 @@ def _commit() -> str:
 
 
 def checkout_commit(root: Path) -> str:
-    """Return ``git describe`` of the checkout at ``root``, with "-dirty" if files are modified; "unknown" without one.
-
-    A folder inside another project's checkout counts as none.
-    """
-    if not (root / ".git").exists():
+    """Return ``git describe`` of a checkout, with "-dirty" if files are modified; "unknown" without one."""
+    if not (root / ".git").exists():  # it may lie in the checkout of another project
         return "unknown"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        process = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-        )
+        process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return process.stdout.strip()

@@ -69,11 +69,7 @@ class Workspace:
         return folder
 
     def check_writable(self) -> None:
-        """Check that the workspace can be written, to fail now and not after an hour of work.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Raise ``UserError`` if the workspace cannot be written, to fail now and not after an hour of work."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.root):

@@ -31,11 +31,11 @@ def with_options_of(registry: Registry[Any], command: str) -> Callable[[type[Opt
         for name, option in shared_options(registry).items():
             if get_origin(get_type_hints(options_class, include_extras=True).get(name)) is Annotated:
                 raise UserError(
-                    f"{registry.noun} {next(iter(option.declared))} has an option '{name}', which is one of {command} "
+                    f"{registry.noun} {next(iter(option.defaults))} has an option '{name}', which is one of {command} "
                     "itself\nrename the option, or uninstall its package"
                 )
             options_class.__annotations__[name] = Annotated[option.type | None, option.flag]
-            setattr(options_class, name, default(None, option.default_text, note=takers_note([*option.declared])))
+            setattr(options_class, name, default(None, option.default_text, note=takers_note([*option.defaults])))
         return options_class
 
     return declare

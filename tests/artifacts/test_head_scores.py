@@ -13,8 +13,9 @@ from paths import ROOT
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.base.arrays import read_npz
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_npz, write_npz
+from spkv_nas.base.files import write_npz
 
 HEADER = "layer,kv_head,density"
 

@@ -27,29 +27,25 @@ from spkv_nas.stages.subject import Subject
 GIB = 1 << 30
 
 
-def groups(folder: Path, version: int, limit: int | str, use: int, given_back: int = 0) -> int:
+def groups(folder: Path, limit: int | str, use: int, given_back: int = 0) -> int:
     """Return the available memory of a process in a control group with this limit, use and file cache."""
-    mount = folder / "mount"
-    group = mount / "a" / "b" if version == 2 else mount / "memory" / "a" / "b"
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    group = folder / "mount" / "a" / "b"
     group.mkdir(parents=True)
-    for name, value in zip(names, (limit, use), strict=True):
-        (group.parent / name).write_text(f"{value}\n")
-    (group.parent / "memory.stat").write_text(f"anon 5\n{'total_' if version == 1 else ''}inactive_file {given_back}\n")
-    (folder / "cgroup").write_text("3:cpu,cpuacct:/x\n" + ("0::/a/b\n" if version == 2 else "4:memory:/a/b\n"))
-    return min(memory._left_to_groups(folder / "cgroup", mount))
+    for name, value in {"max": limit, "current": use, "stat": f"anon 5\ninactive_file {given_back}"}.items():
+        (group.parent / f"memory.{name}").write_text(f"{value}\n")
+    (folder / "cgroup").write_text("3:cpu,cpuacct:/x\n0::/a/b\n")
+    return min(memory._left_to_groups(folder / "cgroup", folder / "mount"))
 
 
-@pytest.mark.parametrize("version", [1, 2])
 class TestControlGroups:
-    def test_limit_of_a_parent_group(self, version: int, tmp_path: Path) -> None:
-        assert groups(tmp_path, version, 8 * GIB, 3 * GIB) == 5 * GIB
+    def test_limit_of_a_parent_group(self, tmp_path: Path) -> None:
+        assert groups(tmp_path, 8 * GIB, 3 * GIB) == 5 * GIB
 
-    def test_file_cache_does_not_count_as_use(self, version: int, tmp_path: Path) -> None:
-        assert groups(tmp_path, version, 8 * GIB, 7 * GIB, 6 * GIB) == 7 * GIB
+    def test_file_cache_does_not_count_as_use(self, tmp_path: Path) -> None:
+        assert groups(tmp_path, 8 * GIB, 7 * GIB, 6 * GIB) == 7 * GIB
 
-    def test_none(self, version: int, tmp_path: Path) -> None:
-        assert groups(tmp_path, version, "max", 3 * GIB) == 1 << 62
+    def test_none(self, tmp_path: Path) -> None:
+        assert groups(tmp_path, "max", 3 * GIB) == 1 << 62
 
 
 def test_no_groups_at_all(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ class _Data(_Other):
 def test_signals_may_share_an_option_but_not_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.SIGNALS.entries, "other", _Steps())
     steps = shared_options(SIGNALS)["steps"]
-    assert takers_note([*steps.declared]) == "Applies to density, head-gates, duo and other."
+    assert takers_note([*steps.defaults]) == "Applies to density, head-gates, duo and other."
     assert steps.default_text == "density: 160; head-gates: 50; duo: 200; other: 7"
     check_options(SIGNALS, SIGNALS["other"], {"steps": 3})
     monkeypatch.setitem(registry.SIGNALS.entries, "other", _OtherSteps())

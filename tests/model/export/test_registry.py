@@ -136,7 +136,7 @@ class MoreBits(Bits):
 
 def test_two_targets_cannot_declare_an_option_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TARGETS.entries, "bits", Bits())
-    assert [*shared_options(TARGETS)["bits"].declared] == ["bits"]
+    assert [*shared_options(TARGETS)["bits"].defaults] == ["bits"]
     monkeypatch.setitem(TARGETS.entries, "other", OtherBits())
     with pytest.raises(UserError, match="export targets bits and other declare --bits with different flags"):
         shared_options(TARGETS)
