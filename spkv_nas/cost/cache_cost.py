@@ -1,15 +1,18 @@
-"""Count the memory of a KV cache for a budget: bytes of keys and values, or what a serving engine's allocator plans."""
+"""Count the memory of a KV cache: bytes of keys and values, or what a serving engine's allocator plans."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.base.units import ITEM_BYTES, format_bytes
-from spkv_nas.cost.formulas import head_bytes
-from spkv_nas.engines.cache import LayoutPlan, ServedCache, Serving
+from spkv_nas.cost.formulas import head_bytes, visible_keys
+from spkv_nas.engines.cache import CachePlan, ServedCache, Serving
+
+CONTEXT = 131_072  # tokens; longest sequence whose cache is counted by default
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class CacheCost:
         return num_global * self.global_head + num_local * self.local_head + native
 
     def largest_budget(self, limit: int, num_heads: int) -> int:
-        """Return the largest number of global heads, up to all that can be, whose cache fits in ``limit`` bytes.
+        """Return the largest number of global heads whose cache fits in ``limit`` bytes.
 
         Raises:
             UserError: not even one global head fits.
@@ -131,30 +134,17 @@ class EngineCost(CacheCost):
             )
         return budget
 
-    def layout_plan(self, layout: Layout) -> LayoutPlan | None:
-        """Plan the cache of a layout in the form that takes least; None where the engine does not run it."""
-        if self.limit(layout) is not None:
+    def layout_plan(self, layout: Layout) -> CachePlan | None:
+        """Plan the cache of a layout in the form that takes least; None if it has more sinks than the engine keeps."""
+        if layout.sinks > self.serving.engine.max_sinks:
             return None
         cache = replace(self.cache(layout.num_heads), grid=layout.grid, window=layout.window, sinks=layout.sinks)
         return self.serving.engine.plan_layout(cache, layout.global_mask.sum(1).tolist())
 
-    def limit(self, layout: Layout) -> str | None:
-        """Return the limit that keeps the engine from running a layout, after "runs"; None if it runs the layout."""
-        engine = self.serving.engine
-        if layout.sinks > engine.max_sinks:
-            return engine.sink_limit
-        return None if engine.per_head or layout.is_layerwise else "whole layers only"
-
     def cache(self, num_heads: int) -> ServedCache:
         """Return the sizes of a model's cache, in which only the numbers of heads matter."""
-        return self.serving.cache(
-            (num_heads, 1),
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            window=self.window,
-            context=self.context,
-            sinks=self.sinks,
-        )
+        sizes = {name: getattr(self, name) for name in ("head_dim", "dtype", "window", "context", "sinks")}
+        return self.serving.cache((num_heads, 1), **sizes)
 
     def max_heads_same_memory(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:
         """Return the largest number of global heads that takes no more memory than ``num_global``.
@@ -164,3 +154,42 @@ class EngineCost(CacheCost):
         limit = self.total(num_global, num_heads)
         larger = range(num_heads, num_global, -stride)
         return next((number for number in larger if self.total(number, num_heads) <= limit), num_global)
+
+
+def token_bytes(table: HeadScores) -> float | None:
+    """Return the bytes of one token in one KV head's cache; None if the probe does not record them."""
+    head_dim, dtype = (table.metadata.get(key) for key in ("head_dim", "dtype"))
+    if head_dim is None or dtype not in ITEM_BYTES:
+        return None
+    return head_bytes(1, int(head_dim), ITEM_BYTES[dtype])
+
+
+def cache_share(table: HeadScores, density: float, context: int = CONTEXT) -> float:
+    """Return the cache of one sequence of ``context`` tokens as a share of the unchanged model's.
+
+    ``density`` is the share of the tokens outside the window that is kept, averaged over heads; for a layout, the share
+    of heads that are global.
+    """
+    local_keys = (table.window or DEFAULT_WINDOW) + table.sinks
+    if not table.native_heads:
+        reach = min(context, table.global_window)
+        return visible_keys(reach, density=density, window=local_keys) / reach
+    num_local = max(0.0, (1.0 - density) * table.num_heads - len(table.native_heads))
+    keys = density * table.num_heads * context + num_local * min(local_keys, context) + _native_keys(table, context)
+    return keys / _full_keys(table, context)
+
+
+def full_bytes(table: HeadScores, context: int = CONTEXT) -> float | None:
+    """Return the bytes of the unchanged model's cache for one sequence of ``context`` tokens; None if unknown."""
+    token = token_bytes(table)
+    return None if token is None else token * _full_keys(table, context)
+
+
+def _full_keys(table: HeadScores, context: int) -> int:
+    """Return the keys that all heads of the unchanged model keep of one sequence."""
+    return table.num_candidates * min(context, table.global_window) + _native_keys(table, context)
+
+
+def _native_keys(table: HeadScores, context: int) -> int:
+    """Return those of the heads that are local by design."""
+    return sum(min(window, context) for window in table.native_heads)

@@ -1,18 +1,18 @@
 """Plan the KV cache of a serving engine: base class, the cache's sizes, and budgets that cost no more.
 
-An allocator works in pages, groups of layers and pools, so memory is no linear function of the number of global heads:
-a larger number can cost the same as a smaller one, or less.
+An allocator works in pages and groups of layers, so memory is no linear function of the number of global heads: a
+larger number can cost the same as a smaller one, or less.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.units import ITEM_BYTES
+from spkv_nas.base.units import ITEM_BYTES, format_bytes
 from spkv_nas.engines.engine import Engine
 
 
@@ -51,52 +51,52 @@ class ServedCache:
         return 2 * self.head_dim * ITEM_BYTES[self.dtype]
 
 
-class CachePlan(ABC):
-    """Cache that an engine plans for requests of maximum length."""
+@dataclass(frozen=True)
+class CachePlan:
+    """Cache that an engine plans for requests of maximum length, in pages of one size that all requests share.
+
+    Attributes:
+        page_bytes: bytes of a page in all layers of a group.
+        request_pages: pages of a request.
+        form: how the layout is served.
+    """
+
+    page_bytes: int
+    request_pages: int
+    form: str = field(default="whole layers", compare=False)
 
     @property
-    @abstractmethod
     def request_bytes(self) -> int:
         """Return the bytes by which the cache grows with a request."""
+        return self.page_bytes * self.request_pages
 
-    @abstractmethod
     def concurrency(self, memory: int) -> float:
-        """Return the requests that fit in ``memory`` bytes."""
-
-    @abstractmethod
-    def memory(self, requests: int) -> int:
-        """Return the bytes that requests need, with what the engine needs besides."""
+        """Return the requests that fit in ``memory`` bytes, as vLLM reports them."""
+        return memory // self.page_bytes / self.request_pages
 
     def tokens(self, cache: ServedCache, memory: int) -> int:
         """Return the tokens of the requests that fit in ``memory`` bytes."""
         return int(self.concurrency(memory) * cache.context)
 
+    def memory(self, requests: int) -> int:
+        """Return the bytes that requests need, with the page that vLLM keeps for padding."""
+        return self.page_bytes * (requests * self.request_pages + 1)
 
-@dataclass(frozen=True)
-class LayoutPlan:
-    """Cache that an engine plans for a layout.
-
-    Attributes:
-        form: how the layout is served, such as "whole layers".
-        plan: the cache.
-    """
-
-    form: str
-    plan: CachePlan
-
-
-def is_mixed(cache: ServedCache, layer_counts: Sequence[int]) -> bool:
-    """Return whether a layer has global and local heads."""
-    return any(0 < count < cache.grid[1] for count in layer_counts)
+    def cells(self, context: int, memory: int | None) -> tuple[str, ...]:
+        """Format the bytes of a request and, if memory is limited, the requests and the tokens that fit."""
+        size = format_bytes(self.request_bytes)
+        if memory is None:
+            return (size,)
+        concurrency = self.concurrency(memory)
+        return size, f"{concurrency:,.2f}", f"{int(concurrency * context):,}"
 
 
 class PlannedEngine(Engine, ABC):
-    """Serving engine whose memory is counted as its allocator does.
+    """Serving engine that runs any layout, and whose memory is counted as its allocator does.
 
     Attributes:
         evidence: how its plans were checked.
-        note: which layouts it runs, and what its plans assume.
-        per_head: whether it runs layouts that are not of whole layers.
+        note: what its plans assume.
         page_size: default tokens per page.
         in_flight: default tokens in flight.
         max_sinks: most sink tokens that a local head may see.
@@ -104,31 +104,17 @@ class PlannedEngine(Engine, ABC):
 
     evidence: str
     note: str
-    per_head: bool
     page_size: int
     in_flight: int
     max_sinks: int = 0
 
     @abstractmethod
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
-        """Plan the cache of a model with ``num_global`` global KV heads."""
+        """Plan the cache of a model with ``num_global`` global KV heads, in whole layers."""
 
-    def plan_layout(self, cache: ServedCache, layer_counts: Sequence[int]) -> LayoutPlan:
-        """Plan the cache of a layout, served in the form that takes the least memory.
-
-        Args:
-            cache: sizes of the cache.
-            layer_counts: number of global heads in each layer.
-
-        Raises:
-            UserError: the engine runs whole layers only, and the layout has others.
-        """
-        if is_mixed(cache, layer_counts) and not self.per_head:
-            raise UserError(
-                f"{self.title} runs whole layers only, but the layout mixes global and local heads in a layer\n"
-                "leave it out, or use an engine that runs layouts per head"
-            )
-        return LayoutPlan("whole layers", self.plan(cache, sum(layer_counts)))
+    @abstractmethod
+    def plan_layout(self, cache: ServedCache, layer_counts: Sequence[int]) -> CachePlan:
+        """Plan the cache of a layout with these global heads in each layer, in the form that takes the least memory."""
 
     @property
     def sink_limit(self) -> str:
@@ -164,13 +150,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Step:
-    """Budget that no larger one undercuts.
-
-    Attributes:
-        num_global: global KV heads.
-        plan: cache at this budget.
-        instead_of: smaller budgets that cost as much or more.
-    """
+    """Budget of ``num_global`` heads that no larger one undercuts, and smaller ones that cost as much or more."""
 
     num_global: int
     plan: CachePlan
@@ -180,10 +160,7 @@ class Step:
 def steps(engine: PlannedEngine, cache: ServedCache, *, stride: int = 1) -> Iterator[Step]:
     """Yield the budgets that no larger budget undercuts, ascending.
 
-    Args:
-        engine: the serving engine.
-        cache: the cache.
-        stride: heads by which budgets grow, such as Hkv for whole layers.
+    ``stride`` is the number of heads by which budgets grow, such as Hkv for whole layers.
     """
     plans = {number: engine.plan(cache, number) for number in range(stride, cache.num_heads + 1, stride)}
     skipped: list[int] = []

@@ -6,8 +6,8 @@ package's model. An outcome that was only read in the engine's source says so, a
 tried. An engine is exact for the settings of a model that it was run with: those of ``tried``, and the defaults of the
 config's class. With any other one it is not checked. ``docs/support-matrix.md`` shows the same tables.
 
-An engine is one class in one file; ``cache.PlannedEngine`` adds the plan of its cache. A package adds its own by an
-entry point of the group ``spkv_nas.engines``. Nothing here imports torch or transformers.
+An engine is one class; ``cache.PlannedEngine`` adds the plan of its cache. A package adds its own by an entry point of
+the group ``spkv_nas.engines``. Nothing here imports torch or transformers.
 """
 
 from __future__ import annotations
@@ -65,16 +65,21 @@ class Program:
     """Program that runs an engine on a folder, in an environment of its own.
 
     Attributes:
-        file: its text, which defines ``run`` as the files of ``programs/`` do.
+        name: its file in ``programs/``, which defines ``run``; a package gives the path of its own.
         package: Python package of the engine.
         converts: whether users convert the exported folder for it first.
         registers_type: whether the model type ``spkv`` needs ``import spkv_nas`` there.
     """
 
-    file: Path
+    name: str
     package: str
     converts: bool = False
     registers_type: bool = False
+
+    @property
+    def file(self) -> Path:
+        """Return the path of its text."""
+        return PROGRAMS / self.name
 
 
 class Engine:

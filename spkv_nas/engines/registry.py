@@ -1,7 +1,7 @@
 """List the inference engines, and say what they do with the form of an export.
 
 Some engines ignore ``layer_types`` and would run a form dense without an error. ``guards`` returns keys of the config
-that only such an engine reads, and on which its loader fails. None is known for SGLang, which was read and not run.
+that only such an engine reads, and on which its loader fails.
 """
 
 from __future__ import annotations
@@ -11,14 +11,9 @@ from typing import TYPE_CHECKING, Any
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.base.registry import Registry
+from spkv_nas.engines import known
 from spkv_nas.engines.cache import PlannedEngine, Serving
 from spkv_nas.engines.engine import UNTRIED, Cell, Engine, Outcome
-from spkv_nas.engines.llamacpp import LLAMACPP
-from spkv_nas.engines.mlx import MLX
-from spkv_nas.engines.onnxruntime import ONNXRUNTIME
-from spkv_nas.engines.openvino import OPENVINO
-from spkv_nas.engines.sglang import SGLANG
-from spkv_nas.engines.transformers import CONTINUOUS_BATCHING, TRANSFORMERS
 from spkv_nas.engines.vllm import VLLM
 
 if TYPE_CHECKING:
@@ -28,7 +23,16 @@ ENGINES: Registry[Engine] = Registry(
     "spkv_nas.engines",
     "engine",
     Engine,
-    (VLLM, TRANSFORMERS, CONTINUOUS_BATCHING, MLX, LLAMACPP, OPENVINO, ONNXRUNTIME, SGLANG),
+    (
+        VLLM,
+        known.Transformers(),
+        known.ContinuousBatching(),
+        known.Mlx(),
+        known.LlamaCpp(),
+        known.OpenVino(),
+        known.OnnxRuntime(),
+        known.Sglang(),
+    ),
 )
 GUARD_KEYS = tuple(engine.guard_key for engine in ENGINES.built_in if engine.guard_key is not None)
 
@@ -103,13 +107,7 @@ def check_engine_name(name: str | None) -> None:
 
 
 def objection(form: str, config: PreTrainedConfig, name: str) -> str | None:
-    """Return why a form is not for the engine of that name, as a clause; None if the engine computes the hybrid.
-
-    Args:
-        form: form of the exported folder.
-        config: config of the exported folder.
-        name: name of the engine.
-    """
+    """Return why an exported form is not for the engine of that name, as a clause; None if it computes the hybrid."""
     engine = ENGINES[name]
     cell = engine.cell(form, config)
     if cell.outcome is Outcome.EXACT:

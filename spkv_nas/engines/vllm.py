@@ -22,67 +22,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.engines.cache import CachePlan, LayoutPlan, PlannedEngine, ServedCache, is_mixed
-from spkv_nas.engines.engine import (
-    BASES,
-    EXACT,
-    MULTIPLIERS,
-    OTHER_LAYERS,
-    PROGRAMS,
-    REFUSED,
-    SCALED,
-    SPKV_FORMS,
-    Cell,
-    Outcome,
-    Program,
-    tried_with,
-)
+from spkv_nas.engines import engine
+from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache
+from spkv_nas.engines.engine import EXACT, OTHER_LAYERS, REFUSED, SPKV_FORMS, Cell, Outcome, Program, tried_with
 
 _FEW_PADDING = 1.5  # the largest bucket sets the size of groups below this multiple of the smallest
 
 
 @dataclass(frozen=True)
 class Part:
-    """KV heads of a layer that one ``Attention`` serves.
-
-    Attributes:
-        num_heads: number of heads.
-        is_local: whether they see a window.
-    """
+    """KV heads of a layer that one ``Attention`` serves: their number, and whether they see a window."""
 
     num_heads: int
     is_local: bool
-
-
-@dataclass(frozen=True)
-class PagedPlan(CachePlan):
-    """Cache in pages of one size that all requests share.
-
-    Attributes:
-        page_bytes: bytes of a page in all layers of a group.
-        request_pages: pages of a request of maximum length.
-    """
-
-    page_bytes: int
-    request_pages: int
-
-    @property
-    def request_bytes(self) -> int:
-        """Return the bytes of a request's pages."""
-        return self.page_bytes * self.request_pages
-
-    def concurrency(self, memory: int) -> float:
-        """Return the requests that fit in ``memory`` bytes, as vLLM reports them."""
-        return memory // self.page_bytes / self.request_pages
-
-    def memory(self, requests: int) -> int:
-        """Return the bytes that requests need, with the page that vLLM keeps for padding."""
-        return self.page_bytes * (requests * self.request_pages + 1)
 
 
 def unit_parts(cache: ServedCache, num_global: int, size: int = 1) -> Counter[Part]:
@@ -98,12 +55,7 @@ def unit_parts(cache: ServedCache, num_global: int, size: int = 1) -> Counter[Pa
 
 
 def kind_parts(cache: ServedCache, layer_counts: Sequence[int]) -> Counter[Part]:
-    """Count the parts of a model whose layers are split by kind.
-
-    Args:
-        cache: sizes of the cache.
-        layer_counts: number of global heads in each layer.
-    """
+    """Count the parts of a model whose layers are split by kind, from the number of global heads in each layer."""
     num_kv_heads = cache.grid[1]
     parts = [Part(count, is_local=False) for count in layer_counts if count]
     return Counter(
@@ -111,7 +63,7 @@ def kind_parts(cache: ServedCache, layer_counts: Sequence[int]) -> Counter[Part]
     )
 
 
-def plan_parts(cache: ServedCache, parts: Mapping[Part, int]) -> PagedPlan:
+def plan_parts(cache: ServedCache, parts: Mapping[Part, int]) -> CachePlan:
     """Plan the cache of a model with these numbers of parts."""
     # Bring all pages to one size
     most_heads = max(part.num_heads for part in parts)
@@ -134,7 +86,7 @@ def plan_parts(cache: ServedCache, parts: Mapping[Part, int]) -> PagedPlan:
         )
         for part, count in parts.items()
     )
-    return PagedPlan(group_size * cache.page_size * most_heads * cache.head_bytes, request_pages)
+    return CachePlan(group_size * cache.page_size * most_heads * cache.head_bytes, request_pages)
 
 
 class Vllm(PlannedEngine):
@@ -157,26 +109,26 @@ class Vllm(PlannedEngine):
     }
     tried: ClassVar = {
         "ministral": tried_with(
-            "rope_theta", "tie_word_embeddings", "partial_rotary_factor", "attention_factor", rope_type=SCALED,
+            "rope_theta", "tie_word_embeddings", "partial_rotary_factor", "attention_factor", rope_type=engine.SCALED,
             hidden_act=("gelu",),
         ),
         "qwen2": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=("yarn",)),
-        "qwen3": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=SCALED),
+        "qwen3": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=engine.SCALED),
         "gemma3_text": tried_with(
-            *BASES, "query_pre_attn_scalar", "tie_word_embeddings", "final_logit_softcapping", "attention_bias",
-            rope_type=SCALED, sliding_rope_type=("linear",), hidden_activation=("gelu",),
+            *engine.BASES, "query_pre_attn_scalar", "tie_word_embeddings", "final_logit_softcapping", "attention_bias",
+            rope_type=engine.SCALED, sliding_rope_type=("linear",), hidden_activation=("gelu",),
         ),
-        "olmo3": tried_with(*BASES, rope_type=("yarn",), sliding_rope_type=("yarn",)),
+        "olmo3": tried_with(*engine.BASES, rope_type=("yarn",), sliding_rope_type=("yarn",)),
         "smollm3": tried_with(
             "rope_theta", "tie_word_embeddings", "attention_bias", "no_rope_layers", rope_type=("llama3", "yarn")
         ),
         "exaone4": tried_with(rope_type=("llama3",)),
         "granite_swa": tried_with(
-            *MULTIPLIERS, "rope_theta", "layer_rope_theta", "tie_word_embeddings", "attention_bias", "mlp_bias",
-            rope_type=SCALED,
+            *engine.MULTIPLIERS, "rope_theta", "layer_rope_theta", "tie_word_embeddings", "attention_bias", "mlp_bias",
+            rope_type=engine.SCALED,
         ),
         # Plug-in: by the model type of the weights
-        "spkv llama": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=SCALED),
+        "spkv llama": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=engine.SCALED),
         "spkv mistral": tried_with("rope_theta", "tie_word_embeddings"),
         "spkv ministral": tried_with(),
         "spkv phi3": tried_with("rope_theta", "tie_word_embeddings"),
@@ -185,17 +137,16 @@ class Vllm(PlannedEngine):
             "rope_theta", "tie_word_embeddings", "attention_factor", rope_type=("llama3", "yarn")
         ),
         "spkv gemma3_text": tried_with(
-            *BASES, "query_pre_attn_scalar", "tie_word_embeddings", rope_type=("linear", "llama3")
+            *engine.BASES, "query_pre_attn_scalar", "tie_word_embeddings", rope_type=("linear", "llama3")
         ),
-        "spkv granite": tried_with(*MULTIPLIERS, "rope_theta", "tie_word_embeddings", "attention_bias"),
+        "spkv granite": tried_with(*engine.MULTIPLIERS, "rope_theta", "tie_word_embeddings", "attention_bias"),
         "spkv olmo2": tried_with("rope_theta"),
         "spkv olmo3": tried_with("rope_theta", rope_type=("yarn",), sliding_rope_type=("yarn",)),
         "spkv smollm3": tried_with("rope_theta", "tie_word_embeddings", "no_rope_layers", rope_type=("llama3",)),
     }  # fmt: skip
-    program = Program(PROGRAMS / "run_vllm.py", "vllm")
+    program = Program("run_vllm.py", "vllm")
     evidence = "equal to vLLM's report of its capacity"
     note = "layouts per head take the memory of whole layers with as many global heads"
-    per_head = True
     page_size = 16  # DEFAULT_BLOCK_SIZE on GPUs; 128 on CPUs
     max_sinks = 1
     in_flight = 16384  # of ``vllm serve`` on an H100: max_num_batched_tokens of 8,192 in two batches
@@ -204,15 +155,16 @@ class Vllm(PlannedEngine):
         """Plan the cache of a model in units of one head, or in whole layers."""
         return plan_parts(cache, unit_parts(cache, num_global))
 
-    def plan_layout(self, cache: ServedCache, layer_counts: Sequence[int]) -> LayoutPlan:
+    def plan_layout(self, cache: ServedCache, layer_counts: Sequence[int]) -> CachePlan:
         """Plan the cache of a layout, split by kind or into the largest units, whichever takes less memory."""
-        if not is_mixed(cache, layer_counts):
-            return super().plan_layout(cache, layer_counts)
+        if {*layer_counts} <= {0, cache.grid[1]}:
+            return self.plan(cache, sum(layer_counts))
         size = gcd(cache.grid[1], *layer_counts)
-        by_kind = LayoutPlan("split by kind", plan_parts(cache, kind_parts(cache, layer_counts)))
-        heads = "head" if size == 1 else "heads"
-        units = LayoutPlan(f"units of {size} {heads}", plan_parts(cache, unit_parts(cache, sum(layer_counts), size)))
-        return min(by_kind, units, key=lambda layout: layout.plan.request_bytes)
+        by_kind = plan_parts(cache, kind_parts(cache, layer_counts))
+        units = plan_parts(cache, unit_parts(cache, sum(layer_counts), size))
+        if by_kind.request_bytes <= units.request_bytes:
+            return replace(by_kind, form="split by kind")
+        return replace(units, form=f"units of {size} head{'s' if size > 1 else ''}")
 
 
 VLLM = Vllm()

@@ -124,7 +124,7 @@ def propose_for(
 def _add_memory(rows: pd.DataFrame, layouts: Mapping[str, Layout], cost: EngineCost) -> None:
     """Add the column kv_bytes to the table of ``coverage_table``, missing where the engine does not run a layout."""
     plans = [cost.layout_plan(layouts[name]) for name in rows["strategy"]]
-    totals = [None if layout is None else layout.plan.memory(cost.batch) for layout in plans]
+    totals = [None if layout is None else layout.memory(cost.batch) for layout in plans]
     rows["kv_bytes"] = pd.array(totals, dtype="Int64")
 
 

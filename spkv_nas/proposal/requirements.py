@@ -44,7 +44,7 @@ class Requirements:
         serving: engine whose allocator counts the memory; requires ``context``. None: keys and values alone.
 
     Raises:
-        UserError: an engine without a context, or one that runs whole layers only with other granularity.
+        UserError: an engine without a context.
     """
 
     constraints: Constraints = field(default_factory=Constraints)
@@ -58,11 +58,9 @@ class Requirements:
     serving: Serving | None = None
 
     def __post_init__(self) -> None:
-        """Check that an engine has a context, and the layouts that it runs."""
+        """Check that an engine has a context."""
         if self.serving is not None and self.context is None:
             raise UserError(NO_CONTEXT)
-        if self.serving is not None and not self.serving.engine.per_head and self.constraints.granularity != "layer":
-            raise UserError(f"{self.serving.engine.title} runs whole layers only: add --granularity layer")
 
     @property
     def is_solved(self) -> bool:

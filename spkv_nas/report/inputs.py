@@ -18,7 +18,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM
 from spkv_nas.base.errors import UserError
-from spkv_nas.cost.cache_share import CONTEXT, cache_share
+from spkv_nas.cost.cache_cost import CONTEXT, cache_share
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage

@@ -27,7 +27,7 @@ from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import yaml_line
 from spkv_nas.base.limits import MAX_WINDOW
-from spkv_nas.cost.cache_share import token_bytes
+from spkv_nas.cost.cache_cost import token_bytes
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.proposal.coverage import coverage, densest_candidates, densest_coverage, provenance
 from spkv_nas.proposal.propose import densest_layout

@@ -10,7 +10,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, SP_KV, counted_from
 from spkv_nas.artifacts.score_kind import DENSITY
-from spkv_nas.cost.cache_share import full_bytes
+from spkv_nas.cost.cache_cost import full_bytes
 from spkv_nas.report.axes import error_axis, percent_axis, round_axis, spread_axis
 from spkv_nas.report.chart import Chart, Line, Points, Rule, Tone, numbers, points
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result

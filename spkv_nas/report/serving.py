@@ -37,11 +37,7 @@ class EngineMemory:
 
     def cells(self, plan: CachePlan) -> tuple[str, ...]:
         """Return the bytes of a request and, if memory is limited, the requests and the tokens that fit."""
-        size = format_bytes(plan.request_bytes)
-        if self.memory is None:
-            return (size,)
-        concurrency = plan.concurrency(self.memory)
-        return size, f"{concurrency:,.2f}", f"{int(concurrency * self.cost.context):,}"
+        return plan.cells(self.cost.context, self.memory)
 
     def phrase(self, plan: CachePlan, num_heads: int) -> str:
         """Return the same as a phrase, beside full attention in ``num_heads`` KV heads."""
@@ -59,25 +55,20 @@ def budgets_in_engine(served: EngineMemory, table: HeadScores) -> dict[str, Any]
     """Return what the explorer shows for each number of global heads.
 
     Returns:
-        ``context``; ``bytes`` of a request by number of global heads, from 0, None where the engine runs whole layers
-        only; and ``texts``, which also say which larger number takes no more.
+        ``context``; ``bytes`` of a request by number of global heads, from 0; and ``texts``, which also say which
+        larger number takes no more.
     """
-    # Plan a request at every budget that the engine can run
+    # Plan a request at every budget
     num_heads, engine = table.num_heads, served.cost.serving.engine
-    cache, stride = served.cost.cache(num_heads), 1 if engine.per_head else table.num_kv_heads
-    plans = {number: engine.plan(cache, number) for number in range(0, num_heads + 1, stride)}
-    sizes = [plans[number].request_bytes if number in plans else None for number in range(num_heads + 1)]
+    cache = served.cost.cache(num_heads)
+    plans = [engine.plan(cache, number) for number in range(num_heads + 1)]
+    sizes = [plan.request_bytes for plan in plans]
     # Say which larger number of global heads takes no more
     texts = []
-    for number, limit in enumerate(sizes):
-        if limit is None:
-            texts.append(f"{engine.title} runs whole layers only")
-            continue
-        larger = max(
-            more for more in range(number, num_heads + 1) if (size := sizes[more]) is not None and size <= limit
-        )
+    for number, plan in enumerate(plans):
+        larger = max(more for more in range(number, num_heads + 1) if sizes[more] <= sizes[number])
         note = f"; {larger} global heads take no more" if larger > number else ""
-        texts.append(f"{served.phrase(plans[number], num_heads)}{note}")
+        texts.append(f"{served.phrase(plan, num_heads)}{note}")
     return {"context": served.cost.context, "bytes": sizes, "texts": texts}
 
 
@@ -85,8 +76,8 @@ def layout_in_engine(served: EngineMemory, layout: Layout) -> str:
     """Return what the explorer shows for a layout."""
     planned = served.cost.layout_plan(layout)
     if planned is None:
-        return f"{served.title} runs {served.cost.limit(layout)}"
-    return f"{served.phrase(planned.plan, layout.num_heads)}; as {planned.form}"
+        return f"{served.title} runs {served.cost.serving.engine.sink_limit}"
+    return f"{served.phrase(planned, layout.num_heads)}; as {planned.form}"
 
 
 def serving_section(served: EngineMemory, table: HeadScores, layouts: Mapping[str, Layout]) -> Section:
@@ -98,9 +89,9 @@ def serving_section(served: EngineMemory, table: HeadScores, layouts: Mapping[st
     for name, layout in layouts.items():
         planned = cost.layout_plan(layout)
         if planned is None:
-            cells: tuple[str, ...] = (f"not run: {cost.limit(layout)}", *("-" for _ in full))
+            cells: tuple[str, ...] = (f"not run: {engine.sink_limit}", *("-" for _ in full))
         else:
-            cells = (planned.form, *served.cells(planned.plan))
+            cells = (planned.form, *served.cells(planned))
         rows.append(Row(name, (str(layout.num_global), *cells)))
     return Section(
         "serving",

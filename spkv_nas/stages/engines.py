@@ -43,12 +43,9 @@ class Served:
         size, number = self.cache.page_size, self.cache.in_flight
         return f"pages of {size} tokens (page-size), {number:,} tokens in flight (in-flight-tokens)"
 
-    def cells(self, plan: CachePlan) -> list[str]:
+    def cells(self, plan: CachePlan) -> tuple[str, ...]:
         """Format the bytes of a request, and how many requests and tokens fit in the memory, if it is limited."""
-        size, memory = format_bytes(plan.request_bytes), self.memory
-        if memory is None:
-            return [size]
-        return [size, f"{plan.concurrency(memory):,.2f}", f"{plan.tokens(self.cache, memory):,}"]
+        return plan.cells(self.cache.context, self.memory)
 
     def document(self, name: str) -> dict[str, Any]:
         """Return the engine, the cache, and the rows with their sizes under ``name``."""

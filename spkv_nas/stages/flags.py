@@ -144,8 +144,7 @@ EngineName = Annotated[
     Flag(
         "Count memory as the allocator of this serving engine does. Settings follow colons, as in "
         "vllm:page-size=32:in-flight-tokens=64: tokens per page, and tokens scheduled at one time (vLLM's "
-        "max_num_batched_tokens, SGLang's chunked prefill size, twice these with asynchronous scheduling; llama.cpp's "
-        "micro-batch).",
+        "max_num_batched_tokens, twice that with asynchronous scheduling).",
         metavar="NAME[:SETTING=N...]",
         values=lambda: tuple(planned_engines()),
         panel=MEMORY,

@@ -126,7 +126,7 @@ def _served(
         counts = layout.global_mask.sum(1).tolist()
         plans.append(engine.plan_layout(replace(cache, window=layout.window, sinks=layout.sinks), counts))
     named = zip(titles, plans, strict=True)
-    return replace(served, rows=tuple(({"name": name, "form": plan.form}, plan.plan) for name, plan in named))
+    return replace(served, rows=tuple(({"name": name, "form": plan.form}, plan) for name, plan in named))
 
 
 def show(result: AttentionCosts) -> None:

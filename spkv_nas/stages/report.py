@@ -22,7 +22,6 @@ from spkv_nas.base.units import parse_bytes, parse_context
 from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
-from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.page import write_report
 from spkv_nas.report.pictures import write_paper_figures
@@ -209,7 +208,6 @@ def engine_memory(
     if serving is None:
         return {}
     requirements = Requirements(
-        Constraints() if serving.engine.per_head else Constraints(granularity="layer"),
         context=None if options.context is None else parse_context(options.context),
         head_dim=options.head_dim,
         kv_dtype=options.kv_dtype,

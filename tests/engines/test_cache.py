@@ -16,8 +16,6 @@ from vllm_server import PYTHON, needs_vllm
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.engines.cache import ServedCache, Serving, steps
-from spkv_nas.engines.llamacpp import LLAMACPP
-from spkv_nas.engines.sglang import SGLANG
 from spkv_nas.engines.vllm import VLLM, Part, kind_parts, plan_parts, unit_parts
 
 GIB = 2**30
@@ -87,72 +85,21 @@ class TestLayouts:
 
     def test_whole_layers(self) -> None:
         layout = VLLM.plan_layout(self.cache, [4] * 9 + [0] * 12)
-        assert (layout.form, layout.plan) == ("whole layers", VLLM.plan(self.cache, 36))
+        assert (layout.form, layout) == ("whole layers", VLLM.plan(self.cache, 36))
 
     def test_the_largest_units(self) -> None:
         """A single layer of another kind than the others sets groups of one module, so units take less."""
         counts = [2] * 20 + [4]
         layout = VLLM.plan_layout(self.cache, counts)
         by_kind = plan_parts(self.cache, kind_parts(self.cache, counts))
-        assert (layout.form, layout.plan) == ("units of 2 heads", VLLM.plan(self.cache, 44))
-        assert layout.plan.request_bytes < by_kind.request_bytes
+        assert (layout.form, layout) == ("units of 2 heads", VLLM.plan(self.cache, 44))
+        assert layout.request_bytes < by_kind.request_bytes
 
     def test_by_kind(self) -> None:
         """With 2 of 4 heads global in every layer, both give two groups; the split by kind has fewer modules."""
         layout = VLLM.plan_layout(self.cache, [2] * 21)
         assert layout.form == "split by kind"
-        assert layout.plan.request_bytes == VLLM.plan(self.cache, 42).request_bytes
-
-    def test_engines_for_whole_layers(self) -> None:
-        assert SGLANG.plan_layout(self.cache, [4] + [0] * 20).plan == SGLANG.plan(self.cache, 4)
-        for engine in (SGLANG, LLAMACPP):
-            with pytest.raises(UserError, match=r"runs whole layers only, but the layout mixes global and local heads"):
-                engine.plan_layout(self.cache, [2] * 21)
-
-
-class TestSglang:
-    cache = replace(LAYERS, page_size=1, in_flight=16384)
-
-    @pytest.mark.parametrize(("num_global", "pool"), [(7, 921_825), (8, 911_805), (21, 798_915)])
-    def test_the_global_pool_limits_long_requests(self, num_global: int, pool: int) -> None:
-        """Its tokens are the memory over the bytes of a token in global layers and 0.8 of those in local layers."""
-        per_token = 256 * (num_global + 0.8 * (21 - num_global))
-        assert pool == int(4 * GIB // per_token)
-        assert SGLANG.plan(self.cache, num_global).concurrency(4 * GIB) == pool / 32768
-
-    def test_the_local_pool_limits_short_requests(self) -> None:
-        plan = SGLANG.plan(replace(self.cache, context=200), 7)
-        local = int(0.8 * 921_825) - 16384 - 1
-        assert plan.concurrency(4 * GIB) == local / (128 + 128 + 2)
-        assert plan.concurrency(1000) == 0
-
-    def test_local_layers_alone_have_one_pool(self) -> None:
-        plan = SGLANG.plan(self.cache, 0)
-        assert plan.concurrency(4 * GIB) == (4 * GIB // (21 * 256) - 16385) / 258
-
-    @pytest.mark.parametrize("num_global", [0, 1, 7, 21])
-    @pytest.mark.parametrize(("context", "page_size"), [(32768, 1), (200, 1), (1000, 64)])
-    def test_memory_is_the_least_that_fits(self, num_global: int, context: int, page_size: int) -> None:
-        plan = SGLANG.plan(replace(self.cache, context=context, page_size=page_size), num_global)
-        for requests in (1, 7, 100):
-            assert plan.concurrency(plan.memory(requests)) >= requests > plan.concurrency(plan.memory(requests) - 1)
-        growth = plan.memory(2000) - plan.memory(1000)
-        assert growth == pytest.approx(1000 * plan.request_bytes, rel=1e-3)
-
-
-class TestLlamaCpp:
-    cache = replace(LAYERS, context=1000, page_size=256, in_flight=512)
-
-    def test_cells_are_padded(self) -> None:
-        """1,000 tokens take 1,024 cells; a window of 128 and a micro-batch of 512 take 768."""
-        plan = LLAMACPP.plan(self.cache, 7)
-        assert plan.request_bytes == 256 * (7 * 1024 + 14 * 768)
-        assert plan.memory(3) == 3 * plan.request_bytes
-        assert [plan.concurrency(plan.memory(3) - spare) for spare in (0, 1)] == [3, 2]
-
-    def test_a_local_layer_never_takes_more_than_the_context(self) -> None:
-        short = replace(self.cache, context=300)
-        assert LLAMACPP.plan(short, 7).request_bytes == LLAMACPP.plan(short, 21).request_bytes == 256 * 21 * 512
+        assert layout.request_bytes == VLLM.plan(self.cache, 42).request_bytes
 
 
 class TestBudgets:
@@ -195,8 +142,6 @@ class TestBudgets:
             UserError, match=r"vLLM 0\.32 keeps at most 1 sink token for local heads, but the layout has 4"
         ):
             replace(COST, sinks=4)
-        with pytest.raises(UserError, match=r"llama\.cpp keeps no sink tokens for local heads, but the layout has 1"):
-            replace(COST, sinks=1, serving=Serving(LLAMACPP, 256, 512))
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from spkv_nas import GateConfig, attach_gates, detach, set_gate_mode
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.cost.cache_cost import CacheCost
-from spkv_nas.cost.cache_share import CONTEXT, cache_share, full_bytes
+from spkv_nas.cost.cache_cost import CONTEXT, CacheCost, cache_share, full_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attention import GLOBAL_WINDOW, layer_states

@@ -16,8 +16,7 @@ from helpers import make_domain_table, make_layouts, make_table
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_cost import EngineCost
-from spkv_nas.engines.cache import PlannedEngine, Serving
-from spkv_nas.engines.llamacpp import LLAMACPP
+from spkv_nas.engines.cache import Serving
 from spkv_nas.engines.vllm import VLLM
 from spkv_nas.proposal.propose import densest_layout
 from spkv_nas.report.inputs import ReportInputs
@@ -29,9 +28,9 @@ TABLE = make_table(np.random.default_rng(0).random((21, 3)))
 GIB = 2**30
 
 
-def served(engine: PlannedEngine = VLLM, memory: int | None = 4 * GIB, page_size: int = 128) -> EngineMemory:
+def served(memory: int | None = 4 * GIB) -> EngineMemory:
     """Return requests of 32,768 tokens with heads of size 64 in an engine."""
-    serving = Serving(engine, page_size, 2048)
+    serving = Serving(VLLM, 128, 2048)
     return EngineMemory(EngineCost(32768, 1, 128, 64, "bfloat16", serving=serving), memory)
 
 
@@ -58,29 +57,16 @@ def test_without_memory_only_a_request_is_counted() -> None:
     assert serving_section(memory, TABLE, {}).header == ("Layout", "Global heads", "Served as", "One request")
 
 
-def test_an_engine_of_whole_layers() -> None:
-    memory = served(LLAMACPP, page_size=256)
-    content = budgets_in_engine(memory, TABLE)
-    assert [number for number, size in enumerate(content["bytes"]) if size is not None] == list(range(0, 64, 3))
-    assert content["texts"][4] == "llama.cpp runs whole layers only"
-    layers, heads = Layout(("GGG",) * 9 + ("LLL",) * 12, 128), Layout(("GLL",) * 21, 128)
-    assert layout_in_engine(memory, layers).endswith("; as whole layers")
-    assert layout_in_engine(memory, heads) == "llama.cpp runs whole layers only"
-    rows = {row.head: row.cells for row in serving_section(memory, TABLE, {"a": layers, "b": heads}).groups[0]}
-    assert rows["b"] == ("21", "not run: whole layers only", "-", "-", "-")
-    assert rows["a"][:2] == ("27", "whole layers")
-
-
 def test_sink_tokens_of_layouts() -> None:
     rows = ("GLL",) * 21
     plain, one, four = (Layout(rows, 128, sinks=sinks) for sinks in (0, 1, 4))
     plans = [served().cost.layout_plan(layout) for layout in (plain, one)]
     assert plans[0] is not None
     assert plans[1] is not None
-    assert plans[1].plan.request_bytes > plans[0].plan.request_bytes
+    assert plans[1].request_bytes > plans[0].request_bytes
     assert layout_in_engine(served(), four) == "vLLM 0.32 runs at most 1 sink token"
-    layers = replace(one, heads=("GGG",) * 9 + ("LLL",) * 12)
-    assert layout_in_engine(served(LLAMACPP, page_size=256), layers) == "llama.cpp runs no sink tokens"
+    rows_of_table = {row.head: row.cells for row in serving_section(served(), TABLE, {"four": four}).groups[0]}
+    assert rows_of_table["four"] == ("21", "not run: at most 1 sink token", "-", "-", "-")
 
 
 def test_layouts_are_served_in_the_form_that_takes_least() -> None:
@@ -90,7 +76,7 @@ def test_layouts_are_served_in_the_form_that_takes_least() -> None:
     planned = served().cost.layout_plan(regular)
     assert planned is not None
     assert layout_in_engine(served(), regular).endswith(f"; as {planned.form}")
-    assert planned.plan.request_bytes <= VLLM.plan(served().cost.cache(63), 21).request_bytes
+    assert planned.request_bytes <= VLLM.plan(served().cost.cache(63), 21).request_bytes
 
 
 def explorer(inputs: ReportInputs) -> Mapping[str, Any]:

@@ -66,16 +66,6 @@ class TestPlan:
         assert "1,424,929 │ 9, 10 │" in shown
         assert "pages of 128 tokens (page-size), 2,048 tokens in flight" in shown
 
-    @pytest.mark.parametrize(("engine", "note"), [("sglang", "0.8 as many tokens"), ("llamacpp", "one slot for each")])
-    def test_engines_that_were_read(
-        self, engine: str, note: str, config: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        main(["plan", "--model", str(config), "--device", "cpu", "--engine", engine, "--kv-bytes", "4GiB"])
-        shown = " ".join(capsys.readouterr().out.split())
-        assert "read in its source, not run" in shown
-        assert "whole layers only" in shown
-        assert note in shown
-
     def test_without_an_engine_there_is_none(self, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "engine" not in planned(capsys, config)
 
@@ -137,7 +127,7 @@ class TestPlanAttention:
             return fails(capsys, "plan", "attention", "level-8", "--context", "1k", *options)
 
         assert "--kv-bytes needs --engine" in refused("--kv-bytes", "1GiB")
-        assert "runs whole layers only, but the layout mixes" in refused(*layouts, "--engine", "llamacpp")
+        assert "unknown engine 'llamacpp'; expected one of vllm" in refused(*layouts, "--engine", "llamacpp")
         assert "--kv-dtype 'int3' is unknown" in refused(*CPU, "--kv-dtype", "int3")
         Layout(("GLL",) * 21, window=128, strategy="mine", sinks=4).write(tmp_path / "sinks.yaml")
         assert "keeps at most 1 sink token" in refused(*CPU, "--layout", str(tmp_path / "sinks.yaml"))
@@ -181,15 +171,6 @@ class TestPropose:
         assert memory["densest"] <= total
         assert "coverage % ┃ memory" in shown
 
-    def test_layouts_that_an_engine_does_not_run(
-        self, workspace: Path, options: list[str], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        layers = ["--granularity", "layer", "--engine", "sglang", "--budget", "27"]
-        self.propose(capsys, *options, *layers)
-        memory = pd.read_csv(workspace / "layouts" / "p" / "coverage.csv").set_index("strategy")["kv_bytes"]
-        assert memory[["constrained", "interleaved-first"]].notna().all()
-        assert memory[["densest", "random-0"]].isna().all()
-
     def test_a_budget_in_bytes(self, workspace: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         shown = self.propose(capsys, *options, "--kv-bytes", "3.02GiB")
         assert "3.02GiB has room for 36 global heads: 3.01 GiB in vLLM 0.32" in shown
@@ -219,7 +200,6 @@ class TestPropose:
         ("changed", "message"),
         [
             (["--engine", "none"], "unknown engine 'none'"),
-            (["--engine", "sglang"], "SGLang 0.5.23 runs whole layers only: add --granularity layer"),
             (["--kv-bytes", "1MiB"], "1.00 MiB is too small in vLLM 0.32: 10 requests of 32,768 tokens need at least"),
             (["--sinks", "4"], "vLLM 0.32 keeps at most 1 sink token for local heads, but the layout has 4"),
         ],

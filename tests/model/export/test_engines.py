@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from spkv_nas import Layout, UserError
 from spkv_nas.cli import main
 from spkv_nas.engines.engine import Cell, Outcome, form_name
-from spkv_nas.engines.mlx import Mlx
+from spkv_nas.engines.known import FORMS, Mlx, Transformers
 from spkv_nas.engines.registry import (
     ENGINES,
     GUARD_KEYS,
@@ -25,7 +25,6 @@ from spkv_nas.engines.registry import (
     objection,
     outcomes,
 )
-from spkv_nas.engines.transformers import FORMS, Transformers
 from spkv_nas.engines.vllm import Vllm
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export import native, verify_export
