@@ -1,13 +1,12 @@
 """Attention times measured on one machine by ``spkv-nas calibrate``, and the time of a layout derived from them.
 
-The measurement covers one layer of one shape: its time per token with g = 0 .. Hkv global heads, at a few context
-lengths, for decoding and prefill (``spkv_nas.cost.timing``). The time of a layout is the sum over its layers, each at
-its own g. Between measured points, times are interpolated linearly in g and the context length. There is no
-extrapolation beyond the measured contexts, because the slope changes once a cache exceeds the processor's caches or a
-GPU reaches full utilisation.
+The measurement covers one layer of one shape: its time per decoded token with g = 0 .. Hkv global heads, at a few
+context lengths (``spkv_nas.cost.timing``). The time of a layout is the sum over its layers, each at its own g. Between
+measured points, times are interpolated linearly in g and the context length. There is no extrapolation beyond the
+measured contexts, because the slope changes once a cache exceeds the processor's caches or a GPU is fully used.
 
-A folder holds ``calibration.csv`` (phase, context, num_global, seconds_per_token) and ``calibration.yaml``, which
-records what was measured, the hardware and the versions. Reading needs no torch.
+A folder holds ``calibration.csv`` (context, num_global, seconds_per_token) and ``calibration.yaml``, which records what
+was measured, the hardware and the versions. Reading needs no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, get_args
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -33,11 +32,9 @@ from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing, settle
 from spkv_nas.base.schema import Recorded, validate
 from spkv_nas.base.tables import Column, read_table, write_csv
-from spkv_nas.cost.formulas import mean_visible_keys, visible_keys
+from spkv_nas.cost.formulas import visible_keys
 
-Phase = Literal["decode", "prefill"]
 COLUMNS = (
-    Column("phase", choices=get_args(Phase)),
     Column("context", "whole", low=1),
     Column("num_global", "whole"),
     Column("seconds_per_token", "number", high=MAX_SHOWN),
@@ -82,11 +79,9 @@ class LayerCase:
         return tuple(sorted({round(g) for g in np.linspace(0, self.num_kv_heads, number)}))
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One measured time per token of a layer: phase, tokens in the cache or sequence, and number of global KV heads."""
+class Timing(NamedTuple):
+    """One measured time per decoded token of a layer: tokens in the cache, number of global KV heads, and seconds."""
 
-    phase: Phase
     context: int
     num_global: int
     seconds_per_token: float
@@ -100,7 +95,7 @@ class Calibration:
         case: the measured layer.
         hardware: product name of the processor or GPU.
         num_threads: CPU threads.
-        timings: by phase, a full grid of contexts and numbers of global heads.
+        timings: a full grid of contexts and numbers of global heads.
         environment: versions and commit.
     """
 
@@ -112,7 +107,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         """Validate the grid of times. Raises ``UserError`` unless it is full and has 0 and Hkv global heads."""
-        _ = self._grids
+        _ = self.grid
 
     @property
     def num_kv_heads(self) -> int:
@@ -126,14 +121,10 @@ class Calibration:
         where = f"{self.hardware}, {threads}" if self.case.device == "cpu" else self.hardware
         return f"measured on {where}, {self.case.dtype}, batch {self.case.batch}"
 
-    def contexts(self, phase: Phase) -> tuple[int, ...]:
+    @property
+    def contexts(self) -> tuple[int, ...]:
         """Return the measured context lengths, ascending."""
-        return tuple(int(context) for context in self.grid(phase)[0])
-
-    def covers(self, context: int, phase: Phase) -> bool:
-        """Return whether ``context`` is within the measured range."""
-        measured = self.contexts(phase)
-        return measured[0] <= context <= measured[-1]
+        return tuple(int(context) for context in self.grid[0])
 
     def check_shape(self, shape: Shape) -> None:
         """Raise ``UserError`` unless a model has the measured heads; its number of layers may differ."""
@@ -145,24 +136,23 @@ class Calibration:
         if window != self.case.window:
             raise UserError(f"the calibration was measured for window {self.case.window}, not {window}")
 
-    def check_context(self, context: int, phase: Phase) -> None:
+    def check_context(self, context: int) -> None:
         """Raise ``UserError`` unless a context length is within the measured range."""
-        if not self.covers(context, phase):
-            measured = self.contexts(phase)
+        first, last = self.contexts[0], self.contexts[-1]
+        if not first <= context <= last:
             raise UserError(
-                f"the calibration measured {phase} at {measured[0]:,} to {measured[-1]:,} tokens, "
-                f"not at {context:,}: calibrate with --context {context}"
+                f"the calibration measured {first:,} to {last:,} tokens, not {context:,}: calibrate with "
+                f"--context {context}"
             )
 
-    def layer_seconds(self, context: int, *, density: float = 1.0, window: int = 0, phase: Phase = "decode") -> float:
-        """Return the seconds per token of attention in one layer.
+    def layer_seconds(self, context: int, *, density: float = 1.0, window: int = 0) -> float:
+        """Return the seconds of attention in one layer per decoded token.
 
         Args:
-            context: tokens in the cache when decoding; length of the sequence in prefill.
+            context: tokens in the cache.
             density: share of the layer's KV heads that are global, the others seeing only the window; a head that keeps
                 a share of its keys counts as that share of a global head.
             window: w of the local heads; ignored with density 1.
-            phase: "decode" (one token after another) or "prefill" (the whole sequence at once).
 
         Raises:
             UserError: the density is outside [0, 1], or the window or context was not measured.
@@ -171,8 +161,8 @@ class Calibration:
             raise UserError(f"density must lie in [0, 1]; found {density:g}")
         if density < 1.0:
             self.check_window(window)
-        self.check_context(context, phase)
-        contexts, counts, seconds = self.grid(phase)
+        self.check_context(context)
+        contexts, counts, seconds = self.grid
         at_contexts = [np.interp(density * self.num_kv_heads, counts, row) for row in seconds]
         return float(np.interp(context, contexts, at_contexts))
 
@@ -180,18 +170,16 @@ class Calibration:
         self,
         heads: Layout | Sequence[float],
         context: int,
-        phase: Phase = "decode",
         *,
         window: int = 0,
         sinks: int = 0,
         native_windows: Sequence[int | None] = (),
     ) -> float:
-        """Return the seconds per token of attention in all layers: the sum of ``layer_seconds``.
+        """Return the seconds of attention in all layers per decoded token: the sum of ``layer_seconds``.
 
         Args:
             heads: a layout, which has its window and sinks, or by layer the share of the KV heads that are global.
-            context: as in ``layer_seconds``.
-            phase: as in ``layer_seconds``.
+            context: tokens in the cache.
             window: w of the local heads.
             sinks: first tokens that local heads see besides.
             native_windows: sliding window of each layer, None for full attention; empty: no layer has one.
@@ -217,41 +205,33 @@ class Calibration:
             if native is not None and native < context:  # no head sees beyond the native window
                 if share < 1.0 and not marked[native]:
                     self.check_window(window)
-                seconds = self.layer_seconds(context, density=0.0, window=native, phase=phase)
+                seconds = self.layer_seconds(context, density=0.0, window=native)
             elif marked[native]:  # a native window that the context does not fill
-                seconds = self.layer_seconds(context, phase=phase)
+                seconds = self.layer_seconds(context)
             else:
-                density = _with_sinks(share, context, window=window, sinks=sinks, phase=phase)
-                seconds = self.layer_seconds(context, density=density, window=window, phase=phase)
+                density = _with_sinks(share, context, window=window, sinks=sinks)
+                seconds = self.layer_seconds(context, density=density, window=window)
             total += number * seconds
         return total
 
-    def grid(self, phase: Phase) -> tuple[Float, Float, Float]:
-        """Return contexts [C] and numbers of global heads [N], both ascending, and seconds per token [C, N]."""
-        return self._grids[phase]
-
     @cached_property
-    def _grids(self) -> dict[Phase, tuple[Float, Float, Float]]:
-        table = pd.DataFrame(self.timings)
-        grids: dict[Phase, tuple[Float, Float, Float]] = {}
-        for phase in get_args(Phase):
-            # Arrange the times as a grid and check that it is complete
-            rows = table[table["phase"] == phase]
-            points = rows.groupby(["context", "num_global"])["seconds_per_token"]
-            grid = points.first().unstack()
-            if grid.isna().any(axis=None) or len(rows) != grid.size:
-                raise UserError(f"{phase}: expected one time for every context and number of global heads")
-            counts = [int(count) for count in grid.columns]
-            if not {0, self.num_kv_heads} <= {*counts} or max(counts) > self.num_kv_heads:
-                raise UserError(f"{phase}: expected times of 0 to {self.num_kv_heads} global heads; found {counts}")
-            grids[phase] = (grid.index.to_numpy(float), np.array(counts, dtype=float), grid.to_numpy(float))
-        return grids
+    def grid(self) -> tuple[Float, Float, Float]:
+        """Return contexts [C] and numbers of global heads [N], both ascending, and seconds per token [C, N]."""
+        points = pd.DataFrame(self.timings, columns=Timing._fields).groupby(["context", "num_global"])
+        grid = points["seconds_per_token"].first().unstack()
+        # Check that it is complete
+        if grid.isna().any(axis=None) or len(self.timings) != grid.size:
+            raise UserError("expected one time for every context and number of global heads")
+        counts = [int(count) for count in grid.columns]
+        if not {0, self.num_kv_heads} <= {*counts} or max(counts) > self.num_kv_heads:
+            raise UserError(f"expected times of 0 to {self.num_kv_heads} global heads; found {counts}")
+        return grid.index.to_numpy(float), np.array(counts, dtype=float), grid.to_numpy(float)
 
     def write(self, folder: Path) -> None:
         """Write ``calibration.csv`` and ``calibration.yaml``, replacing an earlier calibration."""
         machine = {"hardware": self.hardware, "num_threads": self.num_threads, "environment": dict(self.environment)}
         with replacing(folder) as new:
-            write_csv(new / "calibration.csv", pd.DataFrame(self.timings))
+            write_csv(new / "calibration.csv", pd.DataFrame(self.timings, columns=Timing._fields))
             write_record(new / "calibration.yaml", {**vars(self.case), **machine})
 
     @classmethod
@@ -290,17 +270,14 @@ def default_contexts(largest: int) -> tuple[int, ...]:
     return (*(step for step in steps if step < largest), largest)
 
 
-def _with_sinks(share: float, context: int, *, window: int, sinks: int, phase: Phase) -> float:
+def _with_sinks(share: float, context: int, *, window: int, sinks: int) -> float:
     """Return the share of global heads that reads as many keys as ``share`` of them and the sink tokens of the others.
 
     Times are measured for windows alone (``calibrate``), and depend on the number of keys.
     """
-    if not sinks:
-        return share
-    count = visible_keys if phase == "decode" else mean_visible_keys
-    keys = count(context, density=share, window=window + sinks)
-    local, full = count(context, density=0.0, window=window), count(context)
-    return (keys - local) / (full - local) if full > local else share
+    keys = visible_keys(context, density=share, window=window + sinks)
+    local = min(window, context)
+    return (keys - local) / (context - local) if sinks and context > local else share
 
 
 def _title(heads: LayerCase | Shape) -> str:

@@ -100,16 +100,6 @@ def visible_keys(context: int, *, density: float = 1.0, window: int = 0) -> floa
     return recent + density * (context - recent)
 
 
-def mean_visible_keys(context: int, *, density: float = 1.0, window: int = 0) -> float:
-    """Return the keys that a query sees, including its own, averaged over a causal sequence of ``context`` tokens.
-
-    (context + 1) / 2 with density 1, and recent - recent (recent - 1) / (2 context) with density 0.
-    """
-    recent = min(window, context)
-    local = recent - recent * (recent - 1) / (2 * context)
-    return local + density * ((context + 1) / 2 - local)
-
-
 def attention_flops(shape: HeadShape, context: int, *, density: float = 1.0, window: int = 0) -> float:
     """Return the forward FLOPs of attention per token, 2 L d_attn keys. Raises ``UserError`` as ``visible_keys``."""
     return 2 * shape.num_layers * shape.attention_width * visible_keys(context, density=density, window=window)
@@ -157,7 +147,6 @@ class Cost:
         attention_flops: forward FLOPs of attention per token.
         total_flops: forward FLOPs per token; None for a mixture of experts.
         decode_seconds: time of attention in all layers per decoded token (``Calibration``); None: unknown.
-        prefill_seconds: the same per token of prefill.
     """
 
     name: str
@@ -167,7 +156,6 @@ class Cost:
     attention_flops: float
     total_flops: float | None
     decode_seconds: float | None = None
-    prefill_seconds: float | None = None
 
 
 def cost(

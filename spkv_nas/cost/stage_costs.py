@@ -8,7 +8,6 @@ memory bandwidth. It is None if the device is unknown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +15,6 @@ from typing import NamedTuple
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.formulas import (
     BFLOAT16,
     FLOAT32,
@@ -28,13 +26,10 @@ from spkv_nas.cost.formulas import (
     flops_per_token,
     kv_cache_bytes,
     largest_fit,
-    num_adapter_parameters,
     num_predictor_parameters,
 )
 
-_MAX_DEVICES = 1024
-_RANK = 16  # of recommended adapters
-_AGAIN = "gradient_checkpointing: true"
+_SHARDS = tuple(2**exponent for exponent in range(1, 11))  # numbers of devices to recommend
 _GATHERED = 2  # layers whose weights FSDP2 gathers: the current one and the next
 _FIXED = "its fixed memory alone does not fit: use a device with more memory"
 
@@ -166,7 +161,7 @@ class StageCost:
         seconds: time; None if the device is unknown.
         devices: devices that it is sharded across.
         batching: micro-batch size, for messages.
-        remedy: what to change if it does not fit; "" if it fits, None if the memory is unknown.
+        remedy: what to change if it does not fit; "" if it fits.
     """
 
     name: str
@@ -176,12 +171,12 @@ class StageCost:
     seconds: float | None
     devices: int = 1
     batching: str = ""
-    remedy: str | None = ""
+    remedy: str = ""
 
     @property
-    def fits(self) -> bool | None:
-        """Return whether the memory suffices; None: unknown."""
-        return None if self.remedy is None else not self.remedy
+    def fits(self) -> bool:
+        """Return whether the memory suffices."""
+        return not self.remedy
 
 
 @dataclass(frozen=True)
@@ -268,19 +263,9 @@ class Stages:
         teacher = self._forward_flops(scored=True, gated=False) if training.distills else 0.0
         flops = tokens * (teacher + self._learning_flops(learns, gated=gated, recomputes=recomputes, adapters=adapters))
         devices, micro = self.site.devices, self._micro(training)
-        memory, passes = self.training_bytes(training, devices, micro, gated=gated), self._batching(micro, recomputes)
-        if not recomputes:
-            recomputed = self.training_bytes(replace(training, recomputes=True), devices, micro, gated=gated).total
-            passes += f"; {format_bytes(round(recomputed))} with gradient_checkpointing"
-        work = self._work(name, memory, tokens, flops, devices, passes)
+        memory = self.training_bytes(training, devices, micro, gated=gated)
+        work = self._work(name, memory, tokens, flops, devices, self._batching(micro, recomputes))
         return work if work.fits else replace(work, remedy=self._training_remedy(training, gated))
-
-    def export(self, name: str) -> StageCost:
-        """Return the cost of an export, which converts one part (a layer or the embedding) at a time to float32."""
-        size = self.size
-        part = max(size.without_embeddings / size.heads.num_layers, size.vocabulary * size.hidden_size)
-        work = self._work(name, Bytes(FLOAT32 * part), 0, 0.0, batching="on the CPU")
-        return replace(work, seconds=None, remedy=work.remedy if self.site.is_cpu else None)
 
     def generate(self, name: str, context: int, *, density: float, window: int) -> StageCost:
         """Return the cost of one decoded token after a prompt of ``context`` tokens that is processed in one pass."""
@@ -310,35 +295,19 @@ class Stages:
         return _FIXED if self.site.is_cpu else f"{_FIXED}, or several devices with --device auto"
 
     def _training_remedy(self, training: Training, gated: bool) -> str:
-        """Return the smallest change of a recipe that makes training fit."""
-        # Recompute layers or reduce the micro-batch
-        recomputing, micro = replace(training, recomputes=True), self._micro(training)
-        ways = {"": training, f"{_AGAIN}, ": recomputing}
-        for prefix, way in ways.items():
-            if fitting := self._fitting(way, gated):
-                smaller = f"{prefix}micro_batch_size: {max(n for n in range(1, fitting + 1) if micro % n == 0)}"
-                return _AGAIN if fitting == micro else smaller
-        # Else shard, or train adapters
-        remedy = self._sharded_remedy(ways, gated)
-        adapted = replace(recomputing, learns=Learns.ADAPTERS, adapters=num_adapter_parameters(self.size, _RANK))
-        adapts = training.learns is Learns.ALL and self._fitting(adapted, gated)
-        return f"lora: {{}} and {_AGAIN}, or {remedy}" if adapts else remedy
-
-    def _sharded_remedy(self, ways: Mapping[str, Training], gated: bool) -> str:
-        """Return the fewest devices on which sharded training fits, trying each of the ``ways``; it has no teacher."""
-        number = max(2, self.site.devices)
-        while number <= _MAX_DEVICES:
-            for prefix, way in ways.items():
-                sharded, dropped = replace(way, sharded=True, distills=False), ", no distill" if way.distills else ""
-                if self.site.holds(self.training_bytes(sharded, number, 1, gated=gated)):
-                    return f"sharding: fsdp on {number} devices, {prefix}micro_batch_size: 1{dropped}"
-            number *= 2
+        """Return the smallest change of a recipe with which training fits; sharded training has no teacher."""
+        again, smallest = "gradient_checkpointing: true", "gradient_checkpointing: true, micro_batch_size: 1"
+        recomputing, devices = replace(training, recomputes=True), self.site.devices
+        changes = [(again, recomputing, devices, self._micro(training)), (smallest, recomputing, devices, 1)]
+        for number in _SHARDS:
+            if number >= devices:
+                dropped = ", no distill" if training.distills else ""
+                sharded = replace(recomputing, sharded=True, distills=False)
+                changes.append((f"sharding: fsdp on {number} devices, {smallest}{dropped}", sharded, number, 1))
+        for change, changed, number, blocks in changes:
+            if self.site.holds(self.training_bytes(changed, number, blocks, gated=gated)):
+                return change
         return "a smaller data.block_size, or devices with more memory"
-
-    def _fitting(self, training: Training, gated: bool) -> int:
-        """Return the largest micro-batch size that fits on one of the site's devices, or 0."""
-        bytes_of = partial(self.training_bytes, training, self.site.devices, gated=gated)
-        return largest_fit(self._micro(training), ROOM * self.site.memory, lambda blocks: bytes_of(blocks).total)
 
     def training_bytes(self, training: Training, devices: int, blocks: int, *, gated: bool) -> Bytes:
         """Return the memory on one of ``devices`` with micro-batches of ``blocks``."""

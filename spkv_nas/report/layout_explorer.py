@@ -225,7 +225,7 @@ def _times(calibration: Calibration | None) -> dict[str, Any] | None:
     """Return the measured seconds of a layer, to compute decoding times from, and their source; None without any."""
     if calibration is None:
         return None
-    contexts, counts, seconds = calibration.grid("decode")
+    contexts, counts, seconds = calibration.grid
     return {
         "measured": calibration.source,
         "window": calibration.case.window,

@@ -19,7 +19,6 @@ def read_times(options: CalibrateOptions, windows: Sequence[int], context: int, 
     Raises:
         UserError: it does not exist or fit; suggests the command that measures it.
     """
-    folder = options.folders.report_dir(str(options.name))
     if len(set(windows)) > 1:
         needed = " and ".join(map(str, sorted(set(windows))))
         raise UserError(
@@ -28,13 +27,11 @@ def read_times(options: CalibrateOptions, windows: Sequence[int], context: int, 
         )
     # Suggest the command that measures what is missing, whichever check fails
     try:
-        if not (folder / "calibration.yaml").is_file():
-            raise UserError(f"no calibration '{options.name}' in {folder.parent}")
-        calibration = Calibration.read(folder)
+        calibration = Calibration.read(options.folders.report_dir(str(options.name)))
         calibration.check_shape(shape)
         for window in windows:
             calibration.check_window(window)
-        calibration.check_context(context, "decode")
+        calibration.check_context(context)
     except UserError as error:
         raise UserError("\n".join([str(error), *calibrate_command(options, windows, context)])) from error
     return calibration

@@ -58,23 +58,14 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
 def show(result: CalibrationResult) -> None:
     """Print measured times by number of global heads."""
     measured = result.calibration
-    case = measured.case
-    counts = case.global_counts
-    # Tabulate the times by phase and context
-    grid = Table(
-        "",
-        "tokens",
-        *(str(count) for count in counts),
-        title=f"{escape(result.name)}: µs per token and layer\nby number of global heads",
-    )
-    seconds = {(row.phase, row.context, row.num_global): row.seconds_per_token for row in measured.timings}
-    for phase, context in dict.fromkeys((row.phase, row.context) for row in measured.timings):
-        grid.add_row(phase, f"{context:,}", *(format_microseconds(seconds[phase, context, count]) for count in counts))
+    case, (_, counts, seconds) = measured.case, measured.grid
+    # Tabulate the times by context
+    title = f"{escape(result.name)}: µs per decoded token and layer\nby number of global heads"
+    grid = Table("tokens", *(f"{count:.0f}" for count in counts), title=title)
+    for context, row in zip(measured.contexts, seconds, strict=True):
+        grid.add_row(f"{context:,}", *map(format_microseconds, row))
     out.print(grid)
-    # Say what was measured, and what was not
     out.print(f"{case.title}, window {case.window}, {escape(measured.source)}")
-    if (last := measured.contexts("prefill")[-1]) < measured.contexts("decode")[-1]:
-        out.print(f"prefill: not measured beyond {last:,} tokens, where one call would take too long")
     print_path("times", result.folder / "calibration.csv")
 
 
@@ -85,7 +76,7 @@ def document(result: CalibrationResult) -> dict[str, Any]:
         "name": result.name,
         "case": measured.case,
         "source": measured.source,
-        "times": measured.timings,
+        "times": [row._asdict() for row in measured.timings],
         "folder": result.folder,
     }
 

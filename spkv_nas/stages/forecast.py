@@ -13,7 +13,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS, SINK_TOKENS
+from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.console import caution, out, say
@@ -27,7 +27,6 @@ from spkv_nas.cost.stage_costs import Site, StageCost, Stages
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
-from spkv_nas.probing.flags import parse_sinks
 from spkv_nas.probing.frozen import ROOM
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
@@ -38,8 +37,6 @@ from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
 from spkv_nas.stages.subject import Subject, default_block_size
 from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed
 from spkv_nas.training.text_size import count_text
-
-_OF_LAYOUTS = 0.25  # share of layers whose hidden states a search of 64 layouts keeps at once: 6 of 21
 
 
 @dataclass(frozen=True)
@@ -117,8 +114,6 @@ def gate_training(stages: Stages, steps: int | None) -> StageCost:
 
 def _probed(stages: Stages, signal: Signal, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:
     """Yield the stages of ``probe`` on a text of ``tokens`` tokens."""
-    if parse_sinks(options.sinks) is None and not stages.gates.sinks:
-        yield _measured_sinks(stages, tokens)
     limit = options.max_tokens or _most_tokens(signal, tokens)
     yield signal.cost(stages, min(limit, tokens))
     if "ablation_tokens" in signal.options() and options.ablation_tokens != 0:
@@ -127,21 +122,12 @@ def _probed(stages: Stages, signal: Signal, options: ProbeOptions, tokens: int) 
 
 def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
     """Yield the stages that need no training, on ``tokens`` tokens of text."""
-    if not stages.gates.sinks:
-        yield _measured_sinks(stages, tokens)
     yield DENSITY.cost(stages, tokens)
     yield _validating(stages, min(ABLATION_TOKENS, tokens))
     for signal in SIGNALS:
         if signal is not DENSITY:
             yield signal.cost(stages, _most_tokens(signal, tokens))
-    yield stages.measure("score each layout", tokens, shares=_OF_LAYOUTS)
     yield stages.measure("evaluate", tokens, gated=True)
-
-
-def _measured_sinks(stages: Stages, tokens: int) -> StageCost:
-    """Return the cost of the pass that measures how many sink tokens layouts need."""
-    num_blocks = max(1, min(SINK_TOKENS, tokens) // stages.block_size)
-    return stages.measure("measure sink tokens", num_blocks * stages.block_size, scored=False)
 
 
 def _most_tokens(signal: Signal, tokens: int) -> int:
@@ -177,7 +163,7 @@ def show(result: Forecast) -> None:
     for stage in result.stages:
         name = f"{escape(stage.name)}\n  [dim]{escape(stage.batching)}[/dim]" if stage.batching else escape(stage.name)
         tokens, flops = (f"{stage.tokens:,}", format_flops(stage.flops)) if stage.tokens else ("-", "-")
-        answer = {True: "yes", False: "no", None: "-"}[stage.fits]
+        answer = "yes" if stage.fits else "no"
         grid.add_row(name, format_bytes(round(stage.memory.total)), tokens, flops, _time(stage), answer)
         if stage.remedy:
             remedies.setdefault(stage.remedy, []).append(stage.name)

@@ -146,11 +146,10 @@ def _of_recipe(file: Path, options: PlanOptions, reporter: Reporter) -> _Workflo
 
 
 def _generated(stages: Stages, options: PlanOptions, context: int) -> Iterator[StageCost]:
-    """Yield export and generation, with full attention and with a layout of the budget."""
+    """Yield generation with full attention and with a layout of the budget."""
     size = stages.size
     heads = size.heads.num_layers * size.heads.num_kv_heads
     budget = parse_budget(options.budget, (size.num_full or size.heads.num_layers) * size.heads.num_kv_heads)
-    yield stages.export("export")
     yield stages.generate(
         f"generate at {context:,}", context, density=size.full_attention_share, window=size.sliding_window
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -15,7 +15,7 @@ from spkv_nas.base.console import out, say
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import ITEM_BYTES, format_microseconds
-from spkv_nas.cost.calibration import Calibration, Phase
+from spkv_nas.cost.calibration import Calibration
 from spkv_nas.cost.formulas import Cost, cost, layout_density
 from spkv_nas.stages.attention_times import calibrate_command, read_times
 from spkv_nas.stages.engines import Served, serve
@@ -63,23 +63,25 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     needed = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
     needed += sorted({window for window in native if window is not None and window < tokens})
     times, remedy = _times(options, subject, needed, tokens, reporter)
+    item = ITEM_BYTES[options.kv_dtype or "bfloat16"]
+
+    def row(name: str, heads: Layout | float, density: float, window: int, sinks: int) -> Cost:
+        by_layer = heads if isinstance(heads, Layout) else [heads] * shape.num_layers
+        seconds = None
+        if times is not None:
+            seconds = times.layout_seconds(by_layer, tokens, window=window, sinks=sinks, native_windows=native)
+        reach = window + sinks
+        counted = cost(name, shape, tokens, density=density, window=reach, native_windows=native, element_size=item)
+        return replace(counted, decode_seconds=seconds, total_flops=None if subject.is_mixture else counted.total_flops)
+
     # Compute a row for full attention, each layout, and the density
-    common: Any = {"native_windows": native, "element_size": ITEM_BYTES[options.kv_dtype or "bfloat16"]}
-    full_attention, windows = [1.0] * shape.num_layers, {"native_windows": native}
-    rows = [_timed(cost("full attention", shape, tokens, **common), full_attention, tokens, times, **windows)]
+    rows = [row("full attention", 1.0, 1.0, 0, 0)]
     for layout, share in zip(layouts, shares, strict=True):
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
-        row = cost(title, shape, tokens, density=share, window=layout.local_keys, **common)
-        rows.append(_timed(row, layout, tokens, times, **windows))
+        rows.append(row(title, layout, share, layout.window, layout.sinks))
     served = _served(options, subject, [row.name for row in rows], layouts, tokens)
-    if options.density is not None:
-        title, sinks = f"SP-KV, density {options.density:g}", options.sinks or 0
-        row = cost(title, shape, tokens, density=options.density, window=options.window + sinks, **common)
-        shares = [options.density] * shape.num_layers
-        local = {"window": options.window, "sinks": sinks}
-        rows.append(_timed(row, shares, tokens, times, **local, **windows))
-    if subject.is_mixture:
-        rows = [replace(row, total_flops=None) for row in rows]
+    if (density := options.density) is not None:
+        rows.append(row(f"SP-KV, density {density:g}", density, density, options.window, options.sinks or 0))
     return AttentionCosts(subject.title, shape, tokens, rows, times, remedy, served)
 
 
@@ -98,16 +100,6 @@ def _times(
             raise
         reporter.caution(str(error))
         return None, []
-
-
-def _timed(row: Cost, heads: Layout | Sequence[float], context: int, times: Calibration | None, **windows: Any) -> Cost:
-    """Add the times that were measured to a cost: those of ``Calibration.layout_seconds``."""
-    seconds: dict[str, Any] = {
-        f"{phase}_seconds": times.layout_seconds(heads, context, phase, **windows)
-        for phase in get_args(Phase)
-        if times is not None and times.covers(context, phase)
-    }
-    return replace(row, **seconds)
 
 
 def _served(
@@ -139,7 +131,7 @@ def show(result: AttentionCosts) -> None:
     )
     # Table of costs
     sizes = ("KV bytes\nper token", "KV cache\nMiB", "attention\nGFLOPs", "total\nGFLOPs")
-    grid = Table("attention", *sizes, "decode\nµs", "prefill\nµs", title="FLOPs and times are per token")
+    grid = Table("attention", *sizes, "decode\nµs", title="FLOPs and times are per token")
     for row in result.costs:
         grid.add_row(
             escape(row.name),
@@ -148,7 +140,6 @@ def show(result: AttentionCosts) -> None:
             f"{row.attention_flops / 1e9:,.4g}",
             "-" if row.total_flops is None else f"{row.total_flops / 1e9:,.4g}",
             format_microseconds(row.decode_seconds),
-            format_microseconds(row.prefill_seconds),
         )
     out.print(grid)
     # Where the times come from
@@ -158,8 +149,6 @@ def show(result: AttentionCosts) -> None:
         out.print(f"times: attention of all layers, {escape(times.source)}")
     if result.costs[0].total_flops is None:
         out.print("total: unknown for a mixture of experts, of which a token uses only some parameters")
-    if times is not None and result.costs[0].prefill_seconds is None:
-        out.print(f"-: prefill was not measured at {result.context:,} tokens")
     # Caches in an engine
     if served is not None:
         title = f"KV cache in {served.engine.title}: requests of {served.cache.context:,} tokens"

@@ -22,8 +22,7 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.cost import timing as attention_timing
-from spkv_nas.cost.calibration import Calibration, LayerCase, Phase, Timing, default_contexts
-from spkv_nas.cost.formulas import mean_visible_keys
+from spkv_nas.cost.calibration import Calibration, LayerCase, Timing, default_contexts
 from spkv_nas.cost.timing import time_attention
 from spkv_nas.stages.options.plan_attention import AttentionOptions
 from spkv_nas.stages.plan_attention import attention
@@ -35,10 +34,8 @@ DECODE = {(100, 0): 1.0, (100, 1): 2.0, (100, 2): 4.0, (400, 0): 1.0, (400, 1): 
 
 
 def make_calibration(case: LayerCase = CASE, decode: dict[tuple[int, int], float] = DECODE) -> Calibration:
-    """Make a calibration with prefill measured at 100 tokens only, where it takes half a decoded token's time."""
-    timings = [Timing("decode", *point, seconds) for point, seconds in decode.items()]
-    timings += [Timing("prefill", *point, seconds / 2) for point, seconds in decode.items() if point[0] == 100]
-    return Calibration(case, "abacus", 2, tuple(timings), {"torch": "2.13.0"})
+    timings = tuple(Timing(*point, seconds) for point, seconds in decode.items())
+    return Calibration(case, "abacus", 2, timings, {"torch": "2.13.0"})
 
 
 class TestInterpolation:
@@ -60,7 +57,6 @@ class TestInterpolation:
     def test_a_layout_is_the_sum_of_its_layers(self) -> None:
         calibration = make_calibration()
         assert calibration.layout_seconds(LAYOUT, 100) == pytest.approx(2.0 + 1.0 + 4.0)
-        assert calibration.layout_seconds(LAYOUT, 100, "prefill") == pytest.approx(3.5)
 
     def test_sink_tokens_count_as_further_keys(self) -> None:
         """48 sink tokens are half of the 96 keys that a global head reads beyond the window of 4."""
@@ -73,9 +69,8 @@ class TestInterpolation:
     @pytest.mark.parametrize(
         ("call", "message"),
         [
-            (lambda c: c.layer_seconds(99), "measured decode at 100 to 400 tokens, not at 99"),
+            (lambda c: c.layer_seconds(99), "measured 100 to 400 tokens, not 99"),
             (lambda c: c.layer_seconds(401), "--context 401"),
-            (lambda c: c.layer_seconds(101, phase="prefill"), "measured prefill at 100 to 100 tokens"),
             (lambda c: c.layer_seconds(100, density=1.5), r"in \[0, 1\]; found 1.5"),
             (lambda c: c.layer_seconds(100, density=0.5, window=8), "for window 4, not 8"),
             (
@@ -106,8 +101,8 @@ class TestFiles:
         assert Calibration.read(tmp_path) == calibration
         assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["calibration.csv", "calibration.yaml"]
         assert (tmp_path / "calibration.csv").read_text().splitlines()[:2] == [
-            "phase,context,num_global,seconds_per_token",
-            "decode,100,0,1",
+            "context,num_global,seconds_per_token",
+            "100,0,1",
         ]
 
     def rewrite(self, folder: Path, table: str | None = None, **header: Any) -> None:
@@ -124,10 +119,9 @@ class TestFiles:
             ({"window": None}, "key 'window' is missing"),
             ({"window": "4"}, "key 'window'"),
             ({"window": 0}, "key 'window'"),
-            ({"table": "a,b\n1,2\n"}, "column 'phase' is missing"),
-            ({"table": "phase,context,num_global,seconds_per_token\ntrain,1,0,1\n"}, "must be decode or prefill"),
-            ({"table": "phase,context,num_global,seconds_per_token\ndecode,1,0,x\n"}, "must be a number in [0"),
-            ({"table": "phase,context,num_global,seconds_per_token\ndecode,1,0,1\n"}, "0 to 2 global heads"),
+            ({"table": "a,b\n1,2\n"}, "column 'context' is missing"),
+            ({"table": "context,num_global,seconds_per_token\n1,0,x\n"}, "must be a number in [0"),
+            ({"table": "context,num_global,seconds_per_token\n1,0,1\n"}, "0 to 2 global heads"),
         ],
     )
     def test_damaged(self, change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -158,66 +152,37 @@ def test_contexts_and_numbers_of_global_heads() -> None:
 class TestMeasuring:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_every_point_with_its_windows_and_caches(self, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The kernels get each number of global heads at each context length."""
+        """The kernel gets each number of global heads at each context length."""
         decoded: list[tuple[int, list[int]]] = []
-        prefilled: list[tuple[int, list[int]]] = []
-        real_decode, real_attention = attention_timing.decode_attention, attention_timing.attention
+        real_decode = attention_timing.decode_attention
 
         def decode(q: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
             assert q.dtype == cache.pool_k.dtype == getattr(torch, dtype)
             decoded.append((int(cache.seq_lens[0]), cache.num_entries[0].tolist()))
             return real_decode(q, cache)
 
-        def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
-            assert (q.shape, k.shape) == ((2, 4, q.shape[2], 8), (2, 2, q.shape[2], 8))
-            prefilled.append((q.shape[2], window.tolist()))
-            return real_attention(q, k, v, window=window)
-
         monkeypatch.setattr(attention_timing, "decode_attention", decode)
-        monkeypatch.setattr(attention_timing, "attention", prefill)
         steps: list[tuple[int, int]] = []
         case = LayerCase(4, 2, 8, dtype, window=4, batch=2, device="cpu")
         actual = time_attention(case, (8, 24), progress=lambda *step: steps.append(step))
-        assert [(row.phase, row.context, row.num_global) for row in actual.timings] == list(
-            itertools.product(("decode", "prefill"), (8, 24), (0, 1, 2))
-        )
-        assert steps == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+        assert [row[:2] for row in actual.timings] == list(itertools.product((8, 24), (0, 1, 2)))
+        assert steps == [(0, 2), (1, 2), (2, 2)]
         for context in (8, 24):
             timed = [entries for seen, entries in decoded if seen == context]
             for expected in ([4, 4], [context, 4], [context, context]):
                 assert timed.count(expected) >= 1
-            for windows in ([4, 4], [context, 4], [context, context]):
-                assert prefilled.count((context, windows)) == 1 + attention_timing.PREFILL_ROUNDS
         assert {seen for seen, _ in decoded} == {*range(7, 8 + 15), *range(23, 24 + 15)}
 
     def test_times_are_per_token_and_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A fake clock advances one second per reading; each call takes one second."""
         monkeypatch.setattr(kernel_timing, "perf_counter", itertools.count().__next__)
         result = time_attention(CASE, (8,))
-        seconds: dict[Phase, set[float]] = {
-            phase: {row.seconds_per_token for row in result.timings if row.phase == phase}
-            for phase in ("decode", "prefill")
-        }
-        assert seconds == {"decode": {1 / (8 * 2)}, "prefill": {1 / (8 * 2)}}
-
-    def test_prefill_stops_before_a_call_takes_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each call takes a second, which predicts four at 16 tokens and nine at 48."""
-        monkeypatch.setattr(kernel_timing, "perf_counter", itertools.count().__next__)
-        result = time_attention(CASE, (8, 16, 48))
-        assert (result.contexts("decode"), result.contexts("prefill")) == ((8, 16, 48), (8, 16))
-        assert not result.covers(48, "prefill")
+        assert {row.seconds_per_token for row in result.timings} == {1 / (8 * 2)}
 
     def test_caches_are_bounded(self) -> None:
         """Small layers use eight caches per number of global heads, a large layer one."""
         assert attention_timing._num_layers(CASE, 1024) == 8
         assert attention_timing._num_layers(LayerCase(32, 8, 128, "float32", 128, 1, "cpu"), 32768) == 1
-
-
-def test_keys_that_queries_see_on_average() -> None:
-    """Causal queries of a prefill see their position and those before it, within the window."""
-    for density, window in ((1.0, 0), (0.0, 4)):
-        seen = [min(position + 1, window or 100) for position in range(100)]
-        assert mean_visible_keys(100, density=density, window=window) == pytest.approx(sum(seen) / 100)
 
 
 class TestNativeWindows:
@@ -248,21 +213,8 @@ class TestCommands:
     """``micro-3`` has 8 query and 2 KV heads of size 8 in 4 layers."""
 
     def calibrate(self, workspace: Path, *options: str) -> None:
-        main(
-            [
-                "calibrate",
-                "micro-3",
-                "--context",
-                "64",
-                "--window",
-                "8",
-                "--device",
-                "cpu",
-                "-w",
-                str(workspace),
-                *options,
-            ]
-        )
+        line = ["calibrate", "micro-3", "--context", "64", "--window", "8", "--device", "cpu"]
+        main([*line, "-w", str(workspace), *options])
 
     def cost(self, capsys: pytest.CaptureFixture[str], workspace: Path, *options: str) -> tuple[str, str]:
         """Run ``cost`` and return its answer and its remarks."""
@@ -306,12 +258,11 @@ class TestCommands:
         rows = result.costs
         assert isinstance(result.times, Calibration)
         assert [row.decode_seconds for row in rows] == pytest.approx([4 * 4.0, 2.0 + 1 + 1 + 4, 4 * 2.0])
-        assert [row.prefill_seconds for row in rows] == pytest.approx([8.0, 4.0, 4.0])
 
     @pytest.mark.parametrize(
         ("options", "remark"),
         [
-            (["--context=401"], "at 100 to 400 tokens, not at 401"),
+            (["--context=401"], "100 to 400 tokens, not 401"),
             (["--context=100", "--density=0.5", "--window=8"], "for window 4, not 8"),
         ],
     )
@@ -328,13 +279,6 @@ class TestCommands:
             capsys, "plan", "attention", "micro-3", "-w", tmp_path, "--calibration=micro-3", *options
         )
 
-    def test_prefill_may_be_unknown(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        heads = LayerCase(8, 2, 8, "float32", window=4, batch=1, device="cpu")
-        make_calibration(heads).write(tmp_path / "reports" / "mine")
-        shown, remarks = self.cost(capsys, tmp_path, "--context=400", "--calibration=mine")
-        assert "prefill was not measured at 400 tokens" in shown
-        assert not remarks
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -347,7 +291,7 @@ class TestCommands:
                 "'int3' is unknown; expected one of float32, bfloat16, float16",
             ),
             (["calibrate", "micro-0", "--window", "0"], "greater than or equal to 1"),
-            (["plan", "attention", "micro-0", "--calibration", "none"], "no calibration 'none' in"),
+            (["plan", "attention", "micro-0", "--calibration", "none"], "calibration not found"),
         ],
     )
     def test_bad_input(

@@ -210,13 +210,12 @@ class TestStages:
         training = Training(160, 8)
         again = "gradient_checkpointing: true"
         remedy = stages.train("", training, gated=True).remedy
-        assert remedy == f"lora: {{}} and {again}, or sharding: fsdp on 2 devices, {again}, micro_batch_size: 1"
-        for memory, remedy in ((220e9, f"{again}, micro_batch_size: 2"), (320e9, again)):
+        assert remedy == f"sharding: fsdp on 2 devices, {again}, micro_batch_size: 1"
+        for memory, remedy in ((220e9, f"{again}, micro_batch_size: 1"), (320e9, again)):
             long = replace(stages, block_size=1 << 14, site=replace(stages.site, memory=memory))
             assert long.train("", training, gated=True).remedy == remedy
         sharded = replace(stages, block_size=2048, site=replace(stages.site, memory=141e9, devices=4))
-        remedy = sharded.train("", Training(160, 32, sharded=True), gated=True).remedy
-        assert remedy == "micro_batch_size: 4"
+        assert sharded.train("", Training(160, 32, sharded=True), gated=True).remedy == again
         assert sharded.train("", Training(160, 32, 4, sharded=True), gated=True).fits
         small = replace(stages, site=Site("", 19e9))
         assert small.measure("", 1 << 20).fits
@@ -227,7 +226,6 @@ class TestStages:
         assert replace(small, item=4).measure("", 1 << 20).remedy == "--dtype bfloat16"
         assert replace(small, site=Site("", 8e9)).generate("", 1, density=1, window=0).remedy == FIXED
         assert small.generate("", 1 << 17, density=1, window=0).remedy == "a shorter --context"
-        assert small.export("").fits is None
 
     def test_batches_become_smaller_before_they_do_not_fit(self, stages: Stages) -> None:
         assert stages.measure("", 1 << 20).batching == "8 x 512 tokens per pass"
@@ -259,9 +257,8 @@ class TestCommand:
             assert words in output.out
         assert "does not fit: train the SP-KV reference\n" in output.err
         assert "does not fit: retrain a hybrid\n" in output.err
-        assert (
-            "sharding: fsdp on 2 devices, gradient_checkpointing: true, micro_batch_size: 1, no distill" in output.err
-        )
+        change = "sharding: fsdp on 2 devices, gradient_checkpointing: true, micro_batch_size: 1, no distill"
+        assert change in output.err
 
     def test_for_programs(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
         line = ["plan", "--model", str(llama), "--hardware", "a100", "--budget", "64", "--context", "32k", "--json"]
@@ -272,7 +269,6 @@ class TestCommand:
         for stage in slow["stages"]:
             if stage["seconds"] and not stage["name"].startswith("generate"):
                 assert stage["seconds"] == pytest.approx(2 * stages[stage["name"]]["seconds"])
-        assert stages["measure sink tokens"]["tokens"] == 2048
         added = stages["signal add-one-head"]
         assert added["tokens"] == 12_288 * (1 + 33 / 2 * 8)
         assert added["seconds"] == pytest.approx(added["flops"] / (0.4 * 312e12))
@@ -341,28 +337,25 @@ class TestDryRunOfAProbe:
         self, model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         size = ("--model", model, "--data", text, "--block-size", "32")
-        sinks = "measure sink tokens"
-        assert list(self.run(capsys, tmp_path, *size)) == [sinks, "signal head-gates"]
-        assert self.run(capsys, tmp_path, *size)[sinks]["tokens"] == 2048
-        assert list(self.run(capsys, tmp_path, *size, "--sinks", "2")) == ["signal head-gates"]
+        assert list(self.run(capsys, tmp_path, *size)) == ["signal head-gates"]
         stages = self.run(capsys, tmp_path, *size, "--signal", "density", "--steps", "3")
-        assert list(stages) == ["train gates, frozen model", sinks, "probe", "validate the ranking"]
+        assert list(stages) == ["train gates, frozen model", "probe", "validate the ranking"]
         assert stages["train gates, frozen model"]["tokens"] == 3 * 2048
         assert all(stage["fits"] and stage["seconds"] for stage in stages.values())
-        assert list(self.run(capsys, tmp_path, *size, "--signal", "leave-one-out")) == [sinks, "signal leave-one-out"]
+        assert list(self.run(capsys, tmp_path, *size, "--signal", "leave-one-out")) == ["signal leave-one-out"]
         regression = self.run(capsys, tmp_path, *size, "--signal", "regression", "--num-layouts", "9")
-        assert list(regression) == [sinks, "signal regression, at most"]
+        assert list(regression) == ["signal regression, at most"]
         gates = self.run(capsys, tmp_path, *size, "--signal", "head-gates", "--steps", "3")
         assert gates["signal head-gates"]["tokens"] == 3 * 2048
         duo = self.run(capsys, tmp_path, *size, "--signal", "duo", "--steps", "3")
         assert duo["signal duo"]["tokens"] == 3 * 2 * 32
         for signal in ("retrieval", "attention-mass"):
-            _, stage = self.run(capsys, tmp_path, *size, "--signal", signal, "--max-tokens", "320").values()
+            (stage,) = self.run(capsys, tmp_path, *size, "--signal", signal, "--max-tokens", "320").values()
             assert (stage["name"], stage["tokens"], stage["fits"]) == (f"signal {signal}", 320, True)
 
     def test_of_the_embedded_reference(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         stages = self.run(capsys, tmp_path, "--max-tokens", "4096", "--ablation-tokens", "0")
-        assert list(stages) == ["probe"]  # its gates keep a sink token, so that none has to be measured
+        assert list(stages) == ["probe"]
         assert stages["probe"]["tokens"] == 4096
 
 

@@ -163,8 +163,7 @@ def test_costs_beside_the_map_equal_those_of_the_commands(open_page: Any, worksp
     for part in ("probes", "layouts", "reports"):
         shutil.copytree(workspace / part, tmp_path / part)
     case = LayerCase(6, 3, 32, "bfloat16", 32, 1, "cpu")
-    timings = [Timing("decode", 500 * at, heads, 1e-6 * at * (3 + heads**2)) for at in (1, 3) for heads in (0, 1, 3)]
-    timings += [Timing("prefill", 500, heads, 1e-6) for heads in (0, 3)]
+    timings = [Timing(500 * at, heads, 1e-6 * at * (3 + heads**2)) for at in (1, 3) for heads in (0, 1, 3)]
     times = Calibration(case, "abacus", 1, tuple(timings), {})
     times.write(tmp_path / "reports/stdlib-21x3")
     main(["report", "-w", str(tmp_path), "--probe", "stdlib-21x3"])

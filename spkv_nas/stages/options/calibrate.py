@@ -14,7 +14,7 @@ class CalibrateOptions(InWorkspace, OnDevice):
     """Measure attention times on this machine, for 0 up to all KV heads of a layer global.
 
     Writes reports/NAME/calibration.csv and .yaml, which spkv-nas plan attention uses. Decoding is measured at 1k, 4k,
-    16k, ... tokens up to --context; prefill only up to the length at which one call takes about 4 seconds.
+    16k, ... tokens up to --context.
     """
 
     level: flags.Level = None
