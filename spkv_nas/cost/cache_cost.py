@@ -17,26 +17,17 @@ CONTEXT = 131_072  # tokens; longest sequence whose cache is counted by default
 
 @dataclass(frozen=True)
 class CacheCost:
-    """Bytes of keys and values in the cache, without page rounding and index.
+    """Bytes of keys and values in the cache, without page rounding and index."""
 
-    Attributes:
-        context: tokens per sequence.
-        batch: sequences held at once.
-        window: visible recent keys of a local head.
-        head_dim: D, of keys and of values.
-        dtype: of the cache, one of ``ITEM_BYTES``.
-        sinks: first tokens that a local head keeps besides its window.
-        native_heads: windows of the KV heads that are local by design, whose letter in a layout has no effect.
-        global_window: visible recent keys of a global head, if every layer of the model has a native window.
-    """
-
-    context: int
-    batch: int
-    window: int
-    head_dim: int
-    dtype: str
-    sinks: int = 0
+    context: int  # tokens per sequence
+    batch: int  # sequences held at once
+    window: int  # visible recent keys of a local head
+    head_dim: int  # D, of keys and of values
+    dtype: str  # of the cache, one of ``ITEM_BYTES``
+    sinks: int = 0  # first tokens that a local head keeps besides its window
+    # windows of the KV heads that are local by design, whose letter in a layout has no effect
     native_heads: tuple[int, ...] = ()
+    # visible recent keys of a global head, if every layer of the model has a native window
     global_window: int = MAX_WINDOW
 
     def __post_init__(self) -> None:
@@ -95,12 +86,9 @@ class EngineCost(CacheCost):
 
     Budgets are counted for whole layers or units of equal numbers of heads, where only the number of global heads
     matters. ``layout_plan`` counts a layout, which can take less.
-
-    Attributes:
-        serving: the engine and its settings.
     """
 
-    serving: Serving = field(kw_only=True)
+    serving: Serving = field(kw_only=True)  # the engine and its settings
 
     def __post_init__(self) -> None:
         """Raise ``UserError`` also if the engine keeps fewer sink tokens, or some heads are local by design."""

@@ -47,25 +47,15 @@ Float = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One attention layer to measure.
+    """One attention layer to measure."""
 
-    Attributes:
-        num_heads: query heads Hq, a multiple of ``num_kv_heads``.
-        num_kv_heads: KV heads Hkv.
-        head_dim: channels of a head D.
-        dtype: "float32", "bfloat16" or "float16".
-        window: visible recent keys of a local head.
-        batch: number of sequences.
-        device: "cpu" or "cuda".
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    window: int
-    batch: int
-    device: str
+    num_heads: int  # query heads Hq, a multiple of ``num_kv_heads``
+    num_kv_heads: int  # KV heads Hkv
+    head_dim: int  # channels of a head D
+    dtype: str  # "float32", "bfloat16" or "float16"
+    window: int  # visible recent keys of a local head
+    batch: int  # number of sequences
+    device: str  # "cpu" or "cuda"
 
     @property
     def title(self) -> str:
@@ -89,21 +79,13 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Attention times measured on one machine (see the module docstring).
-
-    Attributes:
-        case: the measured layer.
-        hardware: product name of the processor or GPU.
-        num_threads: CPU threads.
-        timings: a full grid of contexts and numbers of global heads.
-        environment: versions and commit.
-    """
+    """Attention times measured on one machine (see the module docstring)."""
 
     case: LayerCase
-    hardware: str
-    num_threads: int
-    timings: tuple[Timing, ...]
-    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    hardware: str  # product name of the processor or GPU
+    num_threads: int  # CPU threads
+    timings: tuple[Timing, ...]  # a full grid of contexts and numbers of global heads
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)  # versions and commit
 
     def __post_init__(self) -> None:
         """Validate the grid of times. Raises ``UserError`` unless it is full and has 0 and Hkv global heads."""

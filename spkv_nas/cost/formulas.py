@@ -137,24 +137,15 @@ def kv_cache_bytes(
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of attention with a share ``density`` of the keys beyond the window.
+    """Cost of attention with a share ``density`` of the keys beyond the window."""
 
-    Attributes:
-        name: name of the model or layout.
-        density: share of the keys beyond the window, in [0, 1], in the layers that are not local by design.
-        kv_bytes_per_token: growth of the KV cache per token.
-        kv_cache_bytes: KV cache of one sequence.
-        attention_flops: forward FLOPs of attention per token.
-        total_flops: forward FLOPs per token; None for a mixture of experts.
-        decode_seconds: time of attention in all layers per decoded token (``Calibration``); None: unknown.
-    """
-
-    name: str
-    density: float
-    kv_bytes_per_token: float
-    kv_cache_bytes: float
-    attention_flops: float
-    total_flops: float | None
+    name: str  # name of the model or layout
+    density: float  # share of the keys beyond the window, in [0, 1], in the layers that are not local by design
+    kv_bytes_per_token: float  # growth of the KV cache per token
+    kv_cache_bytes: float  # KV cache of one sequence
+    attention_flops: float  # forward FLOPs of attention per token
+    total_flops: float | None  # forward FLOPs per token; None for a mixture of experts
+    # time of attention in all layers per decoded token (``Calibration``); None: unknown
     decode_seconds: float | None = None
 
 
@@ -258,23 +249,14 @@ def num_gated(size: ModelSize, gates: GateConfig) -> int:
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Memory of passes through a decoder, in addition to its weights.
+    """Memory of passes through a decoder, in addition to its weights."""
 
-    Attributes:
-        size: size of the decoder.
-        item: bytes of an activation.
-        gates: its gates, if any.
-        mixes: whether heads mix global and local attention and keep both results.
-        autocast: whether the model's weights are float32 and cast for every product.
-        on_cpu: whether gated attention computes and stores float32.
-    """
-
-    size: ModelSize
-    item: int = FLOAT32
-    gates: GateConfig | None = None
-    mixes: bool = False
-    autocast: bool = False
-    on_cpu: bool = False
+    size: ModelSize  # size of the decoder
+    item: int = FLOAT32  # bytes of an activation
+    gates: GateConfig | None = None  # its gates, if any
+    mixes: bool = False  # whether heads mix global and local attention and keep both results
+    autocast: bool = False  # whether the model's weights are float32 and cast for every product
+    on_cpu: bool = False  # whether gated attention computes and stores float32
 
     def forward(self, num_tokens: int) -> int:
         """Return the bytes of a pass without gradients, up to the last hidden states."""

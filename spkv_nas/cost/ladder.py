@@ -44,29 +44,17 @@ _MICRO = ((32, 2, 4, 1), (40, 2, 5, 1), (48, 3, 6, 1), (64, 4, 8, 2), (80, 5, 10
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the ladder: a Llama shape and its training hyperparameters.
+    """One level of the ladder: a Llama shape and its training hyperparameters."""
 
-    Attributes:
-        name: such as "level-8" or "micro-0".
-        hidden_size: channels of a token.
-        intermediate_size: channels of the FFN.
-        num_layers: layers L.
-        num_heads: query heads Hq.
-        num_kv_heads: KV heads Hkv.
-        block_size: tokens per block.
-        batch_tokens: tokens per step.
-        learning_rate: peak learning rate.
-    """
-
-    name: str
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    block_size: int
-    batch_tokens: int
-    learning_rate: float
+    name: str  # such as "level-8" or "micro-0"
+    hidden_size: int  # channels of a token
+    intermediate_size: int  # channels of the FFN
+    num_layers: int  # layers L
+    num_heads: int  # query heads Hq
+    num_kv_heads: int  # KV heads Hkv
+    block_size: int  # tokens per block
+    batch_tokens: int  # tokens per step
+    learning_rate: float  # peak learning rate
 
     @property
     def shape(self) -> Shape:

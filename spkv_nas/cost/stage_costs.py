@@ -59,37 +59,22 @@ def find_hardware(name: str) -> Hardware:
 
 @dataclass(frozen=True)
 class Training:
-    """Training configuration to estimate: float32 weights, AdamW, optionally matrix products in bfloat16.
-
-    Attributes:
-        steps: number of steps.
-        batch_size: blocks per step, over all devices.
-        micro_batch_size: blocks per pass on one device; None: its whole share.
-        sharded: whether weights, gradients and moments are sharded across devices (FSDP2) or replicated (DDP).
-        offloads: whether shards stay in CPU memory until they are needed.
-        bfloat16: whether matrix products are in bfloat16.
-        recomputes: whether activations are recomputed (activation checkpointing).
-        learns: what is trained besides gates.
-        adapters: number of parameters added to the model, of adapters and learned sinks.
-        moment_bytes: bytes of the optimizer's moments per parameter.
-        frozen_item: bytes of a frozen weight.
-        distills: whether a teacher's pass precedes every forward pass.
-        transfers: whether the first steps train attention layers on the teacher's outputs.
-    """
+    """Training configuration to estimate: float32 weights, AdamW, optionally matrix products in bfloat16."""
 
     steps: int
-    batch_size: int
-    micro_batch_size: int | None = None
+    batch_size: int  # blocks per step, over all devices
+    micro_batch_size: int | None = None  # blocks per pass on one device; None: its whole share
+    # whether weights, gradients and moments are sharded across devices (FSDP2) or replicated (DDP)
     sharded: bool = False
-    offloads: bool = False
-    bfloat16: bool = True
-    recomputes: bool = False
-    learns: Learns = Learns.ALL
-    adapters: int = 0
-    moment_bytes: float = MOMENTS
-    frozen_item: int = FLOAT32
-    distills: bool = False
-    transfers: bool = False
+    offloads: bool = False  # whether shards stay in CPU memory until they are needed
+    bfloat16: bool = True  # whether matrix products are in bfloat16
+    recomputes: bool = False  # whether activations are recomputed (activation checkpointing)
+    learns: Learns = Learns.ALL  # what is trained besides gates
+    adapters: int = 0  # number of parameters added to the model, of adapters and learned sinks
+    moment_bytes: float = MOMENTS  # bytes of the optimizer's moments per parameter
+    frozen_item: int = FLOAT32  # bytes of a frozen weight
+    distills: bool = False  # whether a teacher's pass precedes every forward pass
+    transfers: bool = False  # whether the first steps train attention layers on the teacher's outputs
 
     @property
     def weight_item(self) -> int:
@@ -104,23 +89,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Site:
-    """Hardware on which stages run.
+    """Hardware on which stages run."""
 
-    Attributes:
-        name: such as "H100".
-        memory: bytes of a device.
-        speed: FLOP/s that passes reach on one device; None: unknown.
-        bandwidth: memory bandwidth in bytes/s; None: unknown.
-        devices: devices that training is sharded across; everything else runs on one.
-        is_cpu: whether the memory is the machine's.
-    """
-
-    name: str
-    memory: float
-    speed: float | None = None
-    bandwidth: float | None = None
-    devices: int = 1
-    is_cpu: bool = False
+    name: str  # such as "H100"
+    memory: float  # bytes of a device
+    speed: float | None = None  # FLOP/s that passes reach on one device; None: unknown
+    bandwidth: float | None = None  # memory bandwidth in bytes/s; None: unknown
+    devices: int = 1  # devices that training is sharded across; everything else runs on one
+    is_cpu: bool = False  # whether the memory is the machine's
 
     def holds(self, memory: Bytes) -> bool:
         """Return whether the memory fits on a device."""
@@ -129,19 +105,12 @@ class Site:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Peak memory of a stage on one device, in bytes, by content.
+    """Peak memory of a stage on one device, in bytes, by content."""
 
-    Attributes:
-        weights: weights of model and predictors.
-        learning: gradients, Adam's moments, and copies of weights for a pass.
-        passing: activations and logits.
-        cache: keys and values.
-    """
-
-    weights: float
-    learning: float = 0.0
-    passing: float = 0.0
-    cache: float = 0.0
+    weights: float  # weights of model and predictors
+    learning: float = 0.0  # gradients, Adam's moments, and copies of weights for a pass
+    passing: float = 0.0  # activations and logits
+    cache: float = 0.0  # keys and values
 
     @property
     def total(self) -> float:
@@ -151,27 +120,16 @@ class Bytes:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Cost of a stage.
-
-    Attributes:
-        name: name of the stage.
-        memory: peak memory on one device.
-        tokens: tokens of all forward passes, counted once per pass.
-        flops: FLOPs of all devices.
-        seconds: time; None if the device is unknown.
-        devices: devices that it is sharded across.
-        batching: micro-batch size, for messages.
-        remedy: what to change if it does not fit; "" if it fits.
-    """
+    """Cost of a stage."""
 
     name: str
-    memory: Bytes
-    tokens: int
-    flops: float
-    seconds: float | None
-    devices: int = 1
-    batching: str = ""
-    remedy: str = ""
+    memory: Bytes  # peak memory on one device
+    tokens: int  # tokens of all forward passes, counted once per pass
+    flops: float  # FLOPs of all devices
+    seconds: float | None  # time; None if the device is unknown
+    devices: int = 1  # devices that it is sharded across
+    batching: str = ""  # micro-batch size, for messages
+    remedy: str = ""  # what to change if it does not fit; "" if it fits
 
     @property
     def fits(self) -> bool:
@@ -181,23 +139,14 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Stages:
-    """Costs of all stages of one model on one site.
-
-    Attributes:
-        size: size of the model.
-        gates: its gates, present or to be attached.
-        site: the hardware.
-        block_size: tokens per block.
-        batch_size: blocks per pass in measurements, if they fit.
-        item: bytes of a weight and of an activation in measurements; training has its own.
-    """
+    """Costs of all stages of one model on one site."""
 
     size: ModelSize
-    gates: GateConfig
+    gates: GateConfig  # its gates, present or to be attached
     site: Site
-    block_size: int
-    batch_size: int
-    item: int = BFLOAT16
+    block_size: int  # tokens per block
+    batch_size: int  # blocks per pass in measurements, if they fit
+    item: int = BFLOAT16  # bytes of a weight and of an activation in measurements; training has its own
 
     @property
     def num_predictor_parameters(self) -> int:

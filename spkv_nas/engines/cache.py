@@ -18,27 +18,16 @@ from spkv_nas.engines.engine import Engine
 
 @dataclass(frozen=True)
 class ServedCache:
-    """Sizes of the KV cache of a model that an engine serves.
+    """Sizes of the KV cache of a model that an engine serves."""
 
-    Attributes:
-        grid: (L, Hkv).
-        head_dim: D, of keys and of values.
-        dtype: of the cache, one of ``ITEM_BYTES``.
-        window: visible recent keys of a local head.
-        context: maximum tokens of a request.
-        page_size: tokens per page.
-        in_flight: maximum tokens of all requests in the steps that are scheduled at one time.
-        sinks: first tokens that a local head sees besides its window.
-    """
-
-    grid: tuple[int, int]
-    head_dim: int
-    dtype: str
-    window: int
-    context: int
-    page_size: int
-    in_flight: int
-    sinks: int = 0
+    grid: tuple[int, int]  # (L, Hkv)
+    head_dim: int  # D, of keys and of values
+    dtype: str  # of the cache, one of ``ITEM_BYTES``
+    window: int  # visible recent keys of a local head
+    context: int  # maximum tokens of a request
+    page_size: int  # tokens per page
+    in_flight: int  # maximum tokens of all requests in the steps that are scheduled at one time
+    sinks: int = 0  # first tokens that a local head sees besides its window
 
     @property
     def num_heads(self) -> int:
@@ -53,17 +42,11 @@ class ServedCache:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Cache that an engine plans for requests of maximum length, in pages of one size that all requests share.
+    """Cache that an engine plans for requests of maximum length, in pages of one size that all requests share."""
 
-    Attributes:
-        page_bytes: bytes of a page in all layers of a group.
-        request_pages: pages of a request.
-        form: how the layout is served.
-    """
-
-    page_bytes: int
-    request_pages: int
-    form: str = field(default="whole layers", compare=False)
+    page_bytes: int  # bytes of a page in all layers of a group
+    request_pages: int  # pages of a request
+    form: str = field(default="whole layers", compare=False)  # how the layout is served
 
     @property
     def request_bytes(self) -> int:
@@ -92,21 +75,13 @@ class CachePlan:
 
 
 class PlannedEngine(Engine, ABC):
-    """Serving engine that runs any layout, and whose memory is counted as its allocator does.
+    """Serving engine that runs any layout, and whose memory is counted as its allocator does."""
 
-    Attributes:
-        evidence: how its plans were checked.
-        note: what its plans assume.
-        page_size: default tokens per page.
-        in_flight: default tokens in flight.
-        max_sinks: most sink tokens that a local head may see.
-    """
-
-    evidence: str
-    note: str
-    page_size: int
-    in_flight: int
-    max_sinks: int = 0
+    evidence: str  # how its plans were checked
+    note: str  # what its plans assume
+    page_size: int  # default tokens per page
+    in_flight: int  # default tokens in flight
+    max_sinks: int = 0  # most sink tokens that a local head may see
 
     @abstractmethod
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
@@ -131,17 +106,11 @@ class PlannedEngine(Engine, ABC):
 
 @dataclass(frozen=True)
 class Serving:
-    """Engine with its settings.
-
-    Attributes:
-        engine: the engine.
-        page_size: tokens per page.
-        in_flight: maximum tokens of all requests in the steps that are scheduled at one time.
-    """
+    """Engine with its settings."""
 
     engine: PlannedEngine
-    page_size: int
-    in_flight: int
+    page_size: int  # tokens per page
+    in_flight: int  # maximum tokens of all requests in the steps that are scheduled at one time
 
     def cache(self, grid: tuple[int, int], **sizes: Any) -> ServedCache:
         """Return the sizes of a model's cache in this engine, from the other fields of ``ServedCache``."""

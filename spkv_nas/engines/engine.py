@@ -37,18 +37,13 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Cell:
-    """State what one engine does with one form.
+    """State what one engine does with one form."""
 
-    Attributes:
-        outcome: exact: it computes the hybrid; refused: it stops with an error; dense, different: it computes something
-            else without an error; not checked: exact with other settings.
-        note: what that takes, such as an option of the engine.
-        is_read: whether it was read in the engine's source, and not run.
-    """
-
+    # exact: it computes the hybrid; refused: it stops with an error; dense, different: it computes something else
+    # without an error; not checked: exact with other settings
     outcome: Outcome
-    note: str = ""
-    is_read: bool = False
+    note: str = ""  # what that takes, such as an option of the engine
+    is_read: bool = False  # whether it was read in the engine's source, and not run
 
     def __str__(self) -> str:
         """Return the outcome and its notes, such as "exact (with --model-impl transformers)"."""
@@ -62,19 +57,12 @@ EXACT, REFUSED, UNTRIED = Cell(Outcome.EXACT), Cell(Outcome.REFUSED), Cell(Outco
 
 @dataclass(frozen=True)
 class Program:
-    """Program that runs an engine on a folder, in an environment of its own.
+    """Program that runs an engine on a folder, in an environment of its own."""
 
-    Attributes:
-        name: its file in ``programs/``, which defines ``run``; a package gives the path of its own.
-        package: Python package of the engine.
-        converts: whether users convert the exported folder for it first.
-        registers_type: whether the model type ``spkv`` needs ``import spkv_nas`` there.
-    """
-
-    name: str
-    package: str
-    converts: bool = False
-    registers_type: bool = False
+    name: str  # its file in ``programs/``, which defines ``run``; a package gives the path of its own
+    package: str  # Python package of the engine
+    converts: bool = False  # whether users convert the exported folder for it first
+    registers_type: bool = False  # whether the model type ``spkv`` needs ``import spkv_nas`` there
 
     @property
     def file(self) -> Path:
@@ -83,26 +71,19 @@ class Program:
 
 
 class Engine:
-    """Inference engine. Subclasses set what is known of theirs.
+    """Inference engine. Subclasses set what is known of theirs."""
 
-    Attributes:
-        name: name on the command line.
-        title: name and version in sentences.
-        run_in: name and version of what it was run in, if that is another package.
-        outcomes: what it does with forms, by name; those that are missing were not tried.
-        tried: settings that it was run with besides the defaults, by model type of the form.
-        ignores_windows: forms that it would run dense, were they not written with the key of ``guard``.
-        guard_key: key of ``config.json`` that only this engine reads; None: none is known or needed.
-        program: program that ``serve-check`` and ``export --check`` run it with; None: there is none.
-    """
-
-    name: str
-    title: str
-    run_in: str | None = None
+    name: str  # name on the command line
+    title: str  # name and version in sentences
+    run_in: str | None = None  # name and version of what it was run in, if that is another package
+    # what it does with forms, by name; those that are missing were not tried
     outcomes: ClassVar[Mapping[str, Cell]] = {}
+    # settings that it was run with besides the defaults, by model type of the form
     tried: ClassVar[Mapping[str, Settings]] = {}
+    # forms that it would run dense, were they not written with the key of ``guard``
     ignores_windows: tuple[str, ...] = ()
-    guard_key: str | None = None
+    guard_key: str | None = None  # key of ``config.json`` that only this engine reads; None: none is known or needed
+    # program that ``serve-check`` and ``export --check`` run it with; None: there is none
     program: Program | None = None
 
     @property

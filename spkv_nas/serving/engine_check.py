@@ -52,32 +52,20 @@ Windows = tuple[tuple[int, ...], ...]  # of the heads, by layer
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """Comparison of an engine with the model.
+    """Comparison of an engine with the model."""
 
-    Attributes:
-        engine: name and version of the engine.
-        window: keys that a local head sees.
-        num_prompt: tokens of the prompt.
-        num_new: tokens that were generated.
-        num_equal: how many of them, from the first, are those that the model prefers.
-        difference: largest difference of a token's log-probability from the model's, in nats.
-        dense_difference: the same for the model without the layout: with the windows of the dense checkpoint, or none
-            if those are the layout's.
-        sink_difference: the same for local heads without sink tokens; None for a layout that has none.
-        cache: the engine's report of its cache, by line.
-        findings: what the engine runs instead, by line; empty if it agrees.
-    """
-
-    engine: str
-    window: int
-    num_prompt: int
-    num_new: int
-    num_equal: int
-    difference: float
+    engine: str  # name and version of the engine
+    window: int  # keys that a local head sees
+    num_prompt: int  # tokens of the prompt
+    num_new: int  # tokens that were generated
+    num_equal: int  # how many of them, from the first, are those that the model prefers
+    difference: float  # largest difference of a token's log-probability from the model's, in nats
+    # the same for the model without the layout: with the windows of the dense checkpoint, or none if those are the
+    # layout's
     dense_difference: float
-    sink_difference: float | None
-    cache: Sequence[str]
-    findings: Sequence[str]
+    sink_difference: float | None  # the same for local heads without sink tokens; None for a layout that has none
+    cache: Sequence[str]  # the engine's report of its cache, by line
+    findings: Sequence[str]  # what the engine runs instead, by line; empty if it agrees
 
     @property
     def is_conclusive(self) -> bool:

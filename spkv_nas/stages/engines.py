@@ -17,19 +17,12 @@ from spkv_nas.stages.options import ConstraintOptions, EngineOptions, LayerOptio
 
 @dataclass(frozen=True)
 class Served:
-    """Caches that a serving engine plans for a model.
-
-    Attributes:
-        engine: the engine.
-        cache: sizes of the cache.
-        memory: bytes of the cache; None: not limited.
-        rows: what each plan is of, in the JSON document, and the plan.
-    """
+    """Caches that a serving engine plans for a model."""
 
     engine: PlannedEngine
-    cache: ServedCache
-    memory: int | None
-    rows: tuple[tuple[dict[str, Any], CachePlan], ...] = ()
+    cache: ServedCache  # sizes of the cache
+    memory: int | None  # bytes of the cache; None: not limited
+    rows: tuple[tuple[dict[str, Any], CachePlan], ...] = ()  # what each plan is of, in the JSON document, and the plan
 
     @property
     def titles(self) -> list[str]:

@@ -41,23 +41,14 @@ from spkv_nas.training.text_size import count_text
 
 @dataclass(frozen=True)
 class Forecast:
-    """Estimated cost of stages.
+    """Estimated cost of stages."""
 
-    Attributes:
-        name: name of the model or the recipe.
-        size: size of the model, without gate predictors.
-        num_predictor_parameters: parameters of the gates that the model has or will get.
-        site: hardware that the stages run on.
-        stages: cost of each stage, in the order of the workflow.
-        remarks: assumptions behind the numbers.
-    """
-
-    name: str
-    size: ModelSize
-    num_predictor_parameters: int
-    site: Site
-    stages: tuple[StageCost, ...]
-    remarks: tuple[str, ...]
+    name: str  # name of the model or the recipe
+    size: ModelSize  # size of the model, without gate predictors
+    num_predictor_parameters: int  # parameters of the gates that the model has or will get
+    site: Site  # hardware that the stages run on
+    stages: tuple[StageCost, ...]  # cost of each stage, in the order of the workflow
+    remarks: tuple[str, ...]  # assumptions behind the numbers
 
     @classmethod
     def of(cls, name: str, stages: Stages, costs: Iterable[StageCost], *remarks: str) -> Forecast:

@@ -46,15 +46,10 @@ _BRANCHES = (("train the SP-KV reference", True), ("retrain a hybrid", False))  
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Result of ``plan``.
+    """Result of ``plan``."""
 
-    Attributes:
-        forecast: cost of every stage.
-        served: budgets in whole layers that no larger one undercuts, in a serving engine; None without one.
-    """
-
-    forecast: Forecast
-    served: Served | None
+    forecast: Forecast  # cost of every stage
+    served: Served | None  # budgets in whole layers that no larger one undercuts, in a serving engine; None without one
 
 
 def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:

@@ -27,25 +27,15 @@ from spkv_nas.stages.sized_model import SizedModel, choose_context
 
 @dataclass(frozen=True)
 class AttentionCosts:
-    """Result of ``plan attention``.
+    """Result of ``plan attention``."""
 
-    Attributes:
-        name: name of the level or model, as the user gave it.
-        shape: shape of the model.
-        context: tokens in the cache.
-        costs: costs of full attention, of each layout and of a density, in this order.
-        times: source of the seconds in ``costs``; None if nothing was measured that fits.
-        remedy: command that measures times, if there are none; at most one.
-        served: caches of full attention and of layouts in a serving engine; None without one.
-    """
-
-    name: str
-    shape: Shape
-    context: int
-    costs: list[Cost]
-    times: Calibration | None
-    remedy: list[str]
-    served: Served | None = None
+    name: str  # name of the level or model, as the user gave it
+    shape: Shape  # shape of the model
+    context: int  # tokens in the cache
+    costs: list[Cost]  # costs of full attention, of each layout and of a density, in this order
+    times: Calibration | None  # source of the seconds in ``costs``; None if nothing was measured that fits
+    remedy: list[str]  # command that measures times, if there are none; at most one
+    served: Served | None = None  # caches of full attention and of layouts in a serving engine; None without one
 
 
 def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> AttentionCosts:

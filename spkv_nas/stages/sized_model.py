@@ -65,17 +65,11 @@ def _saved_layout(file: Path) -> Layout | None:
 
 @dataclass(frozen=True)
 class SizedModel:
-    """Level of the ladder or model, described by its sizes; fields that a level lacks are those of ``ModelSize``.
+    """Level of the ladder or model, described by its sizes; fields that a level lacks are those of ``ModelSize``."""
 
-    Attributes:
-        name: name of its results.
-        title: name to show to users.
-        shape: shape of the model.
-    """
-
-    name: str
-    title: str
-    shape: Shape
+    name: str  # name of its results
+    title: str  # name to show to users
+    shape: Shape  # shape of the model
     positions: int | None = None
     num_sliding: int = 0
     native_windows: tuple[int | None, ...] = ()

@@ -47,40 +47,24 @@ _WARNING = "warning: "  # prefix of a recipe's warnings among the remarks
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Planned training run, or planned forward passes over text.
+    """Planned training run, or planned forward passes over text."""
 
-    Attributes:
-        name: name of the variant or of the measurement.
-        steps: total number of training steps; 0 for forward passes.
-        tokens: number of tokens left to process.
-        seconds: estimated time for them, including a run's evaluation.
-        state: "" for a new run, ``FINISHED``, or the step that it resumes from.
-    """
-
-    name: str
-    steps: int
-    tokens: int
-    seconds: float
-    state: str = ""
+    name: str  # name of the variant or of the measurement
+    steps: int  # total number of training steps; 0 for forward passes
+    tokens: int  # number of tokens left to process
+    seconds: float  # estimated time for them, including a run's evaluation
+    state: str = ""  # "" for a new run, ``FINISHED``, or the step that it resumes from
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a command.
+    """Plan of a command."""
 
-    Attributes:
-        name: name of the recipe or of the results.
-        runs: runs in order.
-        remarks: sentences about text, time and memory.
-        memory: peak bytes of a training step; 0 if nothing is left to train.
-        available: free bytes on the device.
-    """
-
-    name: str
-    runs: tuple[PlannedRun, ...]
-    remarks: tuple[str, ...] = ()
-    memory: int = 0
-    available: int = 0
+    name: str  # name of the recipe or of the results
+    runs: tuple[PlannedRun, ...]  # runs in order
+    remarks: tuple[str, ...] = ()  # sentences about text, time and memory
+    memory: int = 0  # peak bytes of a training step; 0 if nothing is left to train
+    available: int = 0  # free bytes on the device
 
     @property
     def seconds(self) -> float:

@@ -35,19 +35,12 @@ _PATIENCE = 1.5  # seconds after which no further call is timed
 
 @dataclass(frozen=True)
 class StepCost:
-    """Time of a training step of one variant.
+    """Time of a training step of one variant."""
 
-    Attributes:
-        pass_seconds: forward and backward pass of one block.
-        forward_seconds: forward pass of one block without gradients.
-        update_seconds: optimizer step.
-        is_measured: False if the numbers are estimates.
-    """
-
-    pass_seconds: float
-    forward_seconds: float
-    update_seconds: float
-    is_measured: bool
+    pass_seconds: float  # forward and backward pass of one block
+    forward_seconds: float  # forward pass of one block without gradients
+    update_seconds: float  # optimizer step
+    is_measured: bool  # False if the numbers are estimates
 
     def seconds(self, batch_size: int) -> float:
         """Return the time of a training step on ``batch_size`` blocks."""

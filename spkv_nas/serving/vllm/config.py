@@ -30,21 +30,13 @@ _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's classes refuse layers of several kind
 
 @dataclass
 class ServedLayer:
-    """Attention layer in the section of a config.
+    """Attention layer in the section of a config."""
 
-    Attributes:
-        native_window: sliding window of the layer in the dense checkpoint; None: full attention.
-        is_always_local: whether all heads keep it in every layout.
-        windows: recent keys that each KV head sees, its query's included; None: all.
-        learned_sinks: whether its local heads have learned sinks.
-        sinks: first tokens that its local heads see besides their window.
-    """
-
-    native_window: int | None
-    is_always_local: bool = False
-    windows: tuple[int | None, ...] = ()
-    learned_sinks: bool = False
-    sinks: int = 0
+    native_window: int | None  # sliding window of the layer in the dense checkpoint; None: full attention
+    is_always_local: bool = False  # whether all heads keep it in every layout
+    windows: tuple[int | None, ...] = ()  # recent keys that each KV head sees, its query's included; None: all
+    learned_sinks: bool = False  # whether its local heads have learned sinks
+    sinks: int = 0  # first tokens that its local heads see besides their window
 
     @property
     def checkpoint_window(self) -> int:

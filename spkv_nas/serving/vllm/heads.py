@@ -30,15 +30,10 @@ Windows = tuple[int | None, ...]  # of the KV heads of a layer; None: all keys
 
 @dataclass(frozen=True)
 class Part:
-    """KV heads of a layer that one ``Attention`` computes.
+    """KV heads of a layer that one ``Attention`` computes."""
 
-    Attributes:
-        window: recent keys that they see; None: all.
-        heads: indices of the KV heads.
-    """
-
-    window: int | None
-    heads: tuple[int, ...]
+    window: int | None  # recent keys that they see; None: all
+    heads: tuple[int, ...]  # indices of the KV heads
 
 
 def parts(windows: Windows, unit: int) -> list[Part]:

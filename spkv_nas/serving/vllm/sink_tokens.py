@@ -197,23 +197,14 @@ class SinkTokenImpl:
 
 @dataclass(frozen=True)
 class SinkTokenMetadata:
-    """Requests of a step.
+    """Requests of a step."""
 
-    Attributes:
-        pages: page of each request [R].
-        rows: its first row among the tokens of the step [R].
-        is_first: whether that is the first token of its sequence [R].
-        slots: where to write it in the page [R].
-        requests: request of each token [T].
-        positions: position of each token in its sequence [T].
-    """
-
-    pages: Tensor
-    rows: Tensor
-    is_first: Tensor
-    slots: Tensor
-    requests: Tensor
-    positions: Tensor
+    pages: Tensor  # page of each request [R]
+    rows: Tensor  # its first row among the tokens of the step [R]
+    is_first: Tensor  # whether that is the first token of its sequence [R]
+    slots: Tensor  # where to write it in the page [R]
+    requests: Tensor  # request of each token [T]
+    positions: Tensor  # position of each token in its sequence [T]
 
 
 class SinkTokenBuilder(AttentionMetadataBuilder):
@@ -272,14 +263,10 @@ class SinkTokenBackend(AttentionBackend):
 
 @dataclass(frozen=True, kw_only=True)
 class SinkTokenSpec(AttentionSpec):
-    """Cache of the first token of each request, in one page.
-
-    Attributes:
-        sink_tokens: first tokens that are kept.
-    """
+    """Cache of the first token of each request, in one page."""
 
     dcp_sharded: bool = False
-    sink_tokens: int = 1
+    sink_tokens: int = 1  # first tokens that are kept
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Return the bytes of a request."""
