@@ -1,5 +1,4 @@
-/* Compute a layout's costs: bytes of its cache, seconds of its attention, and the NLL predicted from the search's scores. */
-function percent(number) { return (number < 0 ? "\u2212" : "+") + Math.abs(number).toFixed(2) + " %"; }
+/* Compute a layout's costs: bytes of its cache, and seconds of its attention. */
 function size(number) {
   const unit = Math.min(4, Math.max(0, Math.floor(Math.log2(number) / 10)));
   return (number / 1024 ** unit).toFixed(unit ? 2 : 0) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][unit];
@@ -34,9 +33,4 @@ function seconds(times, cache, heads, mask, context) {
     sum += rowFraction ? interpolated(row) + rowFraction * (interpolated(row + 1) - interpolated(row)) : interpolated(row);
   }
   return sum;
-}
-function predicted(signal, tau, budget) { /* [mean, deviation] in percent; null where nothing was predicted */
-  if (!signal.predicted) return null;
-  const { low, means, deviations } = signal.predicted, column = budget - low;
-  return column in means[tau] ? [means[tau][column] / 1000, deviations[tau][column] / 1000] : null;
 }

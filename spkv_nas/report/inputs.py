@@ -9,9 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts.comparison import BASELINES, complete
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -24,11 +22,7 @@ from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.stability import Certainty, bootstrap, knee
 from spkv_nas.report.chart import Section
-from spkv_nas.report.serving import EngineMemory
 
-Float = NDArray[np.float64]
-# Maps layouts, bool [M, H], to predicted scores [M] and their standard deviations [M]; NaN where unknown
-Predict = Callable[[NDArray[np.bool_]], tuple[Float, Float]]
 # Maps two rows of the comparison to the standard error of their NLL difference, in percentage points; NaN: unknown
 PairError = Callable[[str, str], float]
 
@@ -82,14 +76,9 @@ class ReportInputs:
     # tables by which the page can choose heads, each at its own threshold; by default only ``table``
     probes: Sequence[HeadScores] = ()
     calibration: Calibration | None = None  # measured times of the model's attention; None if there are none
-    # predicts zero-shot ΔNLL, in percent, from the search's scores; None if they do not allow it
-    predict: Predict | None = None
     benchmarks: Sequence[Section] = ()  # sections of further result tables (``report.benchmark_sections``)
     # returns the standard error of the difference of two rows of the comparison, which share documents
     pair_error: PairError = no_pair_error
-    # KV cache in a serving engine, by name of each probe; None for a probe whose local heads see other keys than the
-    # engine keeps. Empty: no engine
-    engine_memory: Mapping[str, EngineMemory | None] = field(default_factory=dict)
     scores: Sequence[ResultFile] = ()  # tables of ``score``, under any name
     verdicts: Sequence[ResultFile] = ()  # tables of ``verdict``, under any name
     alarms: Sequence[str] = ()  # sentences of results whose numbers make no sense
@@ -105,15 +94,8 @@ class ReportInputs:
             object.__setattr__(self, name, value)  # the only way to set a field of a frozen dataclass
 
     @property
-    def served(self) -> EngineMemory | None:
-        """Return the KV cache of the page's model in a serving engine; None without an engine."""
-        return self.engine_memory.get(self.table.name)
-
-    @property
     def context(self) -> int:
-        """Return the tokens of the sequence whose cache is counted: the engine's, or the model's, up to 128k."""
-        if self.served is not None:
-            return self.served.cost.context
+        """Return the tokens of the sequence whose cache is counted: the model's context, up to 128k."""
         return min(CONTEXT, self.table.metadata.get("positions") or CONTEXT)
 
     def cache_share(self, density: float) -> float:

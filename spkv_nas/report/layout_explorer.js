@@ -38,29 +38,18 @@ function startExplorer(explorer) {
     return probe < 0 ? null : { name: "heads selected by " + explorer.signals[probe].name, mask: topHeads(explorer.signals[probe].order[explorer.signals[probe].probe_tau]) };
   }
   function memory(cache, budget) { return bytes(cache, budget, total, state.context); }
-  function inEngine(signal) { /* looked up: the page's writer computed what the engine's allocator plans */
-    if (!signal.served) return "not counted: the engine keeps fewer sink tokens";
-    return state.selected >= 0 && explorer.served[state.selected] || signal.served.texts[state.budget];
-  }
   function drawCosts(signal, mask) {
-    const { cache } = signal, prediction = state.selected < 0 ? predicted(signal, state.tau, state.budget) : null;
-    element("memory-row").hidden = element("limit-row").hidden = !cache && !explorer.engine;
+    const { cache } = signal;
+    element("memory-row").hidden = element("limit-row").hidden = !cache;
     const time = heads => seconds(explorer.times, cache, explorer.grid[1], heads, state.context);
     const fullTime = explorer.times && cache ? time(isCandidate) : null;
     element("time-row").hidden = fullTime === null;
-    if (explorer.engine) element("memory").textContent = inEngine(signal);
-    else if (cache) element("memory").textContent = size(memory(cache, state.budget)) + " of " + size(memory(cache, candidates));
+    if (cache) element("memory").textContent = size(memory(cache, state.budget)) + " of " + size(memory(cache, candidates));
     if (element("limit").value !== state.limit) element("limit").value = state.limit;
     if (fullTime !== null) {
       element("time").textContent = duration(time(effective(mask))) + " of " + duration(fullTime);
       element("time-source").textContent = "when decoding (" + explorer.times.measured + ")";
     }
-    element("predicted-row").hidden = !prediction;
-    if (!prediction) return;
-    const [mean, deviation] = prediction;
-    element("predicted").textContent = percent(mean);
-    element("predicted-note").textContent = "before retraining, 95 % interval " + percent(mean - 1.96 * deviation) + " to " +
-      percent(mean + 1.96 * deviation) + ", fitted to the search's scores";
   }
   function file(mask) {
     const stored = explorer.files[state.selected], text = rowsOf(mask).map(row => "  - " + row).join("\n");
@@ -221,7 +210,7 @@ function startExplorer(explorer) {
     const signal = explorer.signals[state.signal];
     state.tau = find(signal.taus, parts.get("tau"), signal.start);
     state.budget = parseWhole(parts.get("budget"), 1, candidates, explorer.budget);
-    if (!explorer.engine) state.context = parseWhole(parts.get("context"), 1, 2 ** 40, state.context);
+    state.context = parseWhole(parts.get("context"), 1, 2 ** 40, state.context);
     state.domain = signal.domains.length > 1 ? find(signal.domains, parts.get("domain"), -1) + 1 : 0;
     const names = layouts.map(({ name }) => name), probe = find(explorer.signals.map(({ name }) => name), parts.get("against"), -1);
     state.compared = probe < 0 ? find(names, parts.get("with"), -1) : -2 - probe;
@@ -238,14 +227,13 @@ function startExplorer(explorer) {
     draw();
   }
   function fitBudget() { /* set the budget to as many global heads as fit into the memory limit; say where not one does */
-    const { cache, served } = explorer.signals[state.signal], limit = Number(state.limit) * 2 ** 20;
+    const { cache } = explorer.signals[state.signal], limit = Number(state.limit) * 2 ** 20;
     element("fits").textContent = "";
-    if (!(explorer.engine ? served : cache) || !limit) return;
+    if (!cache || !limit) return;
     state.selected = -1;
-    const local = explorer.engine ? served.bytes[0] : memory(cache, 0), perHead = cache ? (memory(cache, candidates) - local) / candidates : 0;
-    const fitting = explorer.engine ? served.bytes.findLastIndex(size => size !== null && size <= limit) :
-      perHead ? Math.floor((limit - local) / perHead) : local <= limit ? candidates : 0;
-    if (fitting < 1) element("fits").textContent = "nothing fits: " + (local > limit ? "the windows alone take " + size(local) : "one global head takes " + size(explorer.engine ? served.bytes.find((size, number) => number && size !== null) : local + perHead));
+    const local = memory(cache, 0), perHead = (memory(cache, candidates) - local) / candidates;
+    const fitting = perHead ? Math.floor((limit - local) / perHead) : local <= limit ? candidates : 0;
+    if (fitting < 1) element("fits").textContent = "nothing fits: " + (local > limit ? "the windows alone take " + size(local) : "one global head takes " + size(local + perHead));
     state.budget = Math.min(candidates, Math.max(1, fitting));
   }
   function select(index) {
@@ -266,7 +254,6 @@ function startExplorer(explorer) {
     element(name).addEventListener("input", event => { hasChanged = true; change(event.target.value); draw(); });
   }
   element("budget").max = candidates;
-  element("context").disabled = Boolean(explorer.engine); /* the engine's numbers are for one context */
   listen("budget", value => { state.budget = Number(value); state.limit = ""; state.selected = -1; fitBudget(); });
   listen("tau", value => { state.tau = Number(value); });
   listen("domain", value => { state.domain = Number(value); });

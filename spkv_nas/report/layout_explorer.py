@@ -34,7 +34,6 @@ from spkv_nas.proposal.propose import densest_layout
 from spkv_nas.report.colours import SHADES, cividis
 from spkv_nas.report.evidence import SEARCH, Result, all_evidence
 from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.serving import budgets_in_engine, layout_in_engine
 from spkv_nas.report.verdict import Verdict
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered besides the probe's own threshold
@@ -64,7 +63,7 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     proposed_or_retrained = {indices[result.key]: result for result in reversed((*proposed, *retrained))}
     filed = [(inputs, result) for _, result in sorted(proposed_or_retrained.items(), key=lambda entry: entry[0])]
     # Data of the page's script
-    colours, served = [cividis(step / (SHADES - 1)) for step in range(SHADES)], inputs.served
+    colours = [cividis(step / (SHADES - 1)) for step in range(SHADES)]
     return {
         "grid": inputs.table.grid,
         "shades": [colour for colour, _ in colours],
@@ -80,10 +79,6 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
             for key, name in names.items()
             if isinstance(key, bytes)
         ],
-        "engine": served and served.title,
-        "served": None
-        if inputs.served is None
-        else [layout_in_engine(inputs.served, _layout(*each)) for each in filed],
         "files": [_layout_file(*each) for each in filed],
         "aliases": sorted([name, index] for name, index in named if name != [*names.values()][index]),
         "offered": len(filed),  # number of layouts with a file
@@ -165,8 +160,6 @@ def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
     start_tau = (page_table if page_table.name == table.name else table).tau
     taus = np.array([each.tau for each in tables])
     probe_tau, start = (int(abs(taus - tau).argmin()) for tau in (table.tau, start_tau))
-    served = inputs.engine_memory.get(table.name)
-    content = {**tables_at_thresholds(tables), "predicted": _predicted(tables, inputs)}
     return {
         "name": table.name,
         "command": inputs.commands.get(table.name, f"spkv-nas propose --probe {shlex.quote(table.name)}"),
@@ -178,12 +171,13 @@ def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
         | {"even": scale.even if scale.is_stretched else 0},
         "domains": list(table.domains),
         "cache": _cache(table),
-        "served": None if served is None else budgets_in_engine(served, table),
         "file": _file(tables[probe_tau]),
         "taus": [yaml_line(densest_layout(candidate, 1).provenance["tau"]) for candidate in tables],
         "probe_tau": probe_tau,
         "start": start,
-        "tables": b64encode(compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode(),
+        "tables": b64encode(
+            compress(json.dumps(tables_at_thresholds(tables), separators=(",", ":")).encode(), mtime=0)
+        ).decode(),
     }
 
 
@@ -233,28 +227,6 @@ def _times(calibration: Calibration | None) -> dict[str, Any] | None:
         "counts": counts.astype(int).tolist(),
         "seconds": seconds.tolist(),
     }
-
-
-def _predicted(tables: list[HeadScores], inputs: ReportInputs) -> dict[str, Any] | None:
-    """Return predicted zero-shot ΔNLL and its deviation, in thousandths of a percent, by threshold and budget.
-
-    The budgets, from ``low``, are those for which the search's scores allow a prediction.
-    """
-    if inputs.predict is None:
-        return None
-    low, means, deviations = 0, [], []
-    for table in tables:
-        # Mark the highest-scoring heads of every budget: [budgets, heads]
-        masks = np.zeros((table.num_heads, table.num_heads), np.bool_)
-        for budget, head in enumerate(densest_candidates(table)):
-            masks[budget:, head] = True
-        mean, deviation = inputs.predict(masks)
-        # Keep the budgets that have a prediction
-        predicted = np.flatnonzero(~np.isnan(mean))
-        low = int(predicted[0]) + 1
-        means.append([round(1000 * number) for number in mean[predicted].tolist()])
-        deviations.append([round(1000 * number) for number in deviation[predicted].tolist()])
-    return {"low": low, "means": means, "deviations": deviations}
 
 
 def _number(value: float) -> float | None:

@@ -92,9 +92,3 @@ async function gunzip(base64) {
   const bytes = Uint8Array.from(atob(base64), letter => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
-/* Decompress the tables for download. */
-async function inflate(link) {
-  link.href = "data:text/csv;charset=utf-8," + encodeURIComponent(await gunzip(link.href.split(",")[1]));
-  link.download = link.textContent = link.download.replace(/\.gz$/, "");
-}
-if (globalThis.DecompressionStream) document.querySelectorAll("a[download$='.csv.gz']").forEach(inflate);

@@ -27,7 +27,6 @@ from spkv_nas.report.layout_explorer import explorer_data, layout_indices
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import cache_nll_chart, coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
-from spkv_nas.report.serving import serving_section
 from spkv_nas.report.verdict import Advise, Step, Verdict, conclude
 
 _PAGE = "index.html"
@@ -106,7 +105,6 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
     )
     # Fill the template
     choices, folder = explorer_data(inputs, verdict), Path(__file__).parent
-    serving = [] if inputs.served is None else [serving_section(inputs.served, table, inputs.layouts)]
     return render(
         "page.html.j2",
         version=__version__,
@@ -123,7 +121,7 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
         layouts=layouts,
         strategy_of=strategy_of,
         caution=caution(table),
-        sections=(*inputs.benchmarks, *serving),
+        sections=inputs.benchmarks,
         words=tables.glossary(inputs),
         figures=figures,
     )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from base64 import b64encode
 from collections.abc import Iterator, Mapping
-from gzip import compress
 from typing import Any
 
 import pandas as pd
@@ -13,7 +11,6 @@ import pandas as pd
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.search_table import FIDELITIES
-from spkv_nas.base.tables import csv_text
 from spkv_nas.evaluation.ranking import MIN_ITEMS
 from spkv_nas.evaluation.searched import best_layouts, correlations
 from spkv_nas.report.chart import Row
@@ -190,25 +187,6 @@ def provenance(inputs: ReportInputs) -> list[tuple[str, list[tuple[str, str]]]]:
         content = {"content hash": layout.content_hash, **seen, **layout.provenance}
         sections.append((f"Layout {name}", list(_flatten(content))))
     return [(heading, pairs) for heading, pairs in sections if pairs]
-
-
-def downloads(inputs: ReportInputs) -> list[tuple[str, str]]:
-    """Return (file name, data URI) of each table, gzipped and safe to open in a spreadsheet."""
-    frames = {"density.csv": inputs.table.rows}
-    if inputs.comparison is not None:
-        frames["comparison.csv"] = inputs.comparison
-    packed = {name: b64encode(compress(safe_csv(frame).encode(), mtime=0)).decode() for name, frame in frames.items()}
-    return [(f"{name}.gz", f"data:application/gzip;base64,{text}") for name, text in packed.items()]
-
-
-def safe_csv(frame: pd.DataFrame) -> str:
-    """Return CSV without spreadsheet formulas: texts that start with ``= + - @`` get a leading apostrophe."""
-    return csv_text(frame.rename(columns=_safe_cell).map(_safe_cell))
-
-
-def _safe_cell(value: Any) -> Any:
-    """Escape a text that a spreadsheet would run as a formula, also after white space; numbers stay numbers."""
-    return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(("=", "+", "-", "@")) else value
 
 
 def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

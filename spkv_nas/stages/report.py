@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.density_tables import read_density_log
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.console import print_path
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import parse_bytes, parse_context
-from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
-from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.page import write_report
 from spkv_nas.report.pictures import write_paper_figures
-from spkv_nas.report.serving import EngineMemory
-from spkv_nas.search.prediction import Prediction
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import command_line, in_folder
-from spkv_nas.stages.engines import chosen_engine
 from spkv_nas.stages.lookup import chosen_table, find_proposal, find_table
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
-from spkv_nas.stages.record import model_identity
 from spkv_nas.stages.report_page.index import pages, write_workspace_index
 from spkv_nas.stages.report_page.page_steps import page_steps
 from spkv_nas.stages.report_page.results import read_inputs
@@ -74,7 +62,6 @@ def _page(options: ReportOptions, table: HeadScores, reporter: Reporter) -> Path
         reporter.caution(missed_price)
     # Read probes and results
     folder = workspace.report_dir(table.name)
-    table = _with_positions(table)
     table_at_tau, probes = proposal.table(table), [table, *neighbours(workspace, table)]
     commands = {
         probe.name: in_folder(command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root)
@@ -87,11 +74,8 @@ def _page(options: ReportOptions, table: HeadScores, reporter: Reporter) -> Path
         trust=_trust(options, table_at_tau, proposal.layouts),
         commands=commands,
         probes=probes,
-        engine_memory=engine_memory(options, table_at_tau, probes),
         calibration=_calibration(folder, table, reporter),
     )
-    if inputs.search is not None:
-        inputs = replace(inputs, predict=_prediction(inputs.search, probes))
     if options.figures is not None:
         paper_folder = _write_paper(folder, table_at_tau, proposal.layouts, inputs.comparison)
         reporter.announce(f"paper figures: {paper_folder}")
@@ -103,22 +87,6 @@ def _page(options: ReportOptions, table: HeadScores, reporter: Reporter) -> Path
             advise=page_steps(workspace, table),
             progress=progress,
         )
-
-
-def _with_positions(table: HeadScores) -> HeadScores:
-    """Add the model's context to a table of an earlier version that does not record it, if its config is here."""
-    model = model_identity(table.metadata)
-    if (
-        model is None
-        or "positions" in table.metadata
-        or not (model.startswith(EMBEDDED_PREFIX) or Path(model).is_dir())
-    ):
-        return table
-    from spkv_nas.model.checkpoint import read_size
-
-    with suppress(UserError):
-        return replace(table, metadata={**table.metadata, "positions": read_size(model).positions})
-    return table
 
 
 def _write_paper(
@@ -166,19 +134,6 @@ def _calibration(folder: Path, table: HeadScores, reporter: Reporter) -> Calibra
     return None
 
 
-def _prediction(search: pd.DataFrame, probes: Sequence[HeadScores]) -> Prediction | None:
-    """Fit a prediction of zero-shot ΔNLL to a search's scores on the probes' grid; None with too few scores."""
-    num_layers, num_kv_heads = probes[0].grid
-    rows = search.drop_duplicates("heads").dropna(subset="zero_shot_delta_percent")
-    rows = rows[[[len(row) for row in heads.split()] == [num_kv_heads] * num_layers for heads in rows["heads"]]]
-    if rows.empty:
-        return None
-    # masks: bool [layouts, L * Hkv]; signals: [L * Hkv, probes]
-    masks = np.array([[letter == "G" for letter in heads.replace(" ", "")] for heads in rows["heads"]])
-    signals = np.stack([probe.density.ravel() for probe in probes], 1)
-    return Prediction.of(masks, rows["zero_shot_delta_percent"].to_numpy(float), signals)
-
-
 def show(page: Path) -> None:
     """Print the path of the page."""
     print_path("report", page)
@@ -187,42 +142,6 @@ def show(page: Path) -> None:
 def document(page: Path) -> dict[str, Any]:
     """Return the path of the page."""
     return {"report": page}
-
-
-def engine_memory(
-    options: ReportOptions, table: HeadScores, probes: Sequence[HeadScores]
-) -> dict[str, EngineMemory | None]:
-    """Return the KV cache in the engine that options name, by probe of the page; empty without an engine.
-
-    A probe whose local heads see sink tokens has None, because engines keep none.
-
-    Args:
-        options: engine, its settings, context, dtype, head dimension and memory.
-        table: the page's probe.
-        probes: all probes of the page.
-
-    Raises:
-        UserError: the engine does not count the cache of the page's model, or a number is unknown.
-    """
-    serving = chosen_engine(options)
-    if serving is None:
-        return {}
-    requirements = Requirements(
-        context=None if options.context is None else parse_context(options.context),
-        head_dim=options.head_dim,
-        kv_dtype=options.kv_dtype,
-        serving=serving,
-    )
-    cost = requirements.cache_cost(table, None)
-    assert isinstance(cost, EngineCost)
-    memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
-    counted = {
-        probe.name: EngineMemory(replace(cost, window=probe.window or cost.window, sinks=probe.sinks), memory)
-        if probe.sinks <= serving.engine.max_sinks
-        else None
-        for probe in probes
-    }
-    return {**counted, table.name: EngineMemory(cost, memory)}
 
 
 def run(options: ReportOptions, reporter: Reporter) -> Result:

@@ -1,8 +1,7 @@
-"""Test in a browser what the layout explorer shows of a serving engine, and of heads that are local by design."""
+"""Test in a browser what the layout explorer shows of heads that are local by design."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,6 @@ from spkv_nas.cli import main
 
 __all__ = ["browser", "open_file", "open_page", "workspace"]  # fixtures
 pytestmark = NEEDED
-
-
-def test_bytes_and_requests_of_a_serving_engine(open_page: Any, workspace: Path, tmp_path: Path) -> None:
-    """Looked up by budget and by layout; the largest budget that fits is the engine's."""
-    for part in ("probes", "layouts"):
-        shutil.copytree(workspace / part, tmp_path / part)
-    engine = ["--engine", "vllm", "--context", "32k", "--kv-bytes", "4GiB"]
-    main(["report", "-w", str(tmp_path), "--probe", "stdlib-21x3", *engine])
-    file = tmp_path / "reports/stdlib-21x3/index.html"
-    page = open_page("#budget=25&context=1000", file)
-    assert page.inner_text("#explorer-memory-row dt") == "KV cache in vLLM 0.32"
-    shown = "200.39 MiB of 252.00 MiB a request; 20.44 requests in 4.00 GiB; 33 global heads take no more"
-    assert page.inner_text("#explorer-memory") == shown
-    assert page.input_value("#explorer-context") == "32768"
-    assert page.is_disabled("#explorer-context")
-    page.fill("#explorer-limit", "192")
-    assert page.inner_text("#explorer-heads") == "23 of 63 KV heads"
-    page.fill("#explorer-limit", "192.3")
-    assert page.inner_text("#explorer-heads") == "32 of 63 KV heads"
-    page.select_option("#explorer-selected", label="densest")
-    assert page.inner_text("#explorer-memory").endswith("; as units of 1 head")
 
 
 def test_heads_that_are_local_by_design_are_not_chosen(open_file: Any, tmp_path: Path) -> None:

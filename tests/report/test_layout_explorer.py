@@ -63,7 +63,6 @@ def test_the_explorer_has_the_heads_of_propose() -> None:
     assert tables["order"] == [np.argsort(-table.values.ravel(), kind="stable").tolist()]
     layouts = [propose(table, budget, num_random=0)["densest"] for budget in range(1, 9)]
     assert np.cumsum(tables["coverage"][0]).tolist() == [round(1e4 * coverage(table, layout)) for layout in layouts]
-    assert tables["predicted"] is None
     masks = [np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8))[:8] for _, text in data["layouts"]]
     assert [mask.tolist() for mask in masks] == [
         layout.global_mask.ravel().tolist() for layout in inputs.layouts.values()

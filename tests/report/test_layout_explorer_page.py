@@ -153,13 +153,11 @@ def _plain(text: str) -> str:
 
 @pytest.mark.slow
 def test_costs_beside_the_map_equal_those_of_the_commands(open_page: Any, workspace: Path, tmp_path: Path) -> None:
-    """Attention's time from the calibration, where there is one, and the search's prediction."""
+    """Attention's time from the calibration, where there is one."""
     page = open_page("#budget=18&context=1000")
     table = HeadScores.read(workspace / "probes/stdlib-21x3")
     layout = propose(table, 18, num_random=0)["densest"]
     assert not page.is_visible("#explorer-time-row")  # nothing was timed
-    assert page.inner_text("#explorer-predicted")[0] == "+"
-    assert not open_page("#budget=19").is_visible("#explorer-predicted-row")  # the search scored 18 heads alone
     for part in ("probes", "layouts", "reports"):
         shutil.copytree(workspace / part, tmp_path / part)
     case = LayerCase(6, 3, 32, "bfloat16", 32, 1, "cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,47 +212,3 @@ class TestPropose:
     def test_an_engine_needs_a_context(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         message = fails(capsys, "propose", "-w", workspace, "--engine", "vllm")
         assert "--engine needs --context, the maximum number of tokens of a request" in message
-
-
-class TestReport:
-    @pytest.fixture
-    def workspace(self, tmp_path: Path) -> Path:
-        """Write a probe of 21 layers x 3 KV heads, and layouts."""
-        make_table(np.random.default_rng(0).random((21, 3)).round(4)).write(tmp_path / "probes" / "p")
-        main(["propose", "-w", str(tmp_path), "--window", "128", "--budget", "27"])
-        return tmp_path
-
-    def test_the_page_counts_as_the_engine_does(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Level 8 has these heads, for which vLLM reports 1,306,175 tokens with 27 of them global."""
-        sizes = ["--context", "32k", "--head-dim", "128", "--kv-dtype", "bfloat16", "--kv-bytes", "24GiB"]
-        main(["report", "-w", str(workspace), "--probe", "p", *CPU, *sizes])
-        page = (workspace / "reports" / "p" / "index.html").read_text()
-        assert "KV cache in vLLM 0.32" in page
-        assert "equal to vLLM&#39;s report of its capacity" in page
-        assert "<td>798,848</td>" in page
-
-    def test_mistakes(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        def refused(*options: str) -> str:
-            return fails(capsys, "report", "-w", str(workspace), *options)
-
-        assert "--context needs --engine" in refused("--context", "1k")
-        assert "--head-dim needs --engine" in refused("--head-dim", "64")
-        assert "--kv-bytes needs --engine" in refused("--kv-bytes", "1GiB")
-        assert "--engine needs --context" in refused(*CPU)
-        assert "does not record the model's head_dim: give --head-dim" in refused(*CPU, "--context", "1k")
-
-    @pytest.mark.parametrize(
-        ("metadata", "message"),
-        [
-            ({"sinks": 4}, "keeps at most 1 sink token for local heads"),
-            ({"native_windows": [16, None] * 10 + [16]}, "have a sliding window by design, which --engine does not"),
-        ],
-    )
-    def test_models_that_engines_are_not_counted_for(
-        self, metadata: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        table = make_table(np.random.default_rng(0).random((21, 3)))
-        sizes = {"head_dim": 64, "dtype": "bfloat16"}
-        replace(table, metadata={**sizes, **metadata}).write(tmp_path / "probes" / "p")
-        main(["propose", "-w", str(tmp_path), "--budget", "9"])
-        assert message in fails(capsys, "report", "-w", tmp_path, "--probe", "p", *CPU, "--context", "32k")
