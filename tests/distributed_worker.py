@@ -33,7 +33,7 @@ from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
 VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe that differ
-    "dense": {"compile": True},
+    "dense": {},
     "hybrid": {"variant": Variant.hybrid(Layout(("G", "L"), window=8))},
     "sp-kv": {"evaluation": {"batch_size": 3, "every": 4, "max_tokens": 500}},
     "target": {"gates": {"target_density": 0.3, "anneal_steps": 2, "soft_fraction": 0.5}},
@@ -44,10 +44,10 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe
     "adapters": {"lora": {"rank": 2}, "gradient_checkpointing": True},
     "distilled": {
         "variant": Variant.hybrid(Layout(("G", "L"), window=8)),
-        "branch": {"distill": {"weight": 0.6, "temperature": 1.5, "hidden": 3}},
+        "branch": {"distill": {"weight": 0.6, "temperature": 1.5}},
     },
     "learned-sinks": {"variant": Variant.hybrid(Layout(("G", "L"), window=8)), "branch": {"sinks": "learned"}},
-    "distilled-adapters": {"lora": {"rank": 2}, "branch": {"distill": {"hidden": 3}}},
+    "distilled-adapters": {"lora": {"rank": 2}, "branch": {"distill": {}}},
 }
 RUNS = {
     "ddp": (

@@ -290,12 +290,6 @@ class PassMemory:
         layer = num_tokens * (self._layer(learns) + self._predictor)  # recomputed after the logits are freed
         return kept + max(self._backward(num_tokens, frees=True), logits - layer)
 
-    def transferring(self, num_tokens: int, learns: Learns) -> int:
-        """Return the bytes of a teacher's pass, which records attention inputs and outputs, and of learning a layer."""
-        recorded = 2 * num_tokens * self.item * self.size.hidden_size * self.size.heads.num_layers
-        layer = num_tokens * (self._layer(learns) + self._predictor) + self._backward(num_tokens)
-        return recorded + max(self.forward(num_tokens), layer)
-
     def kept(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
         """Return the bytes that a forward pass keeps for the backward pass, without logits."""
         size, layers = self.size, self.size.heads.num_layers

@@ -74,7 +74,6 @@ class Training:
     moment_bytes: float = MOMENTS  # bytes of the optimizer's moments per parameter
     frozen_item: int = FLOAT32  # bytes of a frozen weight
     distills: bool = False  # whether a teacher's pass precedes every forward pass
-    transfers: bool = False  # whether the first steps train attention layers on the teacher's outputs
 
     @property
     def weight_item(self) -> int:
@@ -269,8 +268,6 @@ class Stages:
         passing = passes.learning(
             tokens, learns=training.learns, recomputes=training.recomputes, taught=training.distills
         )
-        if training.transfers:
-            passing = max(passing, passes.transferring(tokens, training.learns))
         layer, outside = size.without_embeddings / size.heads.num_layers, size.num_parameters - size.without_embeddings
         weights = training.weight_item * size.num_parameters + FLOAT32 * (predictors + training.adapters)
         if training.distills and training.learns is Learns.ALL:  # a copy as teacher; frozen weights are their own

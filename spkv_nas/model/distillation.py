@@ -8,35 +8,24 @@ arXiv 1503.02531; Puzzletron and most other hybrids retrain by it)::
 Both logits are computed chunk by chunk (``model.loss``), never those of a whole batch. The gradient is
 ``(1 - weight) (p - onehot) + weight t (p_t - q_t)``, whose second term is exactly 0 where student and teacher agree:
 automatic differentiation of log-softmax would leave rounding errors, which AdamW scales up to steps.
-
-Attention transfer comes before (LoLCATs, arXiv 2410.10254, section 3.1): every attention layer is trained alone to give
-what the teacher's gives on the same input. Both read the teacher's hidden states, so one pass of the teacher and one
-of the student's attention layers suffices. Layers are trained on the mean squared error of their outputs, after the
-output projection; nothing outside attention changes. With full attention under the student's weights as the target
-instead, which needs no teacher, the target would move with the weights, and values that shrink would reduce the error.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import hook_layers
 from spkv_nas.model.attention import attention_layers
-from spkv_nas.model.loss import NO_TARGET, DecoderPass, forward_inside, logits_of, replaced_forward, with_gradients
+from spkv_nas.model.loss import NO_TARGET, DecoderPass, forward_inside, logits_of, replaced_forward
 from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.model.windows import full_attention
-
-_Call = tuple[tuple[Any, ...], dict[str, Any], Tensor]  # arguments and output of an attention layer
 
 
 @dataclass(frozen=True)
@@ -105,37 +94,35 @@ class Distillation:
         teacher: the dense model.
         weight: weight of the divergence, in (0, 1]; the NLL has the rest.
         temperature: temperature of both predictions.
-        transfers: whether passes train attention layers alone, on the teacher's outputs.
-        sums: float64 [5]: sums over tokens of NLL, divergence and squared error of attention outputs, and the numbers
-            of tokens of the first two and of the last; to be read and reset by the caller.
+        sums: float64 [3]: sums of NLL and divergence over tokens, and the number of tokens; to be read and reset by
+            the caller.
     """
 
     teacher: Teacher
     weight: float = 1.0
     temperature: float = 1.0
-    transfers: bool = False
-    sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
+    sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def begin_pass(self, student: PreTrainedModel) -> DecoderPass:
         """Begin a training pass of the student, for ``loss_in_chunks``."""
-        return _TransferPass(student, self) if self.transfers else _DistilledPass(student, self)
+        return _DistilledPass(student, self)
 
     def means(self, sums: Tensor) -> dict[str, float]:
-        """Return the means per token of NLL and divergence (nats), or of the squared error, from ``sums``."""
-        nll, divergence, error, tokens, transferred = sums.tolist()
-        logs = {"nll": nll / tokens, "kl": divergence / tokens} if tokens else {}
-        return {**logs, **({"transfer_error": error / transferred} if transferred else {})}
+        """Return the means per token of NLL and divergence, in nats, from ``sums``."""
+        nll, divergence, tokens = sums.tolist()
+        return {"nll": nll / tokens, "kl": divergence / tokens} if tokens else {}
 
-    def add(self, **parts: Tensor) -> None:
-        """Add to ``sums``, by name: nll, divergence, error, tokens, transferred."""
-        names = ("nll", "divergence", "error", "tokens", "transferred")
-        device = next(iter(parts.values())).device
-        values = [torch.as_tensor(parts.get(name, 0), device=device).detach().double() for name in names]
-        self.sums = self.sums.to(device) + torch.stack(values)
+    def add(self, nll: Tensor, divergence: Tensor, tokens: Tensor) -> None:
+        """Add to ``sums``."""
+        values = torch.stack([nll.double(), divergence.double(), tokens.double()])
+        self.sums = self.sums.to(nll.device) + values
 
 
-class _TaughtPass(DecoderPass, ABC):
-    """Decoder pass of a student, in which the teacher's decoder runs first, on the same arguments."""
+class _DistilledPass(DecoderPass):
+    """Decoder pass of a student whose loss mixes the NLL with the divergence from the teacher.
+
+    The teacher's decoder runs first, on the same arguments.
+    """
 
     def __init__(self, student: PreTrainedModel, distillation: Distillation) -> None:
         """Replace the student's decoder until it is called."""
@@ -146,20 +133,8 @@ class _TaughtPass(DecoderPass, ABC):
         self._replaced.enter_context(replaced_forward(self._decoder, self._decode))
 
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the teacher's decoder, then the student's."""
-        self._replaced.close()
-        return self._after_teacher(args, kwargs)
-
-    @abstractmethod
-    def _after_teacher(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the teacher, and return the output of the student's decoder."""
-
-
-class _DistilledPass(_TaughtPass):
-    """Decoder pass whose loss mixes the NLL with the divergence from the teacher."""
-
-    def _after_teacher(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the teacher's last hidden states, and run the student's decoder."""
+        self._replaced.close()
         with torch.no_grad(), self._distillation.teacher.dense_state():
             self._taught = self._teacher_decoder.forward(*args, **kwargs)
         return self._decoder.forward(*args, **kwargs)
@@ -187,70 +162,8 @@ class _DistilledPass(_TaughtPass):
         loss, nll, divergence = distilled(
             logits, reference, ids, weight=distillation.weight, temperature=distillation.temperature
         )
-        distillation.add(nll=nll.sum(), divergence=divergence.sum(), tokens=(ids != NO_TARGET).sum())
+        distillation.add(nll.sum(), divergence.sum(), (ids != NO_TARGET).sum())
         return loss
-
-
-class _TransferPass(_TaughtPass):
-    """Pass that runs the teacher's decoder, and the student's attention layers on the teacher's hidden states."""
-
-    def _after_teacher(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute the error and its gradients, and return the teacher's output for the logits, which go unused."""
-        # Inputs and outputs of the teacher's attention layers
-        teacher = self._distillation.teacher
-        with torch.no_grad(), teacher.dense_state(), _recorded_calls(teacher.model) as calls:
-            output = self._teacher_decoder.forward(*args, **kwargs)
-        # Error and gradients of the student's, layer by layer
-        layers = list(attention_layers(self._model).values())
-        assert len(calls) == len(layers), "the teacher's attention layers are not the student's"
-        self._error = torch.zeros((), device=output.last_hidden_state.device)
-        self._gradients: dict[nn.Parameter, Tensor] = {}
-        for layer in layers:
-            self._learn(layer, calls.pop(0), len(layers))
-        if not self._gradients:
-            raise UserError(
-                "branch.distill.hidden trains attention layers, but none of their weights is trained\n"
-                "leave it out, or set lora.targets to layers of attention"
-            )
-        return output
-
-    def _learn(self, layer: nn.Module, call: _Call, num_layers: int) -> None:
-        """Add the error of a layer's outputs and its gradients, divided by the number of layers."""
-        args, kwargs, target = call
-        with torch.enable_grad():
-            error = F.mse_loss(layer(*args, **kwargs)[0].float(), target.float()) / num_layers
-        parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-        if parameters and error.requires_grad:
-            gradients = torch.autograd.grad(error, parameters, allow_unused=True)
-            self._gradients |= {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
-        self._error += error.detach()
-
-    def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
-        """Return the mean squared error times the number of targets, so that their mean is the loss."""
-        num_targets = (targets != NO_TARGET).sum()
-        self._distillation.add(error=self._error * num_targets, transferred=num_targets)
-        gradients = [(gradient * num_targets).to(p.dtype) for p, gradient in self._gradients.items()]
-        return with_gradients(self._error * num_targets, gradients, list(self._gradients))
-
-
-@contextmanager
-def _recorded_calls(model: PreTrainedModel) -> Iterator[list[_Call]]:
-    """Record arguments and output of each attention layer's call, in order, inside the ``with`` block."""
-    calls: list[_Call] = []
-    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def before(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments.append((args, kwargs))
-
-    def after(_layer: nn.Module, _args: Any, output: Any) -> None:
-        calls.append((*arguments.pop(), output[0]))
-
-    # Record before the hook that adds the state of gates and windows
-    with ExitStack() as hooks:
-        for layer in attention_layers(model).values():
-            hooks.callback(layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-            hooks.callback(layer.register_forward_hook(after).remove)
-        yield calls
 
 
 def distilled(

@@ -1,14 +1,20 @@
-"""Conversion of a recipe's training phase to ``transformers.TrainingArguments``."""
+"""Conversion of a recipe's training phase to ``transformers.TrainingArguments``, and its optimizer."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from transformers import TrainingArguments
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
 
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import blocks_per_process, num_processes
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.training.branch_config import BranchConfig
+from spkv_nas.training.gates_config import GatesConfig
 from spkv_nas.training.recipe import DenseConfig, Recipe
 from spkv_nas.training.sharding import fsdp_config
 
@@ -81,3 +87,40 @@ def _micro_batch_size(recipe: Recipe, phase: DenseConfig | BranchConfig, rank_bl
     min_blocks = recipe.least_blocks(phase)
     max_blocks = max(min_blocks, min(rank_blocks, recipe.micro_batch_size or rank_blocks))
     return max(size for size in range(min_blocks, max_blocks + 1, min_blocks) if rank_blocks % size == 0)
+
+
+def make_optimizer(model: nn.Module, args: TrainingArguments, options: GatesConfig) -> torch.optim.Optimizer:
+    """Create the AdamW variant ``args.optim`` with separate options for predictors.
+
+    Vectors, such as those of norms and learned sinks, are not decayed.
+
+    Raises:
+        UserError: the optimizer does not support this device, or cannot be imported.
+    """
+    # Parameter groups: (parameters, learning-rate multiplier, weight decay)
+    predictors = predictor_parameters(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        ([p for p in trainable if p not in predictors and p.ndim >= 2], 1.0, args.weight_decay),
+        ([p for p in trainable if p not in predictors and p.ndim < 2], 1.0, 0.0),
+        (
+            [p for p in trainable if p in predictors and p.ndim >= 2],
+            options.learning_rate_multiplier,
+            options.weight_decay,
+        ),
+        ([p for p in trainable if p in predictors and p.ndim < 2], options.learning_rate_multiplier, 0.0),
+    ]
+    # Leave out empty groups
+    parameters: list[dict[str, Any]] = [
+        {"params": params, "lr": args.learning_rate * multiplier, "weight_decay": decay}
+        for params, multiplier, decay in groups
+        if params
+    ]
+    # Create the optimizer as transformers does
+    try:
+        kind, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
+        optimizer: torch.optim.Optimizer = kind(parameters, **keywords)
+    except (ImportError, RuntimeError, ValueError) as error:
+        name = getattr(args.optim, "value", args.optim)
+        raise UserError(f"optimizer: {name} does not work on {args.device.type}: {first_line(error)}") from error
+    return optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from spkv_nas.base.limits import MAX_BATCH, MAX_STEPS
 from spkv_nas.base.schema import Section
@@ -16,24 +16,6 @@ class DistillConfig(Section):
 
     weight: float = Field(0.5, gt=0.0, le=1.0, description="weight of the divergence; the NLL has the rest")
     temperature: float = Field(1.0, gt=0.0, le=100.0, description="temperature of both predictions")
-    hidden: float = Field(
-        0.0,
-        ge=0.0,
-        le=MAX_STEPS,
-        description="attention transfer (LoLCATs): first steps that train attention layers alone, each on the dense "
-        "model's output for the same input: a fraction of the branch's steps if below 1, else their number",
-    )
-
-    @field_validator("hidden")
-    @classmethod
-    def _whole_steps(cls, hidden: float) -> float:
-        if hidden >= 1.0 and hidden != int(hidden):
-            raise ValueError("expected a fraction below 1, or a whole number of steps")
-        return hidden
-
-    def transfer_steps(self, steps: int) -> int:
-        """Return how many of ``steps`` steps train attention layers on the dense model's outputs."""
-        return round(self.hidden * steps) if self.hidden < 1.0 else int(self.hidden)
 
 
 class BranchConfig(Section):
@@ -78,11 +60,7 @@ class BranchConfig(Section):
 
     @model_validator(mode="after")
     def _distills_throughout(self) -> BranchConfig:
-        if self.distill is None:
-            return self
-        if self.distill.transfer_steps(self.steps) >= self.steps:
-            raise ValueError(f"distill.hidden {self.distill.hidden:g} leaves none of the {self.steps} steps")
-        if self.extend is not None:
+        if self.distill is not None and self.extend is not None:
             raise ValueError(
                 "'distill' and 'extend' exclude each other: the dense checkpoint does not support longer blocks"
             )

@@ -42,7 +42,6 @@ class BranchSetup:
         optimizer_state: file with the dense run's optimizer state to start from; None if there is none.
         extension: longer blocks from some step on; None without them.
         distillation: loss of the branch with a teacher; None without one.
-        transfer_steps: first steps that train attention layers on the teacher's outputs.
     """
 
     model: PreTrainedModel
@@ -52,7 +51,6 @@ class BranchSetup:
     optimizer_state: Path | None = None
     extension: Extension | None = None
     distillation: Distillation | None = None
-    transfer_steps: int = 0
 
 
 def set_up(
@@ -89,12 +87,8 @@ def set_up(
     # Apply the variant, with the dense model as its teacher if the recipe distills
     apply_variant(model, recipe, variant, seed, sink_logits)
     if phase.distill is not None:
-        setup = replace(
-            setup,
-            distillation=distillation(recipe, variant, model, lambda: load(dense, dtype=torch.float32)[0]),
-            # full attention has nothing to learn from outputs equal to its own
-            transfer_steps=0 if variant.kind is Kind.FULL_ATTENTION else phase.distill.transfer_steps(phase.steps),
-        )
+        teacher = distillation(recipe, variant, model, lambda: load(dense, dtype=torch.float32)[0])
+        setup = replace(setup, distillation=teacher)
     if variant.kind is not Kind.SP_KV:
         return setup
     # Schedule the change from soft to hard gates

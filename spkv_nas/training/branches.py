@@ -46,7 +46,6 @@ from spkv_nas.training.dataset import training_data
 from spkv_nas.training.dense import dense_checkpoint
 from spkv_nas.training.initial_sinks import measure_initial_sinks
 from spkv_nas.training.lora import merge_adapters
-from spkv_nas.training.passes import train_in_fitting_passes
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import (
     check_text,
@@ -57,7 +56,7 @@ from spkv_nas.training.run_files import (
     write_heldout_log,
 )
 from spkv_nas.training.sharding import spare_passes, whole_weights
-from spkv_nas.training.trainer import SPKVTrainer
+from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
 from spkv_nas.training.variants import Kind, Variant
 
 _NLL, _EXTENDED_NLL = "heldout-nll.npz", "heldout-nll-extended.npz"
@@ -298,9 +297,7 @@ def _trainer(
         gate_options=recipe.gates,
         optimizer_state=setup.optimizer_state,
         recomputes=recipe.gradient_checkpointing,
-        compiles=recipe.compile,
         distillation=setup.distillation,
-        transfer_steps=setup.transfer_steps,
         title=variant.name,
         reporter=reporter,
     )

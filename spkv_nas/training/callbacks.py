@@ -1,4 +1,4 @@
-"""Trainer callbacks: gate phases, longer blocks, held-out evaluation, logging, progress and interruption."""
+"""Trainer callbacks: gate phases, longer blocks, held-out evaluation, logging, trackers, progress and interruption."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.model.density_tracker import DensityTracker
+from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.modes import gate_mode, set_gate_mode, set_price
 from spkv_nas.model.price import KeyBenefitEstimator, Price
@@ -77,6 +78,46 @@ class LogCallback(TrainerCallback, ExportableState):
         if state.global_step and (saved := entry["attributes"])["since"] <= state.global_step:
             self._trainer._tr_loss = torch.tensor(saved["total"], device=args.device)
             self._trainer._globalstep_last_logged = saved["since"]
+
+
+class DistillationCallback(TrainerCallback, ExportableState):
+    """Callback that averages the parts of a loss with a teacher for logs.
+
+    The sums since the last log line are saved with the trainer's state, so that logs of resumed runs agree.
+
+    Attributes:
+        loss: the loss of training passes, which collects its parts.
+    """
+
+    def __init__(self, loss: Distillation) -> None:
+        """Read and restore the sums of ``loss``."""
+        self.loss = loss
+        self._saved: list[float] = []
+
+    def take(self) -> None:
+        """Average the sums over ranks, for a checkpoint; must be called on all ranks."""
+        self._saved = (sum_over_processes(self.loss.sums) / num_processes()).tolist()
+
+    def take_means(self) -> dict[str, float]:
+        """Return the mean parts of the loss since the last call, over all ranks; must be called on all ranks."""
+        sums = sum_over_processes(self.loss.sums)
+        self.loss.sums = torch.zeros_like(self.loss.sums)
+        return self.loss.means(sums)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state to save in a checkpoint."""
+        return {"args": {}, "attributes": {"sums": self._saved}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Move a copied teacher to the device, and restore the sums of a resumed run."""
+        teacher = self.loss.teacher.model
+        if teacher is not kwargs["model"]:
+            teacher.to(args.device)
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step and saved and saved["attributes"]["sums"]:
+            self.loss.sums = torch.tensor(saved["attributes"]["sums"], dtype=torch.float64)
 
 
 class GatePhaseCallback(TrainerCallback, ExportableState):
@@ -203,6 +244,25 @@ class HeldoutCallback(TrainerCallback):
             {"heldout_soft_nll": soft.mean, "heldout_hard_nll": hard.nll.mean, "heldout_density": hard.density}
         )
         control.should_log = should_log
+
+
+class EndWandbRun(TrainerCallback):
+    """Callback that finishes the Weights & Biases run when training ends, so that the next training starts a new one.
+
+    A run that the caller had opened before stays open.
+    """
+
+    def __init__(self) -> None:
+        """Note whether a run is already open."""
+        import wandb
+
+        self._wandb: Any = wandb
+        self._is_ours = wandb.run is None
+
+    def on_train_end(self, *_: object, **__: object) -> None:
+        """Finish the run if training opened it."""
+        if self._is_ours:
+            self._wandb.finish()
 
 
 class TokenProgressCallback(TrainerCallback):

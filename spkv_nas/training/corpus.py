@@ -17,6 +17,7 @@ from spkv_nas.base.locks import locked
 from spkv_nas.base.manifest import check_manifest, is_complete, write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
+from spkv_nas.cost.formulas import OPTIMIZERS
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.config import AUTO, EOS, NO_SEPARATOR, DataConfig
 from spkv_nas.data.ruler.haystacks import Essays
@@ -25,9 +26,7 @@ from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
 from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
 from spkv_nas.model.checkpoint import checkpoint_hash, load_on, load_tokenizer
 from spkv_nas.model.weight_files import save_tokenizer
-from spkv_nas.training.optimizer import check_optimizer
 from spkv_nas.training.recipe import OFFLOAD, Recipe
-from spkv_nas.training.trackers import check_trackers
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Digest
@@ -81,8 +80,10 @@ def join_processes(recipe: Recipe, device: str | None = None) -> None:
     """
     # Check the device and the packages
     choose_device(device)
-    check_trackers(recipe.report_to)
-    check_optimizer(recipe.optimizer)
+    for tracker in recipe.report_to:
+        check_installed(tracker, "report_to")
+    if (package := OPTIMIZERS[recipe.optimizer].package) is not None:
+        check_installed(package, f"optimizer: {recipe.optimizer}")
     if recipe.lora is not None:
         check_installed("peft", "lora")
     # Check that every batch can be divided among the ranks

@@ -32,7 +32,6 @@ from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.corpus import Corpus, tokenizer_folder
 from spkv_nas.training.dataset import training_data
-from spkv_nas.training.passes import train_in_fitting_passes
 from spkv_nas.training.phases import LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import (
@@ -44,7 +43,7 @@ from spkv_nas.training.run_files import (
     save_run,
 )
 from spkv_nas.training.sharding import whole_weights
-from spkv_nas.training.trainer import SPKVTrainer
+from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
 
 
 def dense_checkpoint(
@@ -107,7 +106,6 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
             train_dataset=training_data(recipe, corpus, phase, recipe.seed),
             schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
             recomputes=recipe.gradient_checkpointing,
-            compiles=recipe.compile,
             title="dense",
             reporter=reporter,
         )

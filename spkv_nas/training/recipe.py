@@ -30,7 +30,7 @@ from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.gates_config import GatesConfig, gates_of_layout
 
 OFFLOAD = "fsdp-offload"
-_LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
+_LATER = {"lora": None, "optimizer": DEFAULT_OPTIMIZER}
 
 
 class ModelConfig(Section):
@@ -135,7 +135,6 @@ class Recipe(Section):
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )
-    compile: bool = Field(False, description="compile decoder layers with torch.compile")
     optimizer: OptimizerName = Field(
         DEFAULT_OPTIMIZER,
         description="AdamW variant, by the trainer's name; 8-bit and paged ones need bitsandbytes",
@@ -208,21 +207,12 @@ class Recipe(Section):
                 )
 
     def _check_distillation(self) -> None:
-        distill, gates = self.branch.distill, self.gates
-        if distill is None:
+        if self.branch.distill is None:
             return
-        if gates.training == "from-scratch":
+        if self.gates.training == "from-scratch":
             raise ValueError("branch.distill needs a dense checkpoint: leave gates.training: from-scratch out")
         if self.sharding != "none":
             raise ValueError(f"branch.distill does not work with sharding: {self.sharding}; leave one of them out")
-        if distill.hidden and self.compile:
-            raise ValueError("branch.distill.hidden does not work with compile: true; leave one of them out")
-        if distill.hidden and (gates.price or gates.target_density is not None):
-            key = "price" if gates.target_density is None else "target_density"
-            raise ValueError(
-                f"branch.distill.hidden begins without the loss that gates.{key} is weighed against; "
-                "leave one of them out"
-            )
 
     def least_blocks(self, phase: DenseConfig | BranchConfig) -> int:
         """Return the minimum micro-batch in blocks of ``data.block_size``: one block of ``branch.extend``, if any."""
@@ -279,6 +269,8 @@ class Recipe(Section):
         for section, key in (("data", "mix"), ("branch", "extend")):
             if section in data and data[section][key] is None:
                 del data[section][key]
+        if (distill := data.get("branch", {}).get("distill")) is not None:
+            distill["hidden"] = 0.0  # a removed key at its default
         # Hash the version of mixed samples, and the price as the paper's weight
         if data.get("data", {}).get("mix") is not None:
             data["data"]["mix"]["samples_version"] = VERSION

@@ -34,7 +34,7 @@ _TEXT = "text.json"
 _PATIENCE = 600.0  # seconds to wait for a lock before other ranks hear from rank 0
 KEPT = 2  # checkpoints to keep: the newest, and one to fall back on if it is damaged
 _TRAIN_LOG = ("step", "loss", "learning_rate", "density", "tokens_per_second")
-_DISTILLATION_LOG = ("nll", "kl", "transfer_error")
+_DISTILLATION_LOG = ("nll", "kl")
 _HELDOUT_LOG = {  # CSV columns by key of the log history
     "step": "step",
     "heldout_soft_nll": "soft_nll",
@@ -183,7 +183,7 @@ def save_run(
 def write_train_log(state: TrainerState, path: Path) -> None:
     """Write the training log as CSV: step, loss, learning_rate, density (empty without gates), tokens_per_second.
 
-    With a teacher, columns follow for the parts of the loss that were logged: nll, kl, transfer_error.
+    With a teacher, columns follow for the parts of the loss: nll, kl.
     """
     rows = [entry for entry in state.log_history if "loss" in entry]
     parts = [part for part in _DISTILLATION_LOG if any(part in entry for entry in rows)]

@@ -303,9 +303,8 @@ class Planner:
         yield f"time: {method} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
         if (extend := recipe.branch.extend) is not None:
             yield f"attention takes longer than that in blocks of {extend.block_size:,} tokens (branch.extend)"
-        if (distill := recipe.branch.distill) is not None:
-            less = ", less in the steps of branch.distill.hidden" if distill.hidden else ""
-            yield f"that includes a pass of the dense model, the teacher (branch.distill){less}"
+        if recipe.branch.distill is not None:
+            yield "that includes a pass of the dense model, the teacher (branch.distill)"
         if recipe.branch.sinks == "learned":
             yield (
                 f"before training, a layout's learned sinks are measured on {TOKENS:,} training tokens (branch.sinks)"

@@ -68,7 +68,7 @@ def how_trained(
     )
     # Add the teacher and learned sinks of a branch
     if isinstance(phase, BranchConfig) and phase.distill is not None:
-        training = replace(training, distills=True, transfers=phase.distill.hidden > 0)
+        training = replace(training, distills=True)
     num_sinks = 0
     if isinstance(phase, BranchConfig) and phase.sinks == "learned" and not gated:
         num_sinks = size.heads.num_layers * size.heads.num_heads  # the most: one per query head

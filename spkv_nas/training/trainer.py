@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,26 @@ from spkv_nas.base.distributed import num_processes, on_main, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, deferred
 from spkv_nas.base.manifest import write_manifest
+from spkv_nas.base.memory import empty_cache, is_short_of_memory
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model.activation_checkpointing import recomputed
-from spkv_nas.model.compiled import compiled
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.weight_files import default_generation
 from spkv_nas.model.weights import largest
-from spkv_nas.training.callbacks import GatePhaseCallback, InterruptCallback, LogCallback, TokenProgressCallback
-from spkv_nas.training.distillation_callback import DistillationCallback
+from spkv_nas.training.arguments import make_optimizer
+from spkv_nas.training.callbacks import (
+    DistillationCallback,
+    EndWandbRun,
+    GatePhaseCallback,
+    InterruptCallback,
+    LogCallback,
+    TokenProgressCallback,
+)
 from spkv_nas.training.gates_config import GatesConfig
-from spkv_nas.training.optimizer import make_optimizer
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
+from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import (
     load_learned,
     load_optimizer_state,
@@ -49,7 +57,6 @@ from spkv_nas.training.run_files import (
     writing,
 )
 from spkv_nas.training.sharding import shard_added_modules, sharded_checkpoint
-from spkv_nas.training.trackers import WANDB, EndWandbRun
 
 _MAX_GROWTH = 1e4  # limit of weights, relative to the largest initial weight (at least 1)
 
@@ -67,9 +74,7 @@ class SPKVTrainer(Trainer):
         gate_options: the recipe's section ``gates``, which configures the training of predictors.
         optimizer_state: file of ``save_optimizer_state`` to start from; parameters it lacks start with zero moments.
         recomputes: True to recompute layers' activations in the backward pass (activation checkpointing).
-        compiles: True to compile decoder layers.
         distillation: loss with a teacher; None: the NLL.
-        transfer_steps: first steps that train attention layers on the teacher's outputs.
         title: title of the progress bar.
         reporter: shows the progress bar.
         callbacks: additional callbacks.
@@ -83,9 +88,7 @@ class SPKVTrainer(Trainer):
         gate_options: GatesConfig | None = None,
         optimizer_state: Path | None = None,
         recomputes: bool = False,
-        compiles: bool = False,
         distillation: Distillation | None = None,
-        transfer_steps: int = 0,
         title: str = "training",
         reporter: Reporter = SILENT,
         callbacks: Sequence[TrainerCallback] = (),
@@ -99,19 +102,17 @@ class SPKVTrainer(Trainer):
         self._max_weight = _MAX_GROWTH * max([1.0, *(_largest(p) for p in self.model.parameters())])
         self._gate_options = gate_options or GatesConfig()
         self._optimizer_state = optimizer_state
-        self._contexts = [
-            context for context, is_enabled in ((recomputed, recomputes), (compiled, compiles)) if is_enabled
-        ]
+        self._recomputes = recomputes
         # Set up logging
         self.remove_callback(PrinterCallback)  # replaced by TokenProgressCallback
         self._log_state = LogCallback(self)
         self.add_callback(self._log_state)
-        if WANDB in self.args.report_to:
+        if "wandb" in self.args.report_to:
             self.add_callback(EndWandbRun())
         self._length = len(self.train_dataset[0]["input_ids"]) if len(self.train_dataset) else 0
         self._last_log: tuple[int, float] | None = None  # step and time of the last log
         # Add the callbacks of distillation and gates
-        self._distillation = None if distillation is None else DistillationCallback(distillation, transfer_steps)
+        self._distillation = None if distillation is None else DistillationCallback(distillation)
         if self._distillation is not None:
             self.add_callback(self._distillation)
         self._phases = None if gates is None else GatePhaseCallback(gates, self._gate_options)
@@ -145,9 +146,8 @@ class SPKVTrainer(Trainer):
             interrupt = InterruptCallback(pending)
             self.add_callback(interrupt)
             begin_pass = None if self._distillation is None else self._distillation.loss.begin_pass
-            with loss_in_chunks(self.model, begin_pass), ExitStack() as contexts:
-                for context in self._contexts:
-                    contexts.enter_context(context(self.model))
+            recomputing = recomputed(self.model) if self._recomputes else nullcontext()
+            with loss_in_chunks(self.model, begin_pass), recomputing:
                 self.train(resume_from_checkpoint=str(newest) if newest else None)
         pending.raise_if_any()
         if interrupt.ended:
@@ -236,9 +236,6 @@ class SPKVTrainer(Trainer):
             if not torch.isfinite(mean):
                 self._stop("loss", float(mean))
             replicated = self.args.world_size > 1 and not self.args.fsdp
-            if replicated and self._distillation is not None and self._distillation.loss.transfers:
-                # DDP waits for a gradient of every parameter, so keep those outside attention in the graph
-                return loss + 0.0 * sum(p.sum() for p in self.model.parameters() if p.requires_grad)
             if replicated and self._phases is not None and self._phases.frozen(self.state.global_step):
                 # DDP waits for a gradient of every parameter, so keep frozen predictors in the graph
                 return loss + 0.0 * sum((p.sum() for p in predictor_parameters(self.model)), start=0.0)
@@ -309,6 +306,46 @@ class SPKVTrainer(Trainer):
             f"last good checkpoint: {checkpoint or 'none yet'}\n"
             "lower the learning rate, or look at the data of this step"
         )
+
+
+def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTrainer], least: int = 1) -> SPKVTrainer:
+    """Train or resume a run, halving the micro-batch size whenever memory runs out.
+
+    The option ``auto_find_batch_size`` of transformers would reduce the batch. Here the run restarts from its last
+    checkpoint, so that no state of the failed step remains: gradients, gate counts or prices.
+
+    Args:
+        recipe: the recipe.
+        begin: function that creates a new trainer for a recipe.
+        least: minimum number of blocks per micro-batch.
+
+    Returns:
+        The trainer that finished the run.
+
+    Raises:
+        UserError: memory runs out on one of several ranks, or as in ``SPKVTrainer.train_or_resume``.
+        torch.OutOfMemoryError: memory is too small for ``least`` blocks.
+
+    Warns:
+        UserWarning: the micro-batch size was halved.
+    """
+    while True:
+        trainer = begin(recipe)
+        size = trainer.args.per_device_train_batch_size
+        try:
+            trainer.train_or_resume()
+            return trainer
+        except Exception as error:
+            if size == least or not is_short_of_memory(error):
+                raise
+            if num_processes() > 1:  # the other ranks are waiting for this one
+                raise UserError(f"out of memory for {size} blocks per pass: set a smaller micro_batch_size") from error
+        # Free the memory, and resume with half the blocks
+        del trainer
+        empty_cache()
+        fewer = max(size // 2, least)
+        warnings.warn(f"out of memory for {size} blocks per pass: continuing with at most {fewer}", stacklevel=2)
+        recipe = recipe.model_copy(update={"micro_batch_size": fewer})
 
 
 def _largest(value: Any) -> float:

@@ -1,16 +1,15 @@
-"""Test losses with a teacher against whole logits in float64, and attention transfer against autograd."""
+"""Test losses with a teacher against whole logits in float64."""
 
 from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FAMILIES, gated, tiny_model
+from helpers import gated, tiny_model
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -194,76 +193,6 @@ def test_gates_are_open_in_the_teacher(tokens: Tensor, chunks: None) -> None:
     actual_gradients = gradients(student)
     assert_close(actual_gradients, expected)
     assert student.training
-
-
-class TestTransfer:
-    """The first stage, on attention outputs."""
-
-    @pytest.mark.parametrize("family", FAMILIES)
-    def test_each_layer_learns_the_teachers_output_for_the_teachers_input(self, family: str, tokens: Tensor) -> None:
-        dense = tiny_model(family)
-        student = student_of(dense)
-        labels = tokens.clone()
-        labels[1, :9] = NO_TARGET
-        distillation = Distillation(copied_teacher(dense, student, bfloat16=False), transfers=True)
-        with loss_in_chunks(student, distillation.begin_pass):
-            loss = student(input_ids=tokens, labels=labels).loss
-        loss.backward()
-        actual_gradients = gradients(student)
-        # The same with hooks on a whole pass of the teacher, whose layers the student's replace one at a time
-        calls: list[tuple[Any, dict[str, Any], Tensor]] = []
-        teacher_layers, layers = (list(attention_layers(model).values()) for model in (dense, student))
-
-        def record(_layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            calls.append((args, {key: value for key, value in kwargs.items() if "spkv" not in key}, output[0]))
-
-        hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in teacher_layers]
-        with torch.no_grad():
-            dense(input_ids=tokens)
-        for hook in hooks:
-            hook.remove()
-        errors = [
-            (layer(*args, **kwargs)[0] - output).square().mean()
-            for layer, (args, kwargs, output) in zip(layers, calls, strict=True)
-        ]
-        expected_error = torch.stack(errors).mean()
-        expected_error.backward()  # type: ignore[no-untyped-call]
-        expected = gradients(student)
-        assert float(loss.detach()) == pytest.approx(float(expected_error.detach()), rel=1e-5)
-        assert_close(actual_gradients, expected)
-        assert actual_gradients
-        assert all("self_attn" in name for name in actual_gradients)
-        error = float(expected_error.detach())
-        assert distillation.means(distillation.sums) == pytest.approx({"transfer_error": error}, rel=1e-5)
-
-    def test_steps_reduce_the_error(self, tokens: Tensor) -> None:
-        dense = tiny_model()
-        student = copy.deepcopy(dense).train()
-        apply_layout(student, LAYOUT)
-        add_adapters(student, LoraConfig(rank=4), seed=0)
-        distillation = Distillation(shared_teacher(student, adapter_switch(student)), transfers=True)
-        trained = [p for p in student.parameters() if p.requires_grad]
-        optimizer = torch.optim.Adam(trained, lr=1e-2)
-        errors = []
-        with loss_in_chunks(student, distillation.begin_pass):
-            for _ in range(60):
-                loss = student(input_ids=tokens, labels=tokens).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                errors.append(float(loss.detach()))
-        assert errors[-1] < 0.7 * errors[0]
-        assert student.training
-
-    def test_nothing_of_attention_is_trained(self, tokens: Tensor) -> None:
-        student = student_of(tiny_model())
-        add_adapters(student, LoraConfig(rank=2, targets=["down_proj"]), seed=0)
-        distillation = Distillation(shared_teacher(student, adapter_switch(student)), transfers=True)
-        with (
-            loss_in_chunks(student, distillation.begin_pass),
-            pytest.raises(UserError, match=r"distill.hidden trains attention layers, but none of their weights"),
-        ):
-            student(input_ids=tokens, labels=tokens)
 
 
 class OfTokens(LlamaForCausalLM):

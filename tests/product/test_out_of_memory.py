@@ -31,8 +31,8 @@ from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus
-from spkv_nas.training.passes import train_in_fitting_passes
 from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.trainer import train_in_fitting_passes
 from spkv_nas.training.variants import Variant
 
 ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")

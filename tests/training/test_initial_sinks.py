@@ -25,11 +25,11 @@ from spkv_nas.model.checkpoint import load, read_size
 from spkv_nas.model.learned_sinks import layer_learned_sinks, learned_sinks
 from spkv_nas.model.windows import full_attention
 from spkv_nas.training import initial_sinks
+from spkv_nas.training.arguments import make_optimizer
 from spkv_nas.training.branch_setup import set_up
 from spkv_nas.training.branches import Branch, branch_key, train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.initial_sinks import measure_initial_sinks
-from spkv_nas.training.optimizer import make_optimizer
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.step_cost import how_trained
 from spkv_nas.training.variants import Variant

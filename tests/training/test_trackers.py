@@ -11,9 +11,10 @@ import pytest
 from helpers import RECIPE, fails, write_project
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.extras import check_installed
 from spkv_nas.training.arguments import training_arguments
+from spkv_nas.training.callbacks import EndWandbRun
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.trackers import EndWandbRun, check_trackers
 
 HASHED = ("branch", "data", "dense", "evaluation", "gates", "model", "precision", "seed", "tokenizer")
 
@@ -51,7 +52,7 @@ def test_a_missing_tracker_is_reported_before_anything_is_read(
     assert not (tmp_path / "runs").exists()
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UserError, match=r"pip install 'spkv-nas\[tensorboard\]'"):
-        check_trackers(["tensorboard"])
+        check_installed("tensorboard", "report_to")
 
 
 def test_a_folder_of_runs_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +61,7 @@ def test_a_folder_of_runs_is_not_a_package(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mlflow", raising=False)
     with pytest.raises(UserError, match="mlflow is not installed"):
-        check_trackers(["mlflow"])
+        check_installed("mlflow", "report_to")
 
 
 @pytest.mark.parametrize("open_before", [False, True])
