@@ -297,6 +297,7 @@ def _trainer(
         gate_options=recipe.gates,
         optimizer_state=setup.optimizer_state,
         recomputes=recipe.gradient_checkpointing,
+        compiles=recipe.compile,
         distillation=setup.distillation,
         title=variant.name,
         reporter=reporter,

@@ -106,6 +106,7 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
             train_dataset=training_data(recipe, corpus, phase, recipe.seed),
             schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
             recomputes=recipe.gradient_checkpointing,
+            compiles=recipe.compile,
             title="dense",
             reporter=reporter,
         )

@@ -30,7 +30,7 @@ from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.gates_config import GatesConfig, gates_of_layout
 
 OFFLOAD = "fsdp-offload"
-_LATER = {"lora": None, "optimizer": DEFAULT_OPTIMIZER}
+_LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
 
 
 class ModelConfig(Section):
@@ -135,6 +135,7 @@ class Recipe(Section):
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )
+    compile: bool = Field(False, description="compile decoder layers with torch.compile")
     optimizer: OptimizerName = Field(
         DEFAULT_OPTIMIZER,
         description="AdamW variant, by the trainer's name; 8-bit and paged ones need bitsandbytes",

@@ -30,6 +30,7 @@ from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.memory import empty_cache, is_short_of_memory
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model.activation_checkpointing import recomputed
+from spkv_nas.model.compiled import compiled
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
@@ -74,6 +75,7 @@ class SPKVTrainer(Trainer):
         gate_options: the recipe's section ``gates``, which configures the training of predictors.
         optimizer_state: file of ``save_optimizer_state`` to start from; parameters it lacks start with zero moments.
         recomputes: True to recompute layers' activations in the backward pass (activation checkpointing).
+        compiles: True to compile decoder layers.
         distillation: loss with a teacher; None: the NLL.
         title: title of the progress bar.
         reporter: shows the progress bar.
@@ -88,6 +90,7 @@ class SPKVTrainer(Trainer):
         gate_options: GatesConfig | None = None,
         optimizer_state: Path | None = None,
         recomputes: bool = False,
+        compiles: bool = False,
         distillation: Distillation | None = None,
         title: str = "training",
         reporter: Reporter = SILENT,
@@ -102,7 +105,7 @@ class SPKVTrainer(Trainer):
         self._max_weight = _MAX_GROWTH * max([1.0, *(_largest(p) for p in self.model.parameters())])
         self._gate_options = gate_options or GatesConfig()
         self._optimizer_state = optimizer_state
-        self._recomputes = recomputes
+        self._recomputes, self._compiles = recomputes, compiles
         # Set up logging
         self.remove_callback(PrinterCallback)  # replaced by TokenProgressCallback
         self._log_state = LogCallback(self)
@@ -147,7 +150,8 @@ class SPKVTrainer(Trainer):
             self.add_callback(interrupt)
             begin_pass = None if self._distillation is None else self._distillation.loss.begin_pass
             recomputing = recomputed(self.model) if self._recomputes else nullcontext()
-            with loss_in_chunks(self.model, begin_pass), recomputing:
+            compiling = compiled(self.model) if self._compiles else nullcontext()
+            with loss_in_chunks(self.model, begin_pass), recomputing, compiling:
                 self.train(resume_from_checkpoint=str(newest) if newest else None)
         pending.raise_if_any()
         if interrupt.ended:

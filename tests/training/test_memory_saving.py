@@ -1,4 +1,4 @@
-"""Test recipe keys that save memory: activation checkpointing, optimizers, adapters."""
+"""Test recipe keys that save memory: activation checkpointing, compilation, optimizers, adapters."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from interruptions import assert_same, cut
 from marks import slow, slow_after
 from safetensors.torch import load_file
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_inductor_cache
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
@@ -23,6 +25,7 @@ from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, read_size, save
+from spkv_nas.model.compiled import compiled
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.hooks import watch_logits
 from spkv_nas.training.branch_setup import set_up
@@ -114,6 +117,55 @@ class TestRecomputed:
             recomputed(nn.Linear(2, 2)),
         ):  # type: ignore[arg-type]
             pass
+
+
+class TestCompiled:
+    """The recipe key ``compile``."""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("again", [False, True])
+    def test_a_run_ends_alike(self, again: bool, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
+        """With a changing price, annealing and evaluations in between, and few compilations."""
+        gates = {"target_density": 0.3, "soft_fraction": 0.5, "anneal_steps": 2}
+        recipe = changed(recipe, {"gates": gates, "evaluation": {"every": 4}, "gradient_checkpointing": again})
+        reset()
+        result = []
+        for compiles in (False, True):
+            one = changed(recipe, {"compile": compiles})
+            result.append(train_branch(one, corpus, dense, tmp_path / str(compiles), Variant.sp_kv(), device="cpu"))
+            graphs = counters["stats"]["unique_graphs"]
+            assert bool(graphs) is compiles
+        assert graphs <= 12
+        before, after = (weights(branch.checkpoint) for branch in result)
+        assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in before)
+        assert np.allclose(result[0].nll.total, result[1].nll.total, rtol=1e-5)
+
+    def test_compilation_is_undone(self, tokens: torch.Tensor) -> None:
+        model = tiny_model()
+        attach_gates(model, seed=0)
+        reset()
+        with compiled(model):
+            pass
+        model(input_ids=tokens, use_cache=False)
+        assert not counters["stats"]
+
+    @pytest.mark.slow
+    def test_missing_compiler(self, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_model()
+        monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nowhere/g++",))
+        reset()
+        with pytest.raises(UserError, match="cannot be compiled here"), fresh_inductor_cache(), compiled(model):
+            model(input_ids=tokens, use_cache=False)
+
+    def test_a_class_without_layers(self) -> None:
+        with pytest.raises(UserError, match="Linear has no decoder layers to compile"), compiled(nn.Linear(2, 2)):  # type: ignore[arg-type]
+            pass
+
+
+def reset() -> None:
+    """Clear what torch has compiled before."""
+    torch.compiler.reset()
+    counters.clear()
 
 
 class TestOptimizer:
