@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,15 +53,38 @@ class Constraints:
         for name in ("min_per_layer", "max_per_layer"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise UserError(f"{option_name(name)} must be at least 0; found {value}")
+                raise UserError(f"{_option(name, value)} must be at least 0")
         low, high = self.min_per_layer, self.max_per_layer
         if low is not None and high is not None and low > high:
-            raise UserError(f"--min-per-layer {low} is more than --max-per-layer {high}")
+            raise UserError(f"min-per-layer={low} is more than max-per-layer={high}")
         # Check the fixed layers and the granularity
         if common_layers := set(self.global_layers) & set(self.local_layers):
-            raise UserError(f"layer {min(common_layers)} is in --global-layers and in --local-layers")
+            raise UserError(f"layer {min(common_layers)} is in global-layers and in local-layers")
         if self.granularity not in ("head", "layer"):
             raise UserError(f"--granularity must be head or layer; found '{self.granularity}'")
+
+    @classmethod
+    def parse(cls, texts: Sequence[str], granularity: str = "head") -> Constraints:
+        """Read constraints from texts such as "max-per-layer=2", "global-layers=0,20" and "uniform".
+
+        Raises:
+            UserError: a text has no such form, or as the constructor.
+        """
+        found: dict[str, Any] = {}
+        for text in texts:
+            name, equals, value = text.strip().partition("=")
+            if name in ("min-per-layer", "max-per-layer") and value.isdecimal():
+                found[name] = int(value)
+            elif name in ("global-layers", "local-layers"):
+                found[name] = parse_layers(value, name)
+            elif name == "uniform" and not equals:
+                found[name] = True
+            else:
+                raise UserError(
+                    f"--constraint '{text}': expected min-per-layer=N, max-per-layer=N, global-layers=0,20, "
+                    "local-layers=3-5 or uniform"
+                )
+        return cls(granularity=granularity, **{name.replace("-", "_"): value for name, value in found.items()})
 
     @property
     def named(self) -> dict[str, object]:
@@ -83,7 +107,7 @@ class Constraints:
         native = set(range(table.num_layers)) - set(table.layers)
         if wrong := native & set(self.global_layers):
             raise UserError(
-                f"--global-layers: layer {min(wrong)} has a native sliding window, beyond which the model cannot attend"
+                f"global-layers: layer {min(wrong)} has a native sliding window, beyond which the model cannot attend"
             )
         return replace(self, local_layers=tuple(sorted(native | set(self.local_layers))))
 
@@ -112,17 +136,17 @@ class Constraints:
             out_of_range = [layer for layer in getattr(self, name) if not 0 <= layer < num_layers]
             if out_of_range:
                 raise UserError(
-                    f"{option_name(name)}: the model has no layer {out_of_range[0]}; "
+                    f"{name.replace('_', '-')}: the model has no layer {out_of_range[0]}; "
                     f"give layers from 0 to {num_layers - 1}"
                 )
         if (self.min_per_layer or 0) > num_kv_heads:
-            raise UserError(f"--min-per-layer {self.min_per_layer} is more than the {num_kv_heads} KV heads of a layer")
+            raise UserError(f"min-per-layer={self.min_per_layer} is more than the {num_kv_heads} KV heads of a layer")
 
 
-def parse_layers(text: str | None, option: str) -> tuple[int, ...]:
+def parse_layers(text: str, option: str) -> tuple[int, ...]:
     """Parse layer numbers from ``"0,20"`` or ``"3-5,8"``, ascending. Raises ``UserError`` that names ``option``."""
     layers: set[int] = set()
-    for part in (text or "").split(",") if text is not None else ():
+    for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         try:
             first, last = int(low), int(high if dash else low)
@@ -284,10 +308,7 @@ def _conflict(problem: Problem, constraints: Constraints, budget: float) -> str:
 
 def _option(name: str, value: object) -> str:
     """Return the command-line option of a constraint, with its value."""
+    if name == "granularity":
+        return f"--granularity {value}"
     value_text = ",".join(map(str, value)) if isinstance(value, list) else value
-    return option_name(name) if value is True else f"{option_name(name)} {value_text}"
-
-
-def option_name(name: str) -> str:
-    """Return the command-line option of a field, such as "--kv-bytes"."""
-    return "--" + name.replace("_", "-")
+    return f"--constraint {name.replace('_', '-')}" + ("" if value is True else f"={value_text}")

@@ -18,7 +18,7 @@ from spkv_nas.base.units import format_bytes, parse_bytes
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.engines.cache import Serving
 from spkv_nas.proposal.budget import is_several, parse_budget
-from spkv_nas.proposal.constraints import Constraints, option_name, read_head_costs, solve, solve_apart
+from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve, solve_apart
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import MATCH_BUDGET
 from spkv_nas.proposal.stability import Bootstrap
@@ -85,19 +85,21 @@ class Requirements:
         """Return the cost model of the KV cache at ``context`` tokens; None without a context.
 
         Raises:
-            UserError: a number is out of range, or neither options nor probe give the head dimension or dtype.
+            UserError: a number is out of range, or the head dimension or dtype is not known.
         """
         if self.context is None:
             return None
-        # Read facts from options, or else from the probe
-        cache_facts: dict[str, Any] = {}
-        for fact, option in (("head_dim", "head_dim"), ("dtype", "kv_dtype")):
-            value = getattr(self, option) or table.metadata.get(fact)
+        # Read the cache from the probe's model
+        cache_facts: dict[str, Any] = {
+            "head_dim": self.head_dim or table.metadata.get("head_dim"),
+            "dtype": self.kv_dtype or table.metadata.get("dtype"),
+        }
+        for fact, value in cache_facts.items():
             if value is None:
                 raise UserError(
-                    f"the probe '{table.name}' does not record the model's {fact}: give {option_name(option)}"
+                    f"the probe '{table.name}' does not record the model's {fact}, which the memory depends on\n"
+                    "probe the model with this version, or leave out --context"
                 )
-            cache_facts[fact] = value
         window = window or table.window or DEFAULT_WINDOW
         sizes: tuple[int, int, int] = (self.context, self.batch, window)
         cache_facts |= {"native_heads": table.native_heads, "global_window": table.global_window}

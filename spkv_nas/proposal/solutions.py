@@ -18,6 +18,7 @@ from spkv_nas.artifacts.defaults import SOLUTIONS_APART
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Difference, Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.limits import MAX_REPEATS, MAX_WHOLE
 from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import write_csv
@@ -47,8 +48,16 @@ class SeveralSolutions:
 
     def __post_init__(self) -> None:
         """Check both numbers."""
-        if self.number < 2 or self.apart < 1:
+        if not 2 <= self.number <= MAX_REPEATS or not 1 <= self.apart <= MAX_WHOLE:
             raise UserError(f"solutions must be at least 2 and apart at least 1; found {self.number} and {self.apart}")
+
+    @classmethod
+    def parse(cls, text: str) -> SeveralSolutions:
+        """Read a request such as "5", or "5:apart=3". Raises ``UserError`` if it has no such form."""
+        number, colon, apart = text.partition(":apart=")
+        if not number.isdecimal() or (colon and not apart.isdecimal()):
+            raise UserError(f"--solutions '{text}': expected a number, such as 5, or 5:apart=3")
+        return cls(int(number), int(apart) if colon else SOLUTIONS_APART)
 
 
 @dataclass(frozen=True, eq=False)

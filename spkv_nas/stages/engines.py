@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from spkv_nas.artifacts.shape import HeadShape
@@ -10,7 +10,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes, parse_context
 from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache, Serving
 from spkv_nas.engines.registry import read_serving
-from spkv_nas.proposal.constraints import Constraints, parse_layers
+from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages.options import ConstraintOptions, EngineOptions, LayerOptions
 
@@ -98,22 +98,15 @@ def check_kv_dtype(kv_dtype: str | None) -> None:
 
 def read_constraints(options: LayerOptions) -> Constraints:
     """Read the constraints on layouts that all commands take from options. Raises ``UserError`` if one is invalid."""
-    return Constraints(
-        min_per_layer=options.min_per_layer,
-        max_per_layer=options.max_per_layer,
-        global_layers=parse_layers(options.global_layers, "--global-layers"),
-        local_layers=parse_layers(options.local_layers, "--local-layers"),
-        granularity=options.granularity,
-    )
+    return Constraints.parse(options.constraint or (), options.granularity)
 
 
 def read_requirements(options: ConstraintOptions) -> Requirements:
     """Read layout constraints and cache from options. Raises ``UserError`` if one is invalid."""
     return Requirements(
-        replace(read_constraints(options), uniform=options.uniform),
+        read_constraints(options),
         context=None if options.context is None else parse_context(options.context),
         batch=options.batch,
-        head_dim=options.head_dim,
         kv_dtype=options.kv_dtype,
         serving=chosen_engine(options),
     )

@@ -15,7 +15,6 @@ from spkv_nas.base.limits import (
     MAX_BATCH,
     MAX_BLOCK_SIZE,
     MAX_REPEATS,
-    MAX_SIZE,
     MAX_WHOLE,
     MAX_WINDOW,
 )
@@ -136,7 +135,6 @@ EnginePython = Annotated[
 Context = Annotated[str, _CONTEXT]
 OptionalContext = Annotated[str | None, _CONTEXT]
 Batch = Annotated[int, Flag("Sequences in the KV cache.", low=1, high=MAX_BATCH, panel=MEMORY)]
-HeadDim = Annotated[int | None, Flag("Head dimension.", high=MAX_SIZE, panel=MEMORY)]
 KvDtype = Annotated[str | None, Flag("Data type of keys and values: float32, bfloat16, float8, ...", panel=MEMORY)]
 KvBytes = Annotated[str | None, Flag("Memory for keys and values, such as 2GiB.", metavar="SIZE", panel=MEMORY)]
 EngineName = Annotated[
@@ -150,36 +148,17 @@ EngineName = Annotated[
         panel=MEMORY,
     ),
 ]
-MinPerLayer = Annotated[
-    int | None,
+Constraint = Annotated[
+    list[str] | None,
     Flag(
-        "Minimum number of global heads per layer, except --global-layers and --local-layers.",
-        high=MAX_SIZE,
+        "Constraint on global heads; repeat for several. min-per-layer=N, max-per-layer=N: heads of each layer that is "
+        "not fixed; global-layers=0,20, local-layers=3-5: layers that are fixed; uniform: as many in every layer that "
+        "has both kinds.",
+        metavar="NAME[=VALUE]",
         panel=MEMORY,
     ),
-]
-MaxPerLayer = Annotated[
-    int | None,
-    Flag(
-        "Maximum number of global heads per layer, except --global-layers and --local-layers.",
-        high=MAX_SIZE,
-        panel=MEMORY,
-    ),
-]
-GlobalLayers = Annotated[
-    str | None, Flag("Layers in which every head is global, such as 0,20.", metavar="LAYERS", panel=MEMORY)
-]
-LocalLayers = Annotated[
-    str | None, Flag("Layers in which every head is local, such as 3-5.", metavar="LAYERS", panel=MEMORY)
 ]
 Granularity = Annotated[str, _GRANULARITY]
-Uniform = Annotated[
-    bool,
-    Flag(
-        "Same number of global heads in every layer that has both global and local heads.", ("--uniform",), panel=MEMORY
-    ),
-]
-
 # Cost and reports
 Level = Annotated[
     str | None,

@@ -130,7 +130,6 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
         data=recorded.data,
         block_size=recorded.block_size,
         max_tokens=recorded.max_tokens,
-        separator=recorded.separator,
         probe=table.name,
         dtype=recorded.dtype,
         workspace=workspace.root,

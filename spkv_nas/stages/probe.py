@@ -247,6 +247,7 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
         else:
             checkpoint = train_dense(options.recipe, **trained)
         subject = Subject.of_recipe(options, options.recipe, checkpoint)
+    subject = replace(subject, given_separator=options.separator)
     # Name the probe after its signal, unless that is density
     if options.name is None and options.signal != DENSITY.name:
         suffix = f"{options.signal}-layer" if options.granularity == LAYER else options.signal

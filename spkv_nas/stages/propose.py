@@ -11,7 +11,7 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.defaults import RECOMMENDED, SOLUTIONS_APART
+from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.selection import write_selection
 from spkv_nas.base.console import caution, out, print_path, say
@@ -95,9 +95,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
     others = [with_sinks(other, options.sinks) for other in _recommended(options.folders, measured)]
-    solutions = None
-    if options.solutions is not None:
-        solutions = SeveralSolutions(options.solutions, SOLUTIONS_APART if options.apart is None else options.apart)
+    solutions = None if options.solutions is None else SeveralSolutions.parse(options.solutions)
     # Solve for the layouts
     with reporter.bar("resampling") as progress:
         answer = propose_for(
@@ -223,8 +221,6 @@ def _requirements(options: ProposeOptions) -> Requirements:
 
 def is_for_several(options: ProposeOptions) -> bool:
     """Return whether options have several budgets. Raises ``UserError`` for options that exclude each other."""
-    if options.apart is not None and options.solutions is None:
-        raise UserError("--apart needs --solutions, the number of layouts that differ in so many heads")
     has_several = _requirements(options).asks_for_curve(options.budget, options.tau)
     if has_several and options.solutions is not None:
         raise UserError("--solutions needs a single budget: give one, or leave out --solutions")

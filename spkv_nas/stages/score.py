@@ -42,10 +42,9 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     # Read table and layouts
     workspace = options.folders
     table = None if options.probe is None else find_table(workspace, options.probe)
-    if table is not None and options.separator is None:
-        report = SeparatorReport.parse(table.metadata.get("separator"))
-        options = options if report is None else replace(options, separator=report.best)
     subject = Subject.of(options, DENSE, "score on")
+    if table is not None and (report := SeparatorReport.parse(table.metadata.get("separator"))) is not None:
+        subject = replace(subject, given_separator=report.best)
     family = subject.family if table is None else table.name
     name = options.name or (subject.name if table is None else table.name)
     proposal = find_proposal(workspace, options.name or family, options.layouts)

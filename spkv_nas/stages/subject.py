@@ -20,9 +20,7 @@ from spkv_nas.data import config
 from spkv_nas.data.readers import open_source
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
 from spkv_nas.model.source import check_checkpoint
-from spkv_nas.stages.options import (
-    SubjectOptions,
-)
+from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.sized_model import model_name
 
 if TYPE_CHECKING:
@@ -102,6 +100,7 @@ class Subject:
         name: name of the results: ``family``, or a name distinct from the demo's for an embedded model on custom text.
         recipe, base: recipe whose held-out text is used without ``data``, and the folder of its relative paths.
         options: text, block size and device.
+        given_separator: what stands after a document if the user or a probe says so; None or "auto": to be measured.
     """
 
     source: str
@@ -110,6 +109,7 @@ class Subject:
     recipe: Recipe
     base: Path
     options: SubjectOptions
+    given_separator: str | None = None
 
     def __post_init__(self) -> None:
         """Check the name before hours of work."""
@@ -237,7 +237,7 @@ class Subject:
     def separator(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
     ) -> SeparatorReport:
-        """Return what stands after a document: the option, the recipe's, or what the model knows best.
+        """Return what stands after a document: the one given, the recipe's, or what the model knows best.
 
         What was measured is kept for all commands on this model in this workspace. Must be called on all ranks.
         """
@@ -247,8 +247,8 @@ class Subject:
         from spkv_nas.training.corpus import recipe_separator
 
         options = self.options
-        if options.separator not in (None, config.AUTO):
-            return SeparatorReport(str(options.separator))
+        if self.given_separator not in (None, config.AUTO):
+            return SeparatorReport(str(self.given_separator))
         if not options.data:
             runs = options.folders.run_dir(self.recipe.name)
             return on_main(lambda: recipe_separator(self.recipe, tokenizer, self.base, runs, reporter))

@@ -50,7 +50,7 @@ print(json.dumps(ends))
 LAYOUT = "layouts/stdlib-21x3/densest.yaml"
 LIGHT = [  # in this order
     "propose --budget 12,18,24",
-    "propose --budget 25% --uniform --robust --tau 0.6",
+    "propose --budget 25% --constraint uniform --robust --tau 0.6",
     "propose --tau match-budget",
     "compare stdlib-21x3 --split-by half",
     "compare stdlib-21x3 stdlib-21x3@0.7",

@@ -14,6 +14,7 @@ from helpers import fails, save_with_tokenizer, tiny_model, write_project
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.base.files import read_yaml
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.options.init import InitOptions
@@ -130,7 +131,7 @@ class TestProbe:
         assert scored.split()[1] == "score"
         (drafted,) = run(capsys, scored)
         assert drafted.split()[1] == "init"
-        assert "--separator none" in scored
+        assert read_yaml(Path("reports/mine-head-gates/zero-shot.yaml"), "scores")["separator"]["best"] == "none"
         assert "--separator none" in drafted
         main(shlex.split(drafted)[1:])
         assert Recipe.read(Path("recipe.yaml")).data.separator == "none"

@@ -35,10 +35,11 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def blocks(folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> TokenBlocks:
     texts = [file.read_text() for file in sorted((folder / "text").iterdir())]
-    return spkv_nas.build_blocks(texts, tiny_tokenizer, block_size=32, separator="eos")
+    separator = spkv_nas.measure_separator(*spkv_nas.load("dense"), texts, 32).best
+    return spkv_nas.build_blocks(texts, tiny_tokenizer, block_size=32, separator=separator)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_a_verdict_has_the_numbers_of_the_command(blocks: TokenBlocks) -> None:
     layouts = {name: Layout.read(f"{name}.yaml") for name in ("full", "three-to-one")}
     weights = model.get_input_embeddings().weight.clone()
     result = spkv_nas.verdict(model, layouts, blocks, margin=margin, risk="5%", tokenizer=tokenizer)
-    command = run("full.yaml", "three-to-one.yaml", margin=margin, separator="eos")
+    command = run("full.yaml", "three-to-one.yaml", margin=margin)
     assert result.answers == command.answers == {"full": "passes", "three-to-one": "fails"}
     equal(result.rows, command.rows)
     assert (model.get_input_embeddings().weight == weights).all()
@@ -67,7 +68,7 @@ def test_a_critical_budget_has_the_numbers_of_the_command(blocks: TokenBlocks, s
     model, _ = spkv_nas.load("dense")
     result = spkv_nas.critical_budget(model, scores, blocks, "1..8", window=4, margin="nll=1%")
     scores.write(Path("probes/mine"))
-    options = {"model": "dense", "data": ["text"], "block_size": 32, "separator": "eos", "margin": "nll=1%"}
+    options = {"model": "dense", "data": ["text"], "block_size": 32, "margin": "nll=1%"}
     spkv_nas.cli.main(["propose", "--probe", "mine", "--budget", "1..8", "--window", "4"])
     files = sorted(map(str, Path("layouts/p/budgets").glob("*.yaml")))
     command = critical_budget(CriticalBudgetOptions(budgets=files, probe="mine", **options))  # type: ignore[arg-type]

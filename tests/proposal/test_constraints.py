@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.proposal.constraints import Constraints, parse_layers, solve
+from spkv_nas.proposal.constraints import Constraints, solve
 from spkv_nas.proposal.coverage import coverage, domain_coverage
 from spkv_nas.proposal.integer_program import Problem, _Program
 from spkv_nas.proposal.ranking import densest
@@ -256,13 +256,13 @@ def test_equal_number_of_heads_in_every_mixed_layer() -> None:
 @pytest.mark.parametrize(
     ("budget", "constraints", "words"),
     [
-        (2, Constraints(min_per_layer=1), ["the budget of 2 and --min-per-layer 1", "at least 4"]),
-        (3, Constraints(global_layers=(0, 2)), ["--global-layers 0,2", "at least 4"]),
-        (8, Constraints(1, 1, granularity="layer"), ["--min-per-layer 1 and --max-per-layer 1 and --granularity"]),
+        (2, Constraints(min_per_layer=1), ["the budget of 2 and --constraint min-per-layer=1", "at least 4"]),
+        (3, Constraints(global_layers=(0, 2)), ["--constraint global-layers=0,2", "at least 4"]),
+        (8, Constraints(1, 1, granularity="layer"), ["min-per-layer=1 and", "max-per-layer=1 and --gran"]),
         (1, Constraints(granularity="layer"), ["no KV head can be global", "at least 2 is needed"]),
         (3, Constraints(local_layers=(0, 1, 2, 3)), ["the constraints make every head local"]),
         (3, Constraints(global_layers=(4,)), ["the model has no layer 4; give layers from 0 to 3"]),
-        (3, Constraints(min_per_layer=3), ["--min-per-layer 3 is more than the 2 KV heads of a layer"]),
+        (3, Constraints(min_per_layer=3), ["min-per-layer=3 is more than the 2 KV heads of a layer"]),
     ],
 )
 def test_an_infeasible_set_names_the_conflicting_constraints(
@@ -275,7 +275,7 @@ def test_an_infeasible_set_names_the_conflicting_constraints(
 
 def test_constraints_without_conflict_are_not_named() -> None:
     constraints = Constraints(min_per_layer=1, max_per_layer=2, local_layers=(3,), uniform=True)
-    with pytest.raises(UserError, match=r"the budget of 2 and --min-per-layer 1: ") as error:
+    with pytest.raises(UserError, match=r"the budget of 2 and --constraint min-per-layer=1: ") as error:
         solve(make_table(np.full((4, 2), 0.5)), 2, constraints)
     assert "uniform" not in str(error.value)
 
@@ -284,15 +284,15 @@ def test_a_named_layer_is_exempt_from_other_constraints() -> None:
     """A named layer has no minimum number of heads, so only constraints that matter are blamed."""
     constraints = Constraints(min_per_layer=1, global_layers=(1,), local_layers=(2,))
     assert Problem((3, 2), constraints.named, 2).conflict() == ["budget", "min_per_layer"]
-    with pytest.raises(UserError, match=r"no layout meets the budget of 2 and --min-per-layer 1: .* at least 3"):
+    with pytest.raises(UserError, match=r"the budget of 2 and --constraint min-per-layer=1: .* at least 3"):
         solve(make_table(np.full((3, 2), 0.5)), 2, constraints)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_per_layer": 2, "max_per_layer": 1}, "more than --max-per-layer"),
-        ({"global_layers": (1, 2), "local_layers": (2,)}, "layer 2 is in --global-layers and in --local-layers"),
+        ({"min_per_layer": 2, "max_per_layer": 1}, "more than max-per-layer"),
+        ({"global_layers": (1, 2), "local_layers": (2,)}, "layer 2 is in global-layers and in local-layers"),
         ({"granularity": "block"}, "must be head or layer; found 'block'"),
         ({"max_per_layer": -1}, "at least 0"),
     ],
@@ -302,15 +302,15 @@ def test_contradictions_are_refused_at_once(options: dict[str, object], message:
         Constraints(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("text", "layers"), [("0,20", (0, 20)), ("3-5", (3, 4, 5)), ("7, 1-2", (1, 2, 7)), (None, ())])
-def test_layers(text: str | None, layers: tuple[int, ...]) -> None:
-    assert parse_layers(text, "--local-layers") == layers
+@pytest.mark.parametrize(("text", "layers"), [("0,20", (0, 20)), ("3-5", (3, 4, 5)), ("7, 1-2", (1, 2, 7))])
+def test_layers(text: str, layers: tuple[int, ...]) -> None:
+    assert Constraints.parse([f"local-layers={text}"]).local_layers == layers
 
 
 @pytest.mark.parametrize("text", ["", "x", "5-3", "-1", "1-", "1,,2", "0-9999999"])
 def test_layers_that_make_no_sense(text: str) -> None:
-    with pytest.raises(UserError, match="--local-layers"):
-        parse_layers(text, "--local-layers")
+    with pytest.raises(UserError, match="local-layers"):
+        Constraints.parse([f"local-layers={text}"])
 
 
 def test_a_domain_that_keeps_nothing_has_no_worst_coverage() -> None:

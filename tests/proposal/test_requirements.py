@@ -90,8 +90,8 @@ class TestMemory:
         assert cost.local_head == 2 * 132 * 128 * 2 * 16
         assert cost.global_head == self.cost.global_head
         assert replace(cost, context=130).local_head == replace(cost, context=130).global_head
-        table = replace(make_table([[0.5, 0.4]]), window=128, metadata={"sinks": 4})
-        requirements = Requirements(context=131072, batch=16, head_dim=128, kv_dtype="bfloat16")
+        table = replace(make_table([[0.5, 0.4]]), window=128, metadata={"sinks": 4, "head_dim": 128})
+        requirements = Requirements(context=131072, batch=16, kv_dtype="bfloat16")
         assert requirements.cache_cost(table, None) == cost
         with pytest.raises(UserError, match="--sinks must be at least 0"):
             replace(cost, sinks=-1)
@@ -137,8 +137,8 @@ def test_ranges() -> None:
 
 
 def test_every_budget_is_as_good_as_its_own_proposal() -> None:
-    table = make_domain_table(("code", "docs"))
-    curve = budget_curve(table, Requirements(context=1024, head_dim=8, kv_dtype="float16"), [1, 3, 8])
+    table = make_domain_table(("code", "docs"), metadata={"head_dim": 8})
+    curve = budget_curve(table, Requirements(context=1024, kv_dtype="float16"), [1, 3, 8])
     rows = curve.rows
     assert list(curve.layouts) == ["densest-1", "densest-3", "densest-8"]
     assert rows["coverage"].tolist() == pytest.approx([1 / 3.4, 2.3 / 3.4, 1.0])
@@ -162,8 +162,8 @@ def test_the_knee_is_where_the_curve_lies_farthest_above_chance() -> None:
 
 
 def test_requirements_from_the_texts_of_options() -> None:
-    requirements = read_requirements(ProposeOptions(context="8k", global_layers="0,2-3", min_per_layer=1))
-    assert requirements == Requirements(Constraints(min_per_layer=1, global_layers=(0, 2, 3)), context=8192)
+    requirements = read_requirements(ProposeOptions(context="8k", constraint=["global-layers=0,2-3", "uniform"]))
+    assert requirements == Requirements(Constraints(uniform=True, global_layers=(0, 2, 3)), context=8192)
     assert read_requirements(ProposeOptions()) == Requirements()
 
 
@@ -171,14 +171,14 @@ class TestCommand:
     @pytest.fixture
     def workspace(self, tmp_path: Path) -> Path:
         density = np.random.default_rng(0).random((6, 3)).round(4)
-        make_table(density).write(tmp_path / "probes" / "p")
+        replace(make_table(density), metadata={"head_dim": 32}).write(tmp_path / "probes" / "p")
         return tmp_path
 
     def propose(self, workspace: Path, *options: str) -> None:
         main(["propose", "--probe", "p", "--num-random", "0", "--workspace", str(workspace), *options])
 
     def test_a_constrained_layout_joins_the_others(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.propose(workspace, "--budget", "6", "--max-per-layer", "1", "--robust")
+        self.propose(workspace, "--budget", "6", "--constraint", "max-per-layer=1", "--robust")
         printed = " ".join(capsys.readouterr().out.split())
         assert "no confidence interval available" in printed
         layout = Layout.read(workspace / "layouts" / "p" / "robust.yaml")
@@ -190,7 +190,7 @@ class TestCommand:
         assert not (workspace / "layouts" / "p" / "robust.yaml").exists()
 
     def test_a_range_writes_curve_layouts_and_figure(self, workspace: Path) -> None:
-        self.propose(workspace, "--budget", "2..8:3", "--uniform")
+        self.propose(workspace, "--budget", "2..8:3", "--constraint", "uniform")
         folder = workspace / "layouts" / "p"
         assert pd.read_csv(folder / "budgets.csv")["budget"].tolist() == [2, 5, 8]
         assert sorted(path.name for path in (folder / "budgets").glob("[!.]*")) == [
@@ -204,29 +204,30 @@ class TestCommand:
         assert not list(folder.glob("*.yaml"))
 
     def test_memory_in_place_of_a_budget(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        memory = ["--kv-bytes", "1MiB", "--context", "1000", "--head-dim", "32", "--kv-dtype", "bfloat16"]
+        memory = ["--kv-bytes", "1MiB", "--context", "1000", "--kv-dtype", "bfloat16"]
         self.propose(workspace, *memory)
         assert Layout.read(workspace / "layouts" / "p" / "densest.yaml").num_global == 8
         assert "1MiB has room for 8 global heads: 1010.00 KiB" in " ".join(capsys.readouterr().out.split())
-        self.propose(workspace, "--budget", "8", "--context", "128k", "--head-dim", "32", "--kv-dtype", "bfloat16")
+        self.propose(workspace, "--budget", "8", "--context", "128k", "--kv-dtype", "bfloat16")
         assert "128.01 MiB of keys and values at 131,072 tokens x 1" in " ".join(capsys.readouterr().out.split())
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--budget=4", "--min-per-layer=1"], "no layout meets the budget of 4 and --min-per-layer 1"),
-            (["--min-per-layer=2", "--max-per-layer=1"], "--min-per-layer 2 is more than"),
-            (["--global-layers=1", "--local-layers=0-2"], "layer 1 is in --global-layers and in"),
-            (["--global-layers=9"], "the model has no layer 9"),
-            (["--local-layers=first"], "is not a list of layers"),
+            (["--budget=4", "--constraint=min-per-layer=1"], "the budget of 4 and --constraint min-per-layer=1"),
+            (["--constraint=min-per-layer=2", "--constraint=max-per-layer=1"], "min-per-layer=2 is more than"),
+            (["--constraint=global-layers=1", "--constraint=local-layers=0-2"], "layer 1 is in global-layers and in"),
+            (["--constraint=global-layers=9"], "the model has no layer 9"),
+            (["--constraint=local-layers=first"], "is not a list of layers"),
+            (["--constraint=per-layer=1"], "'per-layer=1': expected min-per-layer=N"),
             (["--granularity=block"], "must be head or layer"),
             (["--head-costs=none.csv"], "head costs not found"),
             (["--kv-bytes=2GiB"], "needs --context"),
-            (["--kv-bytes=2GiB", "--context=1000"], "does not record the model's head_dim: give --head-dim"),
+            (["--kv-bytes=2GiB", "--context=1000"], "does not record the model's dtype"),
             (["--kv-bytes=2GiB", "--budget=4"], "not both"),
-            (["--kv-bytes=9", "--context=9", "--head-dim=8", "--kv-dtype=int8"], "is too small for a global KV head"),
-            (["--kv-bytes=9GiB", "--context=9", "--head-dim=8", "--kv-dtype=int3"], "expected one of float32"),
-            (["--kv-bytes=9GiB", "--context=0", "--head-dim=8", "--kv-dtype=int8"], "at least 1 token; found 0"),
+            (["--kv-bytes=9", "--context=9", "--kv-dtype=int8"], "is too small for a global KV head"),
+            (["--kv-bytes=9GiB", "--context=9", "--kv-dtype=int3"], "expected one of float32"),
+            (["--kv-bytes=9GiB", "--context=0", "--kv-dtype=int8"], "at least 1 token; found 0"),
             (["--budget=4", "--context=many"], "context 'many' is not a number of tokens"),
             (["--budget=9..2"], "is descending, from 9 to 2"),
             (["--budget=1..9", "--tau=match-budget"], "needs a single budget"),

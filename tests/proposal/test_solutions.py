@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -139,11 +140,10 @@ class TestRequirements:
 
     def test_every_solution_fits_in_the_memory_of_an_engine(self) -> None:
         """Scores of 0 allow layouts with fewer heads, which can need more memory."""
-        table = make_table(np.where(SCORES > 0.4, SCORES, 0.0))
+        table = replace(make_table(np.where(SCORES > 0.4, SCORES, 0.0)), metadata={"head_dim": 64})
         requirements = Requirements(
             kv_bytes="19MiB",
             context=4096,
-            head_dim=64,
             kv_dtype="float16",
             serving=Serving(VLLM, VLLM.page_size, VLLM.in_flight),
         )
@@ -192,16 +192,16 @@ class TestCommand:
         assert min(Difference.of(*pair).num_heads for pair in combinations(layouts, 2)) >= 4
         assert pd.read_csv(folder / "solutions.csv")["strategy"].tolist() == names
         assert "solutions at least 4 heads apart" in capsys.readouterr().out
-        main([*arguments, "--solutions", "2", "--apart", "6", "--json"])
+        main([*arguments, "--solutions", "2:apart=6", "--json"])
         document = json.loads(capsys.readouterr().out)
         assert [row["differing"] for row in document["solutions"]] == [0, 6]
         assert [path.stem for path in sorted((folder / "solutions").glob("*.yaml"))] == names[:2]
-        main([*arguments, "--solutions", "9", "--apart", "12", "--json"])
+        main([*arguments, "--solutions", "9:apart=12", "--json"])
         document = json.loads(capsys.readouterr().out)
         assert len(document["solutions"]) == 3
         assert "differs from the 3 best layouts in at least 12 heads" in document["sentences"][0]
 
     def test_what_does_not_go_together(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        assert "--apart needs --solutions" in fails(capsys, *arguments, "--apart", "4")
+        assert "expected a number, such as 5" in fails(capsys, *arguments, "--solutions", "5:far=4")
         message = fails(capsys, *arguments[:-1], "4,6", "--solutions", "3")
         assert "--solutions needs a single budget" in message

@@ -295,7 +295,7 @@ class TestCommands:
     @pytest.mark.slow
     def test_from_probe_to_report(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         options = ["--workspace", str(workspace)]
-        main(["propose", "--probe", "p", "--budget", "3", "--tau", "match-budget", "--uniform", *options])
+        main(["propose", "--probe", "p", "--budget", "3", "--tau", "match-budget", "--constraint", "uniform", *options])
         printed = " ".join(capsys.readouterr().out.split())
         assert "densest: coverage" in printed
         assert "constrained: coverage" in printed

@@ -153,7 +153,7 @@ class TestAnswer:
 
     def test_layouts_from_files(self, folder: Path) -> None:
         """Layouts that ``propose`` writes with constraints, sinks and another window are judged as they are."""
-        options = ["--window", "6", "--sinks", "1", "--min-per-layer", "1"]
+        options = ["--window", "6", "--sinks", "1", "--constraint", "min-per-layer=1"]
         main(["propose", "--probe", "mine", "--budget", "4..8", *options])
         files = sorted(map(str, Path("layouts/p/budgets").glob("*.yaml")))
         result = run(budgets=files)

@@ -118,11 +118,10 @@ class TestExpansion:
         assert seen == [ProposeOptions()]
 
     def test_values_arrive_as_their_types(self, line: typer.Typer, seen: list[ProposeOptions]) -> None:
-        arguments = ["-b", "25%", "--num-random", "2", "--uniform", "--head-costs", "w.csv", "-w", "there"]
+        arguments = ["-b", "25%", "--constraint", "uniform", "--head-costs", "w.csv", "-w", "there"]
         assert CliRunner().invoke(line, arguments).exit_code == 0
-        assert seen == [
-            ProposeOptions(budget="25%", num_random=2, uniform=True, head_costs=Path("w.csv"), workspace=Path("there"))
-        ]
+        paths = {"head_costs": Path("w.csv"), "workspace": Path("there")}
+        assert seen == [ProposeOptions(budget="25%", constraint=["uniform"], **paths)]
 
     def test_bounds_are_checked(self, line: typer.Typer, seen: list[ProposeOptions]) -> None:
         assert CliRunner().invoke(line, ["--window", "0"]).exit_code == 2

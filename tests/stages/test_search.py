@@ -129,7 +129,7 @@ class TestCommand:
     def test_a_front_of_nll_and_bytes(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
         more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--trials", "15", "--retrain", "0"]
-        more += ["--global-layers", "0", "--context"]
+        more += ["--constraint", "global-layers=0", "--context"]
         main(command(recipe, workspace, *more, "1k"))
         assert "KV bytes" in capsys.readouterr().out
         rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
@@ -162,7 +162,7 @@ class TestCommand:
             (["--sampler", "sobol"], "'sobol'"),
             (["--budget", "3", "--objective", "nll,watts"], "--objective 'nll,watts' is unknown"),
             (["--budget", "3", "--objective", "nll,time"], "needs --context"),
-            (["--budget", "3", "--granularity", "layer", "--min-per-layer", "1"], "no layout meets"),
+            (["--budget", "3", "--granularity", "layer", "--constraint", "min-per-layer=1"], "no layout meets"),
             (["--budget", "3", "--storage", "nowhere://x"], "cannot open the storage"),
             (["--budget", "3", "narrow.yaml"], "is for 2 layers x 2 KV heads"),
             (["--budget", "3", "wide.yaml"], "has a window of 9 tokens and 0 sink tokens, the search 4 and 0"),

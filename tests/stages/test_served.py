@@ -137,13 +137,13 @@ class TestPropose:
     def workspace(self, tmp_path: Path) -> Path:
         """Write a probe of 21 layers x 3 KV heads."""
         density = np.random.default_rng(0).random((21, 3)).round(4)
-        make_table(density).write(tmp_path / "probes" / "p")
+        replace(make_table(density), metadata={"head_dim": 64}).write(tmp_path / "probes" / "p")
         return tmp_path
 
     @pytest.fixture
     def options(self, workspace: Path) -> list[str]:
         """Options of 10 requests of 32,768 tokens in vLLM on a CPU."""
-        served = [*CPU, "--context", "32k", "--batch", "10", "--head-dim", "64", "--kv-dtype", "bfloat16"]
+        served = [*CPU, "--context", "32k", "--batch", "10", "--kv-dtype", "bfloat16"]
         return ["-w", str(workspace), "--window", "128", *served]
 
     def propose(self, capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -181,7 +181,7 @@ class TestPropose:
         self, workspace: Path, options: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         """The constraints leave 26 of the 36 global heads that fit; 26 take more memory than 36, and 25 less."""
-        fixed = ["--local-layers", "13-20", "--max-per-layer", "2"]
+        fixed = ["--constraint", "local-layers=13-20", "--constraint", "max-per-layer=2"]
         self.propose(capsys, *options, "--kv-bytes", "3.02GiB", *fixed)
         layout = Layout.read(workspace / "layouts" / "p" / "constrained.yaml")
         assert layout.num_global == 25

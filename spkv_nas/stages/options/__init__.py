@@ -82,7 +82,6 @@ class SubjectOptions(Measures):
     max_tokens: flags.OptionalMaxTokens = default(None, "all")
     name: flags.Name = None
     block_size: flags.BlockSize = default(None, f"the model's context, up to {defaults.CONTEXT:,}")
-    separator: flags.Separator = default(None, "measured on the model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +93,9 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """Constraints on the global heads of each layer."""
+    """Constraints on the global heads of layouts."""
 
-    min_per_layer: flags.MinPerLayer = None
-    max_per_layer: flags.MaxPerLayer = None
-    global_layers: flags.GlobalLayers = None
-    local_layers: flags.LocalLayers = None
+    constraint: flags.Constraint = None
     granularity: flags.Granularity = "head"
 
 
@@ -109,6 +105,4 @@ class ConstraintOptions(LayerOptions, EngineOptions):
 
     context: flags.OptionalContext = None
     batch: flags.Batch = 1
-    head_dim: flags.HeadDim = default(None, "the probe's")
     kv_dtype: flags.KvDtype = default(None, "the probe's")
-    uniform: flags.Uniform = False

@@ -35,6 +35,7 @@ class ProbeOptions(SubjectOptions, Trains):
     signal: flags.Signal = default(None, f"{DENSITY.name} if the model has gates, else {defaults.RECOMMENDED}")
     window: flags.OptionalWindow = default(None, "the model's, else 1/16 of a block, at most 128")
     sinks: flags.SinksOrAuto = default(None, "auto")
+    separator: flags.Separator = default(None, "measured on the model")
     # Options of signals that the stage reads too
     tau: float | None = None
     ablation_tokens: int | None = None

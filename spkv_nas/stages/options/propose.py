@@ -8,7 +8,7 @@ from typing import Annotated
 
 from spkv_nas.artifacts.defaults import SOLUTIONS_APART
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MAX_REPEATS, MAX_WHOLE
+from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.stages import flags
@@ -26,17 +26,13 @@ HeadCosts = Annotated[
         panel=flags.MEMORY,
     ),
 ]
-NumSolutions = Annotated[
-    int | None,
+SeveralSolutions = Annotated[
+    str | None,
     Flag(
-        "Also write the N best layouts, the best included, that differ from each other in at least --apart KV heads.",
-        ("--solutions",),
-        low=2,
-        high=MAX_REPEATS,
+        "Also write the N best layouts, the best included, that differ from each other in at least "
+        f"{SOLUTIONS_APART} KV heads, or in as many as apart says.",
+        metavar="N[:apart=HEADS]",
     ),
-]
-Apart = Annotated[
-    int | None, Flag("Minimum number of KV heads in which two --solutions differ.", low=1, high=MAX_WHOLE)
 ]
 
 
@@ -58,8 +54,7 @@ class ProposeOptions(ConstraintOptions, InWorkspace):
     kv_bytes: flags.KvBytes = default(None, note="Replaces --budget.")
     robust: Robust = False
     head_costs: HeadCosts = None
-    solutions: NumSolutions = None
-    apart: Apart = default(None, str(SOLUTIONS_APART))
+    solutions: SeveralSolutions = None
 
 
 # The help lists the strategies of the registry, those of installed packages included
