@@ -38,10 +38,8 @@ from spkv_nas.base.memory import AdaptiveBatchSize, chunk_tokens
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import NORMAL_95, jackknife_ratio, unseen_share
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.continuation import continue_tokens
+from spkv_nas.model import continuation, model_shape, modes
 from spkv_nas.model.generation import NOT_FINITE
-from spkv_nas.model.model_shape import check_tokens, vocabulary_size
-from spkv_nas.model.modes import evaluation_mode
 
 Float = NDArray[np.float64]
 Line = dict[str, Any]
@@ -115,10 +113,7 @@ def expected_passes(kept: Float, draft_tokens: int) -> Float:
 
     In a round the draft model proposes ``draft_tokens`` tokens. One pass of the dense model accepts those up to the
     first rejection, replaces that one, and the next round follows it; if all are accepted, it adds one token itself.
-
-    Args:
-        kept: [P, N], probability that each token is an accepted draft, if one was drafted there; NaN after the end.
-        draft_tokens: gamma, number of tokens drafted per pass.
+    ``kept`` [P, N] is as in ``Agreement``.
     """
     number, longest = kept.shape
     is_token = ~np.isnan(kept)
@@ -150,22 +145,10 @@ def write_continuations(
 ) -> list[Line]:
     """Continue the beginning of every block, all but its last ``new_tokens`` tokens; must be called on all ranks.
 
-    Args:
-        model: the dense model.
-        tokenizer: its tokenizer.
-        blocks: held-out text.
-        new_tokens: maximum number of new tokens; a continuation can end earlier, with an end-of-text token.
-        temperature: sampling temperature; 0 decodes greedily.
-        seed: random seed; a block's sample depends on nothing but the seed, the block's index, and ``first``.
-        first: number of blocks of the text before these, added to the index for the random seed.
-        progress: called with (blocks done, in all) of this process.
-
-    Returns:
-        One record per block: block; document and name, of the prompt's document, which is that of
-        its last token; tokens.
-
-    Raises:
-        UserError: if logits are not finite.
+    Temperature 0 decodes greedily. A block's sample depends on nothing but ``seed`` and its index, to which ``first``
+    adds the number of blocks of the text before these. Returns a record per block: block; document and name, of the
+    document of its last prompt token; tokens, which end with an end-of-text token or after ``new_tokens``. Raises
+    ``UserError`` if logits are not finite.
     """
     prompt_length = blocks.block_size - new_tokens
     names = [document.name for document in blocks.documents]
@@ -175,8 +158,10 @@ def write_continuations(
         # Read the prompts, each with a seed of its own
         prompts = torch.from_numpy(blocks.tokens[part.start : part.stop, :prompt_length].astype(np.int64))
         seeds = [(seed, first + index) for index in part]
-        with evaluation_mode(model):
-            rows = continue_tokens(model, tokenizer, prompts, new_tokens, temperature=temperature, seeds=seeds)
+        with modes.evaluation_mode(model):
+            rows = continuation.continue_tokens(
+                model, tokenizer, prompts, new_tokens, temperature=temperature, seeds=seeds
+            )
         # Name the document of each prompt's last token
         documents = blocks.document[part.start : part.stop, prompt_length - 1].tolist()
         return [
@@ -197,22 +182,10 @@ def compare(
     temperature: float = 0.0,
     progress: Progress | None = None,
 ) -> list[Line]:
-    """Compare two models' predictions of the dense model's continuations; must be called on all ranks.
+    """Compare two models' predictions of the continuations that the dense one wrote; must be called on all ranks.
 
-    Args:
-        model: the model, with gates, if any, set by the caller: hard.
-        dense: the model that wrote the continuations.
-        blocks: the text whose beginnings were continued.
-        continuations: records of ``write_continuations``.
-        new_tokens: as in ``write_continuations``.
-        temperature: as in ``write_continuations``.
-        progress: called with (blocks done, in all) of this process.
-
-    Returns:
-        One record per continuation: block, document, name, equal, and if ``temperature`` is not 0 accepted and kept.
-
-    Raises:
-        UserError: if logits are not finite.
+    The caller sets the gates of the model. Returns a record per continuation: block, document, name, equal, and if
+    ``temperature`` is not 0 accepted and kept of ``Agreement``. Raises ``UserError`` if logits are not finite.
     """
     prompt_length = blocks.block_size - new_tokens
 
@@ -221,7 +194,7 @@ def compare(
         batch = continuations[part.start : part.stop]
         tokens = _continued(blocks, batch, prompt_length)
         # Compare predictions of the new tokens: logits [B, N, V]
-        with evaluation_mode(model), evaluation_mode(dense):
+        with modes.evaluation_mode(model), modes.evaluation_mode(dense):
             logits, dense_logits = (_last_logits(reader, tokens, new_tokens) for reader in (model, dense))
         columns = _compared(logits, dense_logits.to(logits.device), tokens[:, prompt_length:], temperature)
         return [
@@ -245,22 +218,10 @@ def predict(
 ) -> list[Line]:
     """Predict the tokens of continuations with one model, by teacher forcing; must be called on all ranks.
 
-    Two models' records give what ``compare`` gives of both, without the distributions: whether their most probable
-    tokens are equal, or min(1, q(x) / p(x)) of the tokens x that the dense model drew, whose mean is the acceptance.
-
-    Args:
-        model: the model, with gates, if any, set by the caller: hard.
-        blocks: the text whose beginnings were continued.
-        continuations: records of ``write_continuations``.
-        new_tokens: as in ``write_continuations``.
-        temperature: as in ``write_continuations``.
-
-    Returns:
-        One record per continuation: block, and predicted, a number per token. Greedy: the most probable token; else the
-        logarithm of the probability of the continuation's own token.
-
-    Raises:
-        UserError: if logits are not finite.
+    Returns a record per continuation: block, and predicted, a number per token. Greedy, it is the most probable token;
+    else the logarithm of the probability of the continuation's own token. Two models' records give what ``compare``
+    gives of both, without the distributions: whether their most probable tokens are equal, or min(1, q(x) / p(x)) of
+    the tokens x that the dense model drew, whose mean is the acceptance. Raises ``UserError`` if logits are not finite.
     """
     prompt_length = blocks.block_size - new_tokens
 
@@ -269,7 +230,7 @@ def predict(
         batch = continuations[part.start : part.stop]
         tokens = _continued(blocks, batch, prompt_length)
         # Read the text once: logits [B, N, V]
-        with evaluation_mode(model):
+        with modes.evaluation_mode(model):
             logits = _last_logits(model, tokens, new_tokens)
         # Take the most probable tokens, or the log-probabilities of the continuation's
         if temperature == 0:
@@ -287,7 +248,7 @@ def predict(
 
 def _num_together(model: PreTrainedModel, blocks: TokenBlocks, new_tokens: int) -> int:
     """Return the maximum number of continuations per batch, whose logits are in memory at once."""
-    return max(1, min(_TOGETHER // blocks.block_size, chunk_tokens(vocabulary_size(model)) // new_tokens))
+    return max(1, min(_TOGETHER // blocks.block_size, chunk_tokens(model_shape.vocabulary_size(model)) // new_tokens))
 
 
 def _continued(blocks: TokenBlocks, continuations: Sequence[Mapping[str, Any]], prompt_length: int) -> Tensor:
@@ -314,7 +275,7 @@ def _compared(logits: Tensor, dense_logits: Tensor, tokens: Tensor, temperature:
 @torch.inference_mode()
 def _last_logits(model: PreTrainedModel, tokens: Tensor, number: int) -> Tensor:
     """Return the logits [B, number, V] by which a model predicts the last ``number`` tokens of ``tokens`` [B, T]."""
-    check_tokens(model, int(tokens.max()))  # a dense model of a larger vocabulary wrote them
+    model_shape.check_tokens(model, int(tokens.max()))  # a dense model of a larger vocabulary wrote them
     is_possible = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     only = {"logits_to_keep": number + 1} if is_possible else {}
     logits: Tensor = model(input_ids=tokens.to(model.device), use_cache=False, **only).logits[:, -number - 1 : -1]

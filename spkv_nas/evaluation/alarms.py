@@ -109,9 +109,8 @@ def about_packing(separator: SeparatorReport) -> str:
 def frequency_nll(blocks: TokenBlocks, vocabulary: int) -> float:
     """Return the NLL of tokens, in nats, by their frequencies in the rest of the text alone.
 
-    Args:
-        blocks: text, of which at most a million tokens are counted.
-        vocabulary: number of tokens that a model knows; those that occur once count as any of the others.
+    At most a million tokens are counted. Of a ``vocabulary`` of tokens, those that occur once count as any of the
+    others.
     """
     tokens = blocks.tokens[: max(1, _COUNTED // blocks.block_size)].ravel()
     counts = np.bincount(tokens)
@@ -124,14 +123,7 @@ def frequency_nll(blocks: TokenBlocks, vocabulary: int) -> float:
 def alarm(
     circumstances: Circumstances, full: DocumentNLL, scores: Mapping[str, DocumentNLL], layouts: Mapping[str, Layout]
 ) -> str | None:
-    """Return a sentence on scores without training that make no sense, with its likely cause; None if all is well.
-
-    Args:
-        circumstances: of the measurement.
-        full: NLL of full attention.
-        scores: NLL of each layout, by name.
-        layouts: the layouts by name.
-    """
+    """Return a sentence on scores by layout, without training, that make no sense, with its likely cause; else None."""
     changes = [paired_difference(score, full) for score in scores.values()]
     if (found := changes_alarm(circumstances, changes)) is not None or not _loses_to_random(scores, layouts):
         return found
@@ -180,18 +172,9 @@ def control_alarm(circumstances: Circumstances, control: DocumentNLL, dense: Doc
 def check_text(
     model: PreTrainedModel, blocks: TokenBlocks, window: int, separator: SeparatorReport
 ) -> tuple[Circumstances, str | None]:
-    """Measure in two passes over a sample of a text whether a model knows it.
+    """Measure in two passes over a sample of a text whether a model knows it; must be called on all ranks.
 
-    Must be called on all ranks.
-
-    Args:
-        model: any supported decoder.
-        blocks: text.
-        window: number of recent keys a local head sees, including the query's own key.
-        separator: what stands after a document.
-
-    Returns:
-        (circumstances of the measurement; a sentence if its numbers make no sense, else None).
+    Returns (circumstances of the measurement; a sentence if its numbers make no sense, else None).
     """
     # Score a sample with full attention, and with local heads only
     sample = blocks.spread(max(2, _SAMPLE // blocks.block_size))

@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from spkv_nas.artifacts.comparison import DENSE
+from spkv_nas.base import files, statistics
 from spkv_nas.base.arrays import Array, read_arrays
-from spkv_nas.base.files import write_npz
-from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.evaluation.paired import MAX_NATS, DocumentNLL
 
 FILE = "comparison-documents.npz"
@@ -31,15 +30,11 @@ _ARRAYS = (
 def write_documents(path: Path, rows: Mapping[str, DocumentNLL]) -> None:
     """Write the NLL sums of every row; all rows must share the same documents."""
     totals = np.stack([row.total for row in rows.values()])
-    write_npz(path, {"strategy": np.array([*rows]), "total": totals, "num_tokens": rows[DENSE].num_tokens})
+    files.write_npz(path, {"strategy": np.array([*rows]), "total": totals, "num_tokens": rows[DENSE].num_tokens})
 
 
 def read_documents(path: Path) -> dict[str, DocumentNLL]:
-    """Read a file written by ``write_documents``, by strategy.
-
-    Raises:
-        UserError: if the file is damaged.
-    """
+    """Read a file written by ``write_documents``, by strategy. Raises ``UserError`` if the file is damaged."""
     arrays = read_arrays(path, _ARRAYS, _REMEDY)
     num_tokens = arrays["num_tokens"].astype(np.int64)
     return {
@@ -59,6 +54,6 @@ def pair_error(rows: Mapping[str, DocumentNLL]) -> Callable[[str, str], float]:
             return math.nan
         dense = rows[DENSE]
         difference = rows[first].total - rows[second].total
-        return 100.0 * float(jackknife_ratio(difference, dense.total)[1])
+        return 100.0 * float(statistics.jackknife_ratio(difference, dense.total)[1])
 
     return error

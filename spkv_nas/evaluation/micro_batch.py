@@ -26,13 +26,9 @@ def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
 
 
 def check_blocks(model: PreTrainedModel, blocks: TokenBlocks) -> None:
-    """Check that there is text, and that a model can read it: its tokens and its length.
+    """Check that there is text, and that a model can read its tokens and its length (``check_length``, which may warn).
 
-    Raises:
-        UserError: there is no text, a token is outside the vocabulary, or as ``check_length``.
-
-    Warns:
-        UserWarning: as ``check_length``.
+    Raises ``UserError`` if not.
     """
     from spkv_nas.model.model_shape import check_tokens
 

@@ -37,12 +37,7 @@ class DocumentSums:
         self._count = np.zeros(len(blocks.documents), dtype=np.int64)
 
     def add(self, start: int, losses: Tensor) -> None:
-        """Add the token losses of consecutive blocks.
-
-        Args:
-            start: index of the first of these blocks.
-            losses: [B, T - 1], in nats, without the first token of each block.
-        """
+        """Add the token losses [B, T - 1] in nats of consecutive blocks from ``start`` on, without each first token."""
         blocks, rows = self._blocks, slice(start, start + len(losses))
         scored = ~blocks.boundaries.begins_text(blocks.tokens[rows])[:, 1:]
         owner = blocks.document[rows, 1:][scored]
@@ -52,8 +47,7 @@ class DocumentSums:
     def result(self) -> DocumentNLL:
         """Return the sums so far over all processes; must be called on all ranks.
 
-        Raises:
-            UserError: if a sum is not finite, so that the mean would silently leave documents out.
+        Raises ``UserError`` if a sum is not finite, so that the mean would silently leave documents out.
         """
         total, count = sum_over_processes(self._total), sum_over_processes(self._count)
         num_invalid, num_seen = int((~np.isfinite(total)).sum()), int((count > 0).sum())
@@ -77,15 +71,10 @@ def document_nll(
 ) -> DocumentNLL:
     """Compute the NLL of ``blocks`` under ``model``, in evaluation mode, by document.
 
-    Args:
-        model: any causal language model.
-        blocks: text to evaluate on.
-        batch_size: blocks per forward pass, reduced where a GPU runs out of memory.
-        watch: density tracker that has been started; counts every block once.
-        progress: called with (blocks done, in all) of this process.
+    ``batch_size`` blocks make a forward pass, fewer where a GPU runs out of memory; ``watch`` is a density tracker that
+    has been started; ``progress`` receives (blocks done, in all) of this process.
 
-    Raises:
-        UserError: the model cannot read the blocks (``check_blocks``), or the NLL of a document is not finite.
+    Raises ``UserError`` if the model cannot read the blocks (``check_blocks``), or the NLL of a document is not finite.
     """
     check_blocks(model, blocks)
     sums = DocumentSums(blocks)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.base import files, statistics
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_npz
-from spkv_nas.base.statistics import effective_number, jackknife_ratio
 
 MAX_NATS = 1e15  # upper bound per document; its square is still far from the largest float
 _ARRAYS = (Array("total", "number", "documents", low=-1, high=MAX_NATS), Array("num_tokens", "whole", "documents"))
@@ -24,12 +22,7 @@ _ARRAYS = (Array("total", "number", "documents", low=-1, high=MAX_NATS), Array("
 
 @dataclass(frozen=True)
 class DocumentNLL:
-    """NLL sums and token counts by held-out document.
-
-    Attributes:
-        total: [documents], summed NLL of the predicted tokens in nats.
-        num_tokens: [documents], number of predicted tokens.
-    """
+    """NLL sums ``total`` [documents] in nats, and numbers ``num_tokens`` of predicted tokens, by held-out document."""
 
     total: NDArray[np.float64]
     num_tokens: NDArray[np.int64]
@@ -47,19 +40,15 @@ class DocumentNLL:
     @property
     def effective_documents(self) -> float:
         """Return how many documents of equal length would give equally wide errors."""
-        return effective_number(self.num_tokens)
+        return statistics.effective_number(self.num_tokens)
 
-    def save(self, path: Path, **others: NDArray[Any]) -> None:
-        """Write both arrays atomically as ``.npz``, together with ``others``, which ``read`` ignores."""
-        write_npz(path, {"total": self.total, "num_tokens": self.num_tokens, **others})
+    def save(self, path: Path) -> None:
+        """Write both arrays atomically as ``.npz``."""
+        files.write_npz(path, {"total": self.total, "num_tokens": self.num_tokens})
 
     @classmethod
     def read(cls, path: Path) -> DocumentNLL:
-        """Read a file written by ``save``.
-
-        Raises:
-            UserError: if the file is missing or damaged.
-        """
+        """Read a file written by ``save``. Raises ``UserError`` if the file is missing or damaged."""
         remedy = "remove its folder and run the command again"
         arrays = read_arrays(path, _ARRAYS, remedy)
         nll = cls(arrays["total"], arrays["num_tokens"].astype(np.int64))
@@ -88,5 +77,5 @@ def paired_difference(candidate: DocumentNLL, baseline: DocumentNLL) -> PairedDi
     """
     if not np.array_equal(candidate.num_tokens, baseline.num_tokens):
         raise UserError("the two models were not evaluated on the same held-out text")
-    ratio, error = jackknife_ratio(candidate.total, baseline.total)
+    ratio, error = statistics.jackknife_ratio(candidate.total, baseline.total)
     return PairedDifference(100.0 * (float(ratio) - 1.0), 100.0 * float(error))

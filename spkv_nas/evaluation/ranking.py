@@ -1,4 +1,4 @@
-"""Compare two rankings of layouts or heads by Spearman's rank correlation, with its uncertainty."""
+"""Rank layouts, and compare two rankings of layouts or heads by Spearman's correlation, with its uncertainty."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 import scipy  # loads scipy.stats on first use
 from numpy.typing import ArrayLike, NDArray
+
+from spkv_nas.artifacts.search_table import FIDELITIES
 
 NUM_RESAMPLES = 2000
 MIN_ITEMS = 8  # layouts or heads below which resampling gives no usable interval
@@ -93,3 +95,23 @@ def _rho(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.
     scale = np.sqrt((ranks**2).sum(2).prod(0))
     rhos: NDArray[np.float64] = np.divide(ranks.prod(0).sum(1), scale, out=np.full(len(first), np.nan), where=scale > 0)
     return rhos
+
+
+def best_layouts(rows: pd.DataFrame, number: int = 12) -> pd.DataFrame:
+    """Return the best ``number`` distinct layouts by full, then short retraining, then zero-shot."""
+    columns = [f"{fidelity}_delta_percent" for fidelity in reversed(FIDELITIES)]
+    return rows.drop_duplicates("hash").sort_values(columns).head(number)
+
+
+def correlations(rows: pd.DataFrame) -> dict[str, dict[str, Any] | None]:
+    """Compute rank correlations over distinct layouts: of cheap measures with full retraining, and with each other."""
+    layouts = rows.drop_duplicates("hash")
+    pairs = {
+        "coverage and full": ("coverage_percent", "full_delta_percent"),
+        "zero-shot and full": ("zero_shot_delta_percent", "full_delta_percent"),
+        "short and full": ("short_delta_percent", "full_delta_percent"),
+        "coverage and zero-shot": ("coverage_percent", "zero_shot_delta_percent"),
+    }
+    return {
+        name: rank_correlation(layouts[column], layouts[other_column]) for name, (column, other_column) in pairs.items()
+    }

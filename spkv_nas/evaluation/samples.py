@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import parse_json, read_text, write_atomic
 
@@ -32,14 +33,18 @@ def write_samples(file: Path, lines: Iterable[Mapping[str, Any]], default: Calla
 
 
 def read_samples(file: Path) -> list[dict[str, Any]]:
-    """Read a file written by ``write_samples``.
-
-    Raises:
-        UserError: if the file is damaged.
-    """
+    """Read a file written by ``write_samples``. Raises ``UserError`` if the file is damaged."""
     try:
         text = read_text(file, "samples", max_bytes=_MAX_BYTES)
         # Not splitlines(): other line breaks may occur inside samples
         return [parse_json(line) for line in text.removesuffix("\n").split("\n")]
     except ValueError as error:
         raise UserError(f"{file} is damaged\nremove it and run the command again") from error
+
+
+def kept_samples(file: Path, compute: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Read the records of a finished computation, or compute and write them; must be called on all ranks."""
+    if not on_main(file.is_file):
+        lines = compute()
+        on_main(lambda: write_samples(file, lines))
+    return on_main(lambda: read_samples(file))

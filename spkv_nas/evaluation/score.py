@@ -47,8 +47,7 @@ def score(
 def by_name(layouts: Layout | Sequence[Layout] | Mapping[str, Layout]) -> Mapping[str, Layout]:
     """Return layouts by name: without names, each is called by its strategy.
 
-    Raises:
-        UserError: there is none, or two have the same name.
+    Raises ``UserError`` if there is none, or two have the same name.
     """
     if isinstance(layouts, Layout):
         layouts = [layouts]

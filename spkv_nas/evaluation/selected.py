@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import SelectionDocuments
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, read_selection
+from spkv_nas.base import names, records
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.names import check_name
-from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.schema import Recorded
 from spkv_nas.base.tables import Column, read_table
 from spkv_nas.base.workspace import Workspace
@@ -76,11 +75,8 @@ def find_selected(
 ) -> Selected:
     """Find the documents that ``layouts``, by name, were selected on.
 
-    Args:
-        workspace: workspace with layouts and results.
-        layouts: layouts by name.
-        near: layout files, beside which there may be documents too.
-        with_scores: whether the documents of ``score`` count, whose table shows which layout is best.
+    There may be files of documents near the layout files ``near``, too. ``with_scores`` counts the documents of
+    ``score``, whose table shows which layout is best.
     """
     # Find the folders that may have files of documents
     patterns = (f"{kind}/{PATTERN}" for kind in ("probes/*", "layouts/*", "layouts/*/*", "reports/*"))
@@ -113,7 +109,7 @@ def probe_of(workspace: Workspace, layouts: Iterable[Layout]) -> str | None:
         for origin in ([layout.provenance] if "probe" in layout.provenance else equal.get(layout.content, ()))
     ]
     probes = {str(origin["probe"]) for origin in origins if "probe" in origin}
-    return check_name(probes.pop(), "the probe of the layouts") if len(probes) == 1 else None
+    return names.check_name(probes.pop(), "the probe of the layouts") if len(probes) == 1 else None
 
 
 def _provenances(workspace: Workspace) -> dict[str, list[Mapping[str, Any]]]:
@@ -141,7 +137,7 @@ def _comparisons(workspace: Workspace, layout: Layout, *, with_scores: bool) -> 
         for file in sorted(workspace.reports.glob(f"*/{table}*.csv")):
             hashes = _hashes(file)
             if layout.hash in hashes and (with_scores or command != "score"):
-                record = read_unchecked(file.with_suffix(".yaml"), table, _Record)
+                record = records.read_unchecked(file.with_suffix(".yaml"), table, _Record)
                 yield f"{command} {file.parent.name}{_among(len(hashes), record)}", record.get(SELECTION)
 
 

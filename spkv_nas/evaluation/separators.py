@@ -20,18 +20,16 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
+from spkv_nas.base import files, statistics
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data import config
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.config import AUTO, Bos
 from spkv_nas.data.sources import Document, as_documents
 from spkv_nas.data.tokenizer import Boundaries, boundaries, default_separator, encode
+from spkv_nas.model import model_shape, modes
 from spkv_nas.model.loss import token_nll
-from spkv_nas.model.model_shape import check_tokens, vocabulary_size
-from spkv_nas.model.modes import evaluation_mode
 
 SEPARATORS = "separators.json"  # in the folder of a model's runs
 SEPARATOR_TOKENS = 3072  # of text; each is read five times
@@ -109,9 +107,9 @@ def measure_separator(
     """
     # Read the beginnings of documents
     documents = _beginnings(as_documents(texts, block_size), tokenizer, min(_DOCUMENT, max(2, block_size // 4)))
-    check_tokens(model, max(int(each.max()) for each in documents))
+    model_shape.check_tokens(model, max(int(each.max()) for each in documents))
     # Leave out separators that the model's vocabulary lacks
-    vocabulary = vocabulary_size(model)
+    vocabulary = model_shape.vocabulary_size(model)
     variants = {
         name: limits
         for name, limits in _variants(tokenizer, bos, block_size).items()
@@ -121,7 +119,7 @@ def measure_separator(
     groups = _groups(documents, block_size - max(len(each.opening) for each in variants.values()))
 
     # Measure packed documents with each separator, and single documents
-    with evaluation_mode(model):
+    with modes.evaluation_mode(model):
         sums = {name: _sums(model, groups, limits) for name, limits in variants.items()}
         openings = {limits.opening for limits in variants.values()}
         alone = [_sums(model, [[each] for each in documents], Boundaries(opening)) for opening in openings]
@@ -138,8 +136,7 @@ def measure_separator(
 def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
     """Tokenize texts into blocks of the default size, or of the model's context length if shorter.
 
-    Raises:
-        UserError: there is no tokenizer.
+    Raises ``UserError`` if there is no tokenizer.
     """
     if tokenizer is None:
         raise UserError("strings need the model's tokenizer: give tokenizer=tokenizer, or blocks of build_blocks")
@@ -151,18 +148,11 @@ def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrai
 def shared_separator(
     file: Path, checkpoint: str, measure: Callable[[], SeparatorReport], reporter: Reporter = SILENT
 ) -> SeparatorReport:
-    """Return what ``file`` says of a checkpoint; else measure it, and add it to the file, which all commands share.
-
-    Args:
-        file: JSON file of reports by checkpoint.
-        checkpoint: hash of the checkpoint.
-        measure: measures the checkpoint's separators.
-        reporter: receives the report that was measured.
-    """
+    """Return what ``file``, which all commands share, says of a checkpoint hash; else measure it and add it."""
     # Look for an earlier report; an unreadable file counts as empty
     records: dict[str, Any] = {}
     with suppress(UserError):
-        records = read_json(file, "separators")
+        records = files.read_json(file, "separators")
     if (known := SeparatorReport.parse(records.get(checkpoint))) is not None:
         return known
     # Measure, and keep the report
@@ -171,21 +161,16 @@ def shared_separator(
     reporter.announce(
         f"documents are separated by '{report.best}' (NLL: {compared}; each document alone {report.alone:.3f})"
     )
-    write_json(file, {**records, checkpoint: report.as_mapping()})
+    files.write_json(file, {**records, checkpoint: report.as_mapping()})
     return report
 
 
 def _best(sums: dict[str, NDArray[np.float64]], convention: str) -> str:
-    """Return the first separator that is not clearly worse than the best: the convention, then the shortest.
-
-    Args:
-        sums: NLL by document, by separator.
-        convention: separator to prefer.
-    """
+    """Return the first separator that is not clearly worse than the best: the convention, then the shortest."""
     best = min(sums.values(), key=lambda values: float(values.sum()))
 
     def is_close(values: NDArray[np.float64]) -> bool:
-        ratio, error = jackknife_ratio(values - best, best)
+        ratio, error = statistics.jackknife_ratio(values - best, best)
         return not float(ratio) > max(_MIN_GAIN, _SIGNIFICANT * float(error))
 
     ordered = [name for name in (convention, *config.SEPARATORS) if name in sums]

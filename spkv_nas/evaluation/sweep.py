@@ -1,4 +1,4 @@
-"""Evaluate a model on held-out text, and sweep the threshold tau to trade NLL against density.
+"""Evaluate a model on held-out text, sweep the threshold tau to trade NLL against density, and tabulate checkpoints.
 
 SP-KV paper, "Threshold Optimization" and "Controlling sparsity at inference time": tau changes the density of a trained
 model without changing its weights. Each threshold needs its own pass, because a key that is dropped in one layer
@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.result_tables import EVALUATION
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.progress import Progress
@@ -22,9 +23,8 @@ from spkv_nas.base.tables import Column, read_table
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.model.config_section import gate_config
+from spkv_nas.model import config_section, modes
 from spkv_nas.model.density_tracker import DensityTracker
-from spkv_nas.model.modes import gate_mode
 
 COLUMNS = ("tau", "density", "nll", "delta_nll_percent", "delta_nll_standard_error")
 
@@ -60,7 +60,7 @@ def evaluate(
     Raises:
         UserError: if ``tau`` is outside [0, 1], or given for a model without gates.
     """
-    gates = gate_config(model)
+    gates = config_section.gate_config(model)
     if gates is None:
         if tau is not None:
             raise UserError("this model has no gates, so tau has no effect: leave tau out")
@@ -68,7 +68,7 @@ def evaluate(
     # Evaluate with hard gates, tracking density
     tau = gates.tau if tau is None else tau
     watch = DensityTracker(model)
-    with gate_mode(model, "hard", tau):
+    with modes.gate_mode(model, "hard", tau):
         watch.start()
         try:
             nll = document_nll(model, blocks, batch_size=batch_size, watch=watch, progress=progress)
@@ -86,19 +86,11 @@ def tau_sweep(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[Evaluation]:
-    """Evaluate the model with open gates (tau 0, density 1), then with hard gates at each threshold above 0, ascending.
+    """Evaluate a model with open gates (tau 0, density 1), then with hard gates at each threshold above 0, ascending.
 
-    Args:
-        model: model with gates.
-        blocks: text to evaluate on.
-        taus: thresholds in [0, 1].
-        batch_size: blocks per forward pass.
-        progress: called with (blocks done, blocks in all) over all passes.
-
-    Raises:
-        UserError: if the model has no gates, or a threshold is outside [0, 1].
+    Raises ``UserError`` if the model has no gates, or a threshold is outside [0, 1].
     """
-    if gate_config(model) is None:
+    if config_section.gate_config(model) is None:
         raise UserError("this model has no gates, so it has no threshold to sweep: evaluate it without a sweep")
     hard_taus = [tau for tau in sorted(set(taus)) if tau != 0.0]
 
@@ -108,7 +100,7 @@ def tau_sweep(
 
     # Evaluate with open gates, then at every threshold
     sweep: list[Evaluation] = []
-    with gate_mode(model, "open"):
+    with modes.gate_mode(model, "open"):
         sweep.append(Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=step), 0.0, 1.0))
     for tau in hard_taus:
         sweep.append(evaluate(model, blocks, tau, batch_size=batch_size, progress=step))
@@ -130,9 +122,65 @@ def sweep_table(sweep: Sequence[Evaluation]) -> pd.DataFrame:
 
 
 def read_sweep(path: Path) -> pd.DataFrame:
-    """Read a table of ``sweep_table``.
-
-    Raises:
-        UserError: if a column is missing, or a cell is not a number.
-    """
+    """Read a table of ``sweep_table``. Raises ``UserError`` if a column is missing, or a cell is not a number."""
     return read_table(path, "sweep", tuple(Column(name, "number", low=-MAX_SHOWN, high=MAX_SHOWN) for name in COLUMNS))
+
+
+@dataclass(frozen=True)
+class EvaluatedCheckpoint:
+    """A checkpoint and its evaluation.
+
+    Attributes:
+        checkpoint: folder or model id.
+        variant: what its run trained, such as the name of a layout; "" if no run record says it.
+        evaluation: NLL by document, and density of its gates.
+    """
+
+    checkpoint: str
+    variant: str
+    evaluation: Evaluation
+
+
+def checkpoint_table(text: str, candidate: EvaluatedCheckpoint, baseline: EvaluatedCheckpoint) -> pd.DataFrame:
+    """Return the rows of two checkpoints, columns of ``EVALUATION``; the baseline is first and has no difference.
+
+    ``text`` is the hash of the blocks that both were measured on.
+    """
+    change = paired_difference(candidate.evaluation.nll, baseline.evaluation.nll)
+    rows = [
+        (*_measured(text, baseline), "", np.nan, np.nan),
+        (*_measured(text, candidate), baseline.checkpoint, change.percent, change.standard_error),
+    ]
+    return pd.DataFrame(rows, columns=EVALUATION.header)
+
+
+def _measured(text: str, scored: EvaluatedCheckpoint) -> tuple[object, ...]:
+    """Return the columns of a row that need no baseline."""
+    evaluation = scored.evaluation
+    return (
+        scored.checkpoint,
+        scored.variant,
+        evaluation.nll.mean,
+        np.nan if evaluation.density is None else evaluation.density,
+        np.nan if evaluation.tau is None else evaluation.tau,
+        text,
+        int(evaluation.nll.num_tokens.sum()),
+        evaluation.nll.num_documents,
+        evaluation.nll.effective_documents,
+    )
+
+
+def merged(earlier: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Merge ``rows`` into an earlier table: rows of another text are dropped, a checkpoint measured again is replaced.
+
+    A baseline that the table already has keeps its row, which may compare it with another checkpoint.
+    """
+    same_text = earlier[earlier["text"] == rows["text"].iloc[0]]
+    added = rows[~((rows["against"] == "") & _keys(rows).isin(_keys(same_text)))]
+    unchanged = same_text[~_keys(same_text).isin(_keys(added))]
+    return pd.DataFrame([*unchanged.to_dict("records"), *added.to_dict("records")], columns=EVALUATION.header)
+
+
+def _keys(rows: pd.DataFrame) -> pd.Series[str]:
+    """Return a key for the measurement of each row: checkpoint and threshold, -1 for one without gates."""
+    return rows["checkpoint"] + " " + rows["tau"].fillna(-1.0).round(6).astype(str)

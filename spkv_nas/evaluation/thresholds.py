@@ -12,24 +12,15 @@ from spkv_nas.base.limits import MAX_REPEATS
 
 
 def check_tau(tau: float | None) -> None:
-    """Check that a threshold lies in [0, 1]; None is accepted.
-
-    Raises:
-        UserError: if it does not.
-    """
+    """Check that a threshold lies in [0, 1]; None is accepted. Raises ``UserError`` if it does not."""
     if tau is not None and not 0.0 <= tau <= 1.0:
         raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
 
 
 def parse_taus(text: str, num_taus: int | None = None) -> list[float]:
-    """Parse thresholds, ascending.
+    """Parse a list of thresholds, such as ``0.1,0.5,0.9``, or a range such as ``0.01..0.99``; return them ascending.
 
-    Args:
-        text: a list such as ``0.1,0.5,0.9``, or a range such as ``0.01..0.99``.
-        num_taus: number of thresholds in a range, evenly spaced in logit, endpoints included.
-
-    Raises:
-        UserError: naming what is wrong with ``text`` or ``num_taus``.
+    A range has ``num_taus`` thresholds, evenly spaced in logit. Raises ``UserError``, which names what is wrong.
     """
     # Parse the ends of a range, or a list
     low, dots, high = text.partition("..")

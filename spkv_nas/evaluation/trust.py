@@ -64,14 +64,7 @@ class Trust:
 
     @classmethod
     def of(cls, values: Float, chosen: Mask, gains: Gains, num_documents: int | None = None) -> Trust:
-        """Judge a table by gains that were not used to choose its heads.
-
-        Args:
-            values: [L, Hkv], the table.
-            chosen: bool [L, Hkv], the heads that the table chooses.
-            gains: gain of adding each head alone.
-            num_documents: documents on which ``gains`` were measured, if known.
-        """
+        """Judge a table [L, Hkv] and the heads that it chooses by gains that were not used to choose them."""
         # Keep all positive gains, provided that at least one is significant
         significant = gains.values > _CLEAR * np.nan_to_num(gains.standard_error, nan=0.0)
         saved = np.where(significant.any(), gains.values.clip(0.0), np.nan)

@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import SCORES
-from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
@@ -36,15 +35,12 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.model import checkpoint, config_section
 from spkv_nas.model.attention import LayerState, attention_layers
-from spkv_nas.model.checkpoint import checkpoint_hash
-from spkv_nas.model.config_section import has_learned_sinks
 from spkv_nas.model.loss import token_nll
 from spkv_nas.model.windows import full_attention, layout_windows
 
 _GROUP = 64  # layouts scored per group; a killed run loses at most one group
-
-_LAYOUT = Array("layout", "text")  # in the file of a finished score: the layout that its name is the hash of
 
 Windows = tuple[tuple[int, ...], ...]  # window of every KV head, by layer
 Visible = tuple[int, Windows]  # sink tokens of local heads, windows
@@ -52,12 +48,7 @@ Visible = tuple[int, Windows]  # sink tokens of local heads, windows
 
 @dataclass
 class Work:
-    """Running totals of zero-shot scoring cost.
-
-    Attributes:
-        passes: passes over the text; partial passes count as fractions.
-        reused: scores that came from the cache.
-    """
+    """Cost of zero-shot scoring: passes over the text, partial ones as fractions, and scores from the cache."""
 
     passes: float = 0.0
     reused: int = 0
@@ -76,16 +67,16 @@ def zero_shot(
 ) -> list[DocumentNLL]:
     """Compute the NLL by document of ``blocks`` under ``model`` with each layout on its weights, in order.
 
-    Must be called on all ranks: each runs its share of the blocks, and rank 0 alone reads and writes the cache.
+    During scoring the model's windows are lifted and its gates are open, so that a global head sees every key and a
+    local head its window and sink tokens; learned sinks of a hybrid are left out, with a warning. It is left unchanged.
+    Must be called on all ranks: each runs its share of the blocks, and rank 0 alone reads and extends the cache.
 
     Args:
-        model: dense, hybrid or SP-KV; left unchanged. During scoring its windows are lifted and its gates are open, so
-            that a global head sees every key and a local head its window and sink tokens. Learned sinks of a hybrid
-            are left out, with a warning.
+        model: dense, hybrid or SP-KV.
         layouts: None is full attention.
         blocks: text to score on.
         batch_size: blocks per forward pass; at most one hidden state per layer is kept of them.
-        cache: folder of finished scores of this model on this text (``cache_folder``), read and extended.
+        cache: folder of finished scores of this model on this text (``cache_folder``).
         reporter: receives the number of cached scores and the progress of the others.
         work: totals to add to.
 
@@ -129,7 +120,7 @@ def zero_shot(
 def _check(model: PreTrainedModel, blocks: TokenBlocks) -> None:
     """Check that the model can read the text, and warn of learned sinks, which scores leave out."""
     check_blocks(model, blocks)
-    if has_learned_sinks(model.config):
+    if config_section.has_learned_sinks(model.config):
         warnings.warn(
             "the learned sinks of this hybrid belong to its own layout: scores leave them out, for that layout too "
             "(evaluate measures the hybrid with them)",
@@ -152,7 +143,7 @@ def _groups(ordered: Sequence[Visible]) -> Iterator[tuple[int, list[Windows]]]:
 
 def cache_folder(root: Path, model: PreTrainedModel, path_or_id: str | Path, blocks: TokenBlocks) -> Path:
     """Return the folder below ``root`` for scores of this checkpoint, in this dtype, on this text."""
-    key = hashlib.sha256(f"{checkpoint_hash(path_or_id)} {model.dtype} {blocks.tokens.shape}".encode())
+    key = hashlib.sha256(f"{checkpoint.checkpoint_hash(path_or_id)} {model.dtype} {blocks.tokens.shape}".encode())
     for array in (blocks.tokens, blocks.document):
         key.update(np.ascontiguousarray(array).data)
     return root / key.hexdigest()[:16]
@@ -164,13 +155,7 @@ def score_table(
     """Return one row per layout, lowest NLL first, below a row for full attention; columns of ``SCORES``.
 
     NLL is in nats per token; its change is in percent of full attention's, with the standard error of the difference
-    paired by document.
-
-    Args:
-        layouts: layouts by name.
-        scores: NLL of each layout, by name.
-        full: NLL of full attention.
-        covered: coverage in [0, 1] by name; NaN in the table for a layout that has none.
+    paired by document. ``covered`` is coverage in [0, 1] by name, NaN in the table for a layout that has none.
     """
     num_heads = next(iter(layouts.values())).num_heads
     rows = [(FULL_ATTENTION, "", num_heads, 100.0, 100.0 if covered else np.nan, full.mean, np.nan, np.nan, "")]
@@ -182,28 +167,15 @@ def score_table(
     return pd.DataFrame(rows, columns=SCORES.header)
 
 
-def kept_layouts(cache: Path) -> list[Layout]:
-    """Return the layouts whose finished scores are in a cache."""
-    layouts = []
-    for file in sorted(cache.glob("*.npz")):
-        try:
-            layout = Layout.from_content(str(read_arrays(file, (_LAYOUT,), "")["layout"]))
-        except (UserError, ValueError):
-            continue
-        if file.stem == layout.content_hash:
-            layouts.append(layout)
-    return layouts
-
-
 def _file(cache: Path | None, layout: Layout | None) -> Path | None:
     """Return the path of a layout's score in the cache; None without a cache."""
     return cache and cache / f"{FULL_ATTENTION if layout is None else layout.content_hash}.npz"
 
 
 def keep_score(cache: Path | None, layout: Layout | None, score: DocumentNLL) -> None:
-    """Write a finished score to the cache, together with its layout."""
+    """Write a finished score to the cache."""
     if (file := _file(cache, layout)) is not None:
-        score.save(file, **({} if layout is None else {_LAYOUT.name: np.array(layout.content)}))
+        score.save(file)
 
 
 def read_score(cache: Path | None, layout: Layout | None, num_documents: int) -> DocumentNLL | None:
@@ -237,17 +209,9 @@ def score_windows(
 ) -> tuple[list[DocumentNLL], float]:
     """Compute the NLL under each of ``ordered``, and the number of passes over the text (partial ones as fractions).
 
-    Must be called on all ranks.
-
-    Args:
-        model: model inside ``full_attention``, which yields ``states``.
-        states: attention layers of the model; their windows are set.
-        ordered: distinct windows, sorted so that neighbours share the most layers.
-        blocks: text to score on.
-        batch_size: blocks per forward pass.
-        step: called with the number of blocks that this process has run under one of ``ordered``; negative where they
-            have to be run again.
-        sinks: first tokens that local heads see besides their window (``LayerState.set_windows``).
+    Neighbours of ``ordered``, distinct windows, should share the most layers. The model is inside ``full_attention``,
+    which yields ``states``. ``step`` receives the number of blocks that this process has run under a layout, negative
+    where they have to be run again. ``sinks`` are the first tokens that local heads see. Must be called on all ranks.
     """
     sums = [DocumentSums(blocks) for _ in ordered]
     with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device)) as decoder:
@@ -304,12 +268,7 @@ class _Resumable:
     @classmethod
     @contextmanager
     def of(cls, model: PreTrainedModel, tokens: Tensor) -> Iterator[_Resumable]:
-        """Replace ``forward`` of the layers while open.
-
-        Args:
-            model: model to run.
-            tokens: int64 [1, T], the first of which test whether resuming is exact.
-        """
+        """Replace ``forward`` of the layers while open; ``tokens`` [1, T] test whether resuming is exact."""
         decoder = cls(model)
         originals = [vars(layer).get("forward") for layer in decoder._layers]
         # Replace the layers' methods, and test that resuming is exact
@@ -338,10 +297,7 @@ class _Resumable:
     def nll(self, tokens: Tensor, first: int, resume_depths: set[int]) -> Tensor:
         """Compute the token NLL [B, T - 1] of ``tokens`` [B, T] from layer ``first``, on the hidden state kept for it.
 
-        Args:
-            tokens: int64 [B, T].
-            first: layer to start at.
-            resume_depths: depths whose hidden states are kept for later passes; those below ``first`` already are.
+        Hidden states at ``resume_depths`` are kept for later passes; those below ``first`` already are.
         """
         self._first, self._resume_depths = first, resume_depths
         losses = token_nll(self._model, tokens)

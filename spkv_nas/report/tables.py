@@ -11,8 +11,7 @@ import pandas as pd
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.search_table import FIDELITIES
-from spkv_nas.evaluation.ranking import MIN_ITEMS
-from spkv_nas.evaluation.searched import best_layouts, correlations
+from spkv_nas.evaluation.ranking import MIN_ITEMS, best_layouts, correlations
 from spkv_nas.report.chart import Row
 from spkv_nas.report.evidence import COMPARISON, SEARCH, all_evidence
 from spkv_nas.report.formatting import BASELINES, change, number, signed, without_folder

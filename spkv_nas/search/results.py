@@ -22,7 +22,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.statistics import effective_number
 from spkv_nas.base.version import environment
-from spkv_nas.evaluation.searched import correlations
+from spkv_nas.evaluation.ranking import correlations
 from spkv_nas.proposal.coverage import coverage, provenance
 from spkv_nas.search.recommendation import Recommendation, recommend
 from spkv_nas.search.trials import Trial, first_front

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.base.assets import EMBEDDED_PREFIX
@@ -16,6 +17,7 @@ from spkv_nas.stages.sized_model import result_name
 from spkv_nas.stages.subject import Subject
 
 if TYPE_CHECKING:
+    import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
@@ -24,8 +26,7 @@ Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 def evaluated(options: SubjectOptions) -> Subject:
     """Return the checkpoint to evaluate with its text; results take the name of ``result_name``.
 
-    Raises:
-        UserError: a model that is not embedded has no text.
+    Raises ``UserError`` if a model that is not embedded has no text.
     """
     subject = Subject.of(options, REFERENCE, "evaluate on")
     if options.name is not None or subject.source.startswith(EMBEDDED_PREFIX):
@@ -57,39 +58,54 @@ def load(options: InDtype, source: str, reporter: Reporter) -> Loaded:
     return model, tokenizer
 
 
-def identity(source: str, loaded: Loaded, mode: str) -> str:
-    """Return a string of everything that answers depend on besides the questions.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint that answers questions, at a threshold of its gates; None takes the checkpoint's own."""
 
-    It names checkpoint, dtype, tokenizer and ``mode``. Answer files have its hash in their names.
-    """
-    from spkv_nas.data.block_cache import fingerprint
-    from spkv_nas.model.checkpoint import checkpoint_hash
+    source: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    tau: float | None = None
 
-    model, tokenizer = loaded
-    return f"{checkpoint_hash(source)} {model.dtype} {fingerprint(tokenizer)} {mode}"
+    @classmethod
+    def load(cls, options: InDtype, source: str, tau: float | None, reporter: Reporter) -> Checkpoint:
+        """Load a checkpoint as ``load`` does."""
+        return cls(source, *load(options, source, reporter), tau)
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Return the record of which checkpoint was evaluated, at which dtype and threshold."""
+        from spkv_nas.model.checkpoint import model_origin
+        from spkv_nas.model.config_section import gate_config
+
+        gates = gate_config(self.model)
+        tau = gates.tau if self.tau is None and gates is not None else self.tau
+        return {**model_origin(self.source), "computed_in": dtype_name(self.model.dtype), "tau": tau}
+
+    def identity(self, mode: object) -> str:
+        """Return a text of everything that answers depend on besides the questions, such as ``mode``: of its gates."""
+        from spkv_nas.data.block_cache import fingerprint
+        from spkv_nas.model.checkpoint import checkpoint_hash
+
+        return f"{checkpoint_hash(self.source)} {self.model.dtype} {fingerprint(self.tokenizer)} {mode}"
+
+    def hard(self) -> AbstractContextManager[Any]:
+        """Return a context in which its gates, if any, are hard. Raises ``UserError`` for a threshold without gates."""
+        from spkv_nas.model.config_section import gate_config
+        from spkv_nas.model.modes import gate_mode
+
+        if gate_config(self.model) is not None:
+            return gate_mode(self.model, "hard", self.tau)
+        if self.tau is not None:
+            raise UserError("the model has no gates, so --tau has no effect: remove --tau")
+        return nullcontext()
 
 
-def hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[Any]:
-    """Return a context in which a model's gates are hard. Raises ``UserError`` for a threshold without gates."""
-    from spkv_nas.model.config_section import gate_config
-    from spkv_nas.model.modes import gate_mode
+@dataclass(frozen=True)
+class SampledTable:
+    """Result of an evaluation by samples: its name, table, the table's folder, and the folder of samples."""
 
-    if gate_config(model) is not None:
-        return gate_mode(model, "hard", tau)
-    if tau is not None:
-        raise UserError("the model has no gates, so --tau has no effect: remove --tau")
-    return nullcontext()
-
-
-def origin(source: str, model: PreTrainedModel, tau: float | None) -> dict[str, Any]:
-    """Return the record of which checkpoint was evaluated, at which dtype and threshold."""
-    from spkv_nas.model.checkpoint import model_origin
-    from spkv_nas.model.config_section import gate_config
-
-    gates = gate_config(model)
-    checkpoint_tau = None if gates is None else gates.tau
-    return {
-        **model_origin(source),
-        "computed_in": dtype_name(model.dtype),
-        "tau": checkpoint_tau if tau is None else tau,
-    }
+    name: str
+    rows: pd.DataFrame
+    folder: Path
+    samples: Path

@@ -28,7 +28,7 @@ EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
 
 @dataclass(frozen=True)
 class Compared:
-    """Hold what a command compares, and on what.
+    """What a command compares, and on what.
 
     Attributes:
         name: name of the results.
@@ -52,14 +52,8 @@ def prepare(
 ) -> Compared:
     """Load the dense model, and the documents that no candidate was selected on; prepare the samples of each criterion.
 
-    Args:
-        options: options of the command.
-        candidates: candidates; their layouts are looked up in the workspace.
-        files: layout files, beside which there may be documents that layouts were selected on.
-        reporter: receives messages and progress.
-
-    Raises:
-        UserError: a layout was selected on all documents of the text, or something cannot be read.
+    Beside the layout files there may be documents that layouts were selected on. Raises ``UserError`` if a layout was
+    selected on all documents of the text, or something cannot be read.
     """
     from spkv_nas.base.device import measuring_device
     from spkv_nas.evaluation.selected import Selected, find_selected, probe_of

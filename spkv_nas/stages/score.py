@@ -14,11 +14,9 @@ from rich.table import Table
 
 from spkv_nas.artifacts.defaults import SCORE_TOKENS
 from spkv_nas.artifacts.result_tables import SCORES
-from spkv_nas.base.console import out, print_path, say
-from spkv_nas.base.distributed import on_main
+from spkv_nas.base import console, distributed, units
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import format_seconds
 from spkv_nas.evaluation.alarms import Circumstances, alarm
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.selected import find_selected
@@ -27,11 +25,9 @@ from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.answer import uneven_budgets
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.stages.lookup import find_proposal, find_table
-from spkv_nas.stages.next_steps import after_score
+from spkv_nas.stages import lookup, next_steps, printing
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.options.score import ScoreOptions
-from spkv_nas.stages.printing import about_errors, about_selection, change, show_alarm
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
@@ -41,13 +37,13 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     quiet_transformers(reporter)
     # Read table and layouts
     workspace = options.folders
-    table = None if options.probe is None else find_table(workspace, options.probe)
+    table = None if options.probe is None else lookup.find_table(workspace, options.probe)
     subject = Subject.of(options, DENSE, "score on")
     if table is not None and (report := SeparatorReport.parse(table.metadata.get("separator"))) is not None:
         subject = replace(subject, given_separator=report.best)
     family = subject.family if table is None else table.name
     name = options.name or (subject.name if table is None else table.name)
-    proposal = find_proposal(workspace, options.name or family, options.layouts)
+    proposal = lookup.find_proposal(workspace, options.name or family, options.layouts)
     proposal.warn_of_windows()
     covered = {}
     if table is not None:
@@ -58,7 +54,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     measured = subject.load(reporter, tokens=SCORE_TOKENS)
     _announce_size(measured, len(proposal.layouts), reporter)
     root = workspace.run_dir(family) / "zero-shot"  # shared with probes and searches
-    cache = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
+    cache = distributed.on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
     full_attention, *scores = zero_shot(
         measured.model,
         [None, *proposal.layouts.values()],
@@ -89,7 +85,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
         inputs=cache.name[:8],
     )
     folder = workspace.report_dir(name)
-    on_main(lambda: _write(folder, rows, origin, measured, reporter))
+    distributed.on_main(lambda: _write(folder, rows, origin, measured, reporter))
     counts = (full_attention.num_documents, full_attention.effective_documents)
     return NLLTable(name, rows, folder, *counts, selected_by, num_selection, found_alarm)
 
@@ -118,12 +114,12 @@ def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> 
     if blocks.num_blocks < whole.num_blocks:
         part += f" of {whole.tokens.size:,} (--max-tokens measures more)"
     number = f"{num_layouts} layout{'s' if num_layouts > 1 else ''}"
-    reporter.announce(f"scoring full attention and {number} on {part}: at most {format_seconds(seconds)}")
+    reporter.announce(f"scoring full attention and {number} on {part}: at most {units.format_seconds(seconds)}")
 
 
 def show(result: NLLTable) -> None:
     """Print the NLL of every layout."""
-    show_alarm(result.alarm)
+    printing.show_alarm(result.alarm)
     title = f"{escape(result.name)}: without training"
     # Tabulate the layouts; equal ones share a row
     grid = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=title)
@@ -135,18 +131,18 @@ def show(result: NLLTable) -> None:
             str(row.num_global),
             coverage,
             f"{row.nll:.4f}",
-            change(row.delta_nll_percent, row.delta_nll_standard_error),
+            printing.change(row.delta_nll_percent, row.delta_nll_standard_error),
         )
-    out.print(grid)
+    console.out.print(grid)
     # Add remarks
     if (uneven := uneven_budgets(rows, int(rows["num_global"].mode().max()))) is not None:
-        say(uneven)
-    about_errors(result.num_documents, result.effective_documents)
-    about_selection(result.num_selection, result.selected_by)
-    print_path("scores", result.folder / "zero-shot.csv")
+        console.say(uneven)
+    printing.about_errors(result.num_documents, result.effective_documents)
+    printing.about_selection(result.num_selection, result.selected_by)
+    console.print_path("scores", result.folder / "zero-shot.csv")
 
 
 def run(options: ScoreOptions, reporter: Reporter) -> Result:
     """Run the command."""
     result = score(options, reporter)
-    return Result(result, show, next=after_score(options, result))
+    return Result(result, show, next=next_steps.after_score(options, result))

@@ -18,8 +18,7 @@ from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.statistics import effective_number
 from spkv_nas.base.workspace import SEARCH
-from spkv_nas.evaluation.ranking import format_rank_correlation
-from spkv_nas.evaluation.searched import best_layouts, correlations
+from spkv_nas.evaluation.ranking import best_layouts, correlations, format_rank_correlation
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.requirements import Requirements

@@ -19,28 +19,18 @@ from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.evaluation.verdict.margins import parse_risk
 from spkv_nas.evaluation.verdict.trial import Verdict, decide_all
 from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by
-from spkv_nas.model.checkpoint import read_config
-from spkv_nas.model.config_section import saved_layout
+from spkv_nas.model import checkpoint, config_section, transformers_logging
 from spkv_nas.model.source import resolve
-from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.checkpoints import check_pair
-from spkv_nas.stages.checks import check
+from spkv_nas.stages import checkpoints, checks, printing, sized_model
 from spkv_nas.stages.decision import EXIT_CODES, Compared, loss_cells, origin, prepare, shared_document
 from spkv_nas.stages.options.margins import is_layout
 from spkv_nas.stages.options.verdict import VerdictOptions
-from spkv_nas.stages.printing import show_alarm
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.sized_model import model_name
 
 
 @dataclass(frozen=True)
 class VerdictResult(Verdict):
-    """Result of ``verdict``.
-
-    Attributes:
-        compared: candidates, samples, and what was left out.
-        folder: folder of the table.
-    """
+    """Verdict on what was compared, and the folder of its table."""
 
     compared: Compared
     folder: Path
@@ -55,16 +45,15 @@ def run(options: VerdictOptions, reporter: Reporter) -> Result:
 def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResult:
     """Measure candidates and the dense model until the answer about every candidate is known.
 
-    Raises:
-        UserError: all documents were used to select a layout, two models differ in their tokenizer, or something
-            cannot be read.
+    Raises ``UserError`` if all documents were used to select a layout, two models differ in their tokenizer, or
+    something cannot be read.
     """
-    quiet_transformers(reporter)
-    check(options)
+    transformers_logging.quiet_transformers(reporter)
+    checks.check(options)
     # Check the candidates, then measure them
     candidates = contenders(options.candidates, options.model, reporter)
     for candidate in candidates:
-        check_pair(candidate.source, options.model)
+        checkpoints.check_pair(candidate.source, options.model)
     compared = prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
     outcome = decide_all(compared.trial, candidates, parse_risk(options.risk), reporter)
     # Write the table
@@ -82,7 +71,9 @@ def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Con
     for text in texts:
         layout = Layout.read(text) if is_layout(text) else None
         source, chosen = (text, _layout_of(text)) if layout is None else (dense, layout)
-        candidate = Contender(model_name(text) if layout is None else layout.strategy, source, layout, chosen)
+        candidate = Contender(
+            sized_model.model_name(text) if layout is None else layout.strategy, source, layout, chosen
+        )
         first, _ = candidates.setdefault(candidate.content, (text, candidate))
         if first != text:
             reporter.announce(f"{text} is the same as {first}: measured once")
@@ -97,12 +88,12 @@ def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Con
 
 def _layout_of(source: str) -> Layout | None:
     """Return the layout of a checkpoint, from its config alone; None if it has none."""
-    return saved_layout(read_config(str(resolve(source)), f"model {source}"))
+    return config_section.saved_layout(checkpoint.read_config(str(resolve(source)), f"model {source}"))
 
 
 def show(result: VerdictResult) -> None:
     """Print the table, the verdict on each candidate, and what it rests on."""
-    show_alarm(result.alarm)
+    printing.show_alarm(result.alarm)
     # Tabulate the criteria of each candidate
     columns = ("candidate", "global heads", "criterion", "loss", "interval", "margin", "samples", "result")
     title = f"{escape(result.compared.name)}: loss against {escape(result.compared.against)}"

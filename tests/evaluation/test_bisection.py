@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spkv_nas.evaluation.verdict.bisection import Critical, Test, critical
-from spkv_nas.evaluation.verdict.decision import Answer
+from spkv_nas.evaluation.verdict.critical_budget import Critical, Test, critical
+from spkv_nas.evaluation.verdict.trial import Answer
 
 LETTERS: dict[str, Answer] = {"F": "fails", "o": "open", "P": "passes"}
 

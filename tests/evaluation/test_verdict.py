@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.evaluation.verdict.decision import Levels, decide
 from spkv_nas.evaluation.verdict.loss_tests import (
     Evidence,
     MeanDrop,
@@ -22,7 +21,8 @@ from spkv_nas.evaluation.verdict.loss_tests import (
     loss_interval,
     more_samples,
 )
-from spkv_nas.evaluation.verdict.rounds import DocumentRounds
+from spkv_nas.evaluation.verdict.nll import DocumentRounds
+from spkv_nas.evaluation.verdict.trial import Levels, decide
 
 
 def documents(rise: float, number: int = 60, noise: float = 0.01) -> np.ndarray:

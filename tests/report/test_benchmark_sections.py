@@ -22,14 +22,13 @@ from spkv_nas.contrib.evaluate.baselines import stage as baselines
 from spkv_nas.contrib.evaluate.longppl import stage as longppl
 from spkv_nas.contrib.evaluate.longppl.stage import LongPPLResult
 from spkv_nas.contrib.evaluate.ruler import stage as ruler
-from spkv_nas.contrib.evaluate.ruler.stage import RulerResult
 from spkv_nas.contrib.evaluate.tasks import stage as tasks
-from spkv_nas.contrib.evaluate.tasks.stage import TasksResult
 from spkv_nas.report import page as report_page
 from spkv_nas.report.benchmark_sections import SECTIONS, read_benchmarks
 from spkv_nas.report.chart import Row, Section
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
+from spkv_nas.stages.checkpoints import SampledTable
 from spkv_nas.stages.subject import NLLTable
 
 COMMITTED = ROOT / "reports" / "stdlib-21x3"
@@ -87,9 +86,9 @@ def test_numbers_equal_those_of_the_file_and_the_command(
     page = Page(file.read_text(encoding="utf-8"))
     results: Mapping[str, Any] = {
         "baselines": (baselines.show, lambda rows: NLLTable("mine", rows, folder, 300, 300.0)),
-        "ruler": (ruler.show, lambda rows: RulerResult("mine", rows, folder, folder)),
-        "tasks": (tasks.show, lambda rows: TasksResult("mine", rows, folder, folder)),
-        "longppl": (longppl.show, lambda rows: LongPPLResult("mine", rows, {}, folder, folder)),
+        "ruler": (ruler.show, lambda rows: SampledTable("mine", rows, folder, folder)),
+        "tasks": (tasks.show, lambda rows: SampledTable("mine", rows, folder, folder)),
+        "longppl": (longppl.show, lambda rows: LongPPLResult("mine", rows, folder, folder, {})),
     }
     for kind in (kind for kind in SECTIONS if kind.name in results):
         tables = kind.read(folder)

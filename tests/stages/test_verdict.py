@@ -17,7 +17,7 @@ from spkv_nas.artifacts.selection import SELECTION, write_selection
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import write_record
 from spkv_nas.cli import main
-from spkv_nas.evaluation.verdict.rounds import DocumentRounds
+from spkv_nas.evaluation.verdict.nll import DocumentRounds
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.stages.options.probe import ProbeOptions

@@ -20,7 +20,7 @@ from spkv_nas.base import registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.agreement import Agreement, compare, write_continuations
-from spkv_nas.evaluation.verdict.continuation_rounds import ContinuationRounds, one_per_document
+from spkv_nas.evaluation.verdict.continuations import ContinuationRounds, one_per_document
 from spkv_nas.evaluation.verdict.margins import criteria_help, options_help
 from spkv_nas.evaluation.verdict.registry import CRITERIA
 from spkv_nas.model.windows import layout_applied

@@ -17,10 +17,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.files import write_npz
 from spkv_nas.evaluation.verdict.rounds import Rounds
+from spkv_nas.model import config_section, modes, windows
 from spkv_nas.model.checkpoint import checkpoint_hash
-from spkv_nas.model.config_section import gate_config
-from spkv_nas.model.modes import gate_mode
-from spkv_nas.model.windows import layout_applied
 
 Arrays = dict[str, NDArray[Any]]
 _SCORE = Array("score", "number", "samples", low=-1.0)
@@ -51,8 +49,8 @@ class Contender:
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:
         """Put the layout on the checkpoint's model inside the ``with`` block."""
-        as_it_is = nullcontext() if gate_config(model) is None else gate_mode(model, "hard")
-        with as_it_is if self.layout is None else layout_applied(model, self.layout):
+        as_it_is = nullcontext() if config_section.gate_config(model) is None else modes.gate_mode(model, "hard")
+        with as_it_is if self.layout is None else windows.layout_applied(model, self.layout):
             yield
 
 
@@ -81,8 +79,7 @@ class ScoreStore:
     def score(self, contender: Contender, rounds: Rounds, number: int) -> NDArray[np.float64]:
         """Return the scores of the samples that rounds 0 to ``number`` - 1 complete, from files where they exist.
 
-        Raises:
-            UserError: a file is damaged, or a model cannot be loaded or measured.
+        Raises ``UserError`` if a file is damaged, or a model cannot be loaded or measured.
         """
         key = self._key(contender, rounds)
         return rounds.scores([self._round(contender, rounds, index, key) for index in range(number)])

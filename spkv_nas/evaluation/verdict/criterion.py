@@ -118,8 +118,7 @@ class Criterion(Entry, ABC):
     def with_words(self, words: Sequence[str]) -> Criterion:
         """Return this criterion with options such as "lengths=512,4k"; a list has one word for each item.
 
-        Raises:
-            UserError: an option is unknown, or its value is of another type or out of bounds.
+        Raises ``UserError`` if an option is unknown, or its value is of another type or out of bounds.
         """
         # Collect the words of each option
         texts: dict[str, list[str]] = {}

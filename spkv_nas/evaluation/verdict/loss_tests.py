@@ -24,12 +24,7 @@ _REPEATS = (4, 20, 100)  # times the samples, tried one after another; extrapola
 
 @dataclass(frozen=True)
 class Evidence:
-    """Logarithms [n] of two e-processes after each sample.
-
-    Attributes:
-        passes: evidence that the loss is below the margin.
-        fails: evidence that the loss is above the margin.
-    """
+    """Logarithms [n] of two e-processes after each sample: that the loss is below the margin, and that it is above."""
 
     passes: Float
     fails: Float
@@ -166,14 +161,8 @@ def _smallest(is_enough: Callable[[float], bool]) -> float:
 def more_samples(test: PairedTest, pairs: Float, margin: float, *, passes: float, fails: float) -> int | None:
     """Estimate how many more samples would decide, by testing those so far again and again.
 
-    None without samples, or if the loss is so near to the margin that a hundred times as many would not decide.
-
-    Args:
-        test: the test.
-        pairs: samples so far, which do not decide.
-        margin: largest loss allowed.
-        passes: largest p-value at which the candidate passes.
-        fails: largest p-value at which it fails.
+    None without samples, or if the loss is so near to the margin that a hundred times as many would not decide. A
+    candidate passes or fails at p-values of at most ``passes`` and ``fails``.
     """
     for repeats in _REPEATS if len(pairs) else ():
         evidence = test.evidence(np.tile(pairs, (repeats, 1)), margin)

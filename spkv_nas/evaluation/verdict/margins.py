@@ -16,9 +16,8 @@ _CRITERION, _OPTION = re.compile(r",(?=\s*[\w-]+=)"), re.compile(r":(?=[\w-]+=)"
 def parse_margins(text: str) -> Margins:
     """Return the criteria with their margins, in the order of "nll=1%,ruler=2:lengths=512,4k:tasks=vt".
 
-    Raises:
-        UserError: a criterion is unknown or named twice, a margin is no positive number below 100, or an option is
-            wrong.
+    Raises ``UserError`` if a criterion is unknown or named twice, a margin is no positive number below 100, or an
+    option is wrong.
     """
     margins: dict[str, tuple[Criterion, float]] = {}
     for part in _CRITERION.split(text):
@@ -38,8 +37,7 @@ def parse_margins(text: str) -> Margins:
 def parse_risk(text: str | float) -> float:
     """Return a risk as a share: 0.05 for "5%" and for 0.05.
 
-    Raises:
-        UserError: it is no number above 0 and up to 50 %.
+    Raises ``UserError`` if it is no number above 0 and up to 50 %.
     """
     text = str(text)
     risk = _number(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)

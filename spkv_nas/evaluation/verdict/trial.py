@@ -1,27 +1,32 @@
-"""Measure candidates and the dense model, sample by sample, until the answer about every candidate is known."""
+"""Measure candidates and the dense model, sample by sample, until the answer about every candidate is known.
+
+The risk of a wrong answer holds for all candidates and criteria together. A candidate passes if its loss is below the
+margin in every criterion. If it is not in one, that criterion alone stops it, so several criteria need no correction.
+Several candidates share the risk by Holm's test, whatever their dependence. A candidate fails if its loss is above the
+margin in any criterion; there the risk is shared by the criteria too.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.result_tables import VERDICT
+from spkv_nas.base import sequential, statistics
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Bar, Reporter, part_of
-from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.alarms import Circumstances, changes_alarm
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criterion import Setting
-from spkv_nas.evaluation.verdict.decision import Answer, Levels, decide
-from spkv_nas.evaluation.verdict.loss_tests import loss_interval, more_samples
+from spkv_nas.evaluation.verdict.loss_tests import Evidence, loss_interval, more_samples
 from spkv_nas.evaluation.verdict.margins import Margins
 from spkv_nas.evaluation.verdict.rounds import Rounds
 
@@ -29,6 +34,50 @@ from spkv_nas.evaluation.verdict.rounds import Rounds
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
 
 Pairs = dict[str, NDArray[np.float64]]  # scores [n, 2] of a candidate and the dense model, by criterion
+Answer = Literal["passes", "fails", "open"]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Largest p-values at which a candidate passes, and at which one of its criteria fails; 0: not tested."""
+
+    passes: float
+    fails: float
+
+    @classmethod
+    def of(cls, risk: float, answers: Sequence[Answer], *, num_candidates: int, num_criteria: int) -> Levels:
+        """Return the levels of a candidate, given the answers about others: the steps of Holm's test."""
+        num_open = [num_candidates - sum(other == answer for other in answers) for answer in ("passes", "fails")]
+        return cls(risk / num_open[0], risk / (num_open[1] * num_criteria))
+
+    def answer(self, evidence: Evidence) -> Answer:
+        """Return the answer about one criterion."""
+        if self.fails and evidence.p_fails <= self.fails:
+            return "fails"
+        return "passes" if self.passes and evidence.p_passes <= self.passes else "open"
+
+
+def decide(evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[str], risk: float) -> dict[str, Answer]:
+    """Return the answer about each candidate from its evidence by criterion, which may not be measured yet.
+
+    That any candidate passes wrongly, and that any fails wrongly, has a probability of at most ``risk`` each.
+    """
+    # A candidate passes by all criteria, and fails by any of them (Bonferroni)
+    passes = [
+        max(by_criterion[name].p_passes if name in by_criterion else 1.0 for name in criteria)
+        for by_criterion in evidence.values()
+    ]
+    fails = [
+        min(1.0, len(criteria) * min((each.p_fails for each in by_criterion.values()), default=1.0))
+        for by_criterion in evidence.values()
+    ]
+    # Correct for the number of candidates (Holm)
+    answers: dict[str, Answer] = {}
+    for name, has_passed, has_failed in zip(
+        evidence, sequential.holm(passes, risk), sequential.holm(fails, risk), strict=True
+    ):
+        answers[name] = "fails" if has_failed else "passes" if has_passed else "open"
+    return answers
 
 
 @dataclass(frozen=True)
@@ -71,18 +120,12 @@ class Verdict(Outcome):
 def text_in_random_order(
     blocks: TokenBlocks, *, seed: int, selected: Collection[str] = (), by: str = "head scores", max_tokens: int | None
 ) -> TokenBlocks:
-    """Return the documents of a text in random order, without those that a layout was selected on.
+    """Return the documents of a text in random order, without those that a layout was selected on (``text_id``).
 
-    Args:
-        blocks: text.
-        seed: random seed of the order.
-        selected: identities of texts that a layout was selected on (``DocumentInfo.text_id``).
-        by: what selected the layouts, for the error.
-        max_tokens: tokens to take, spread over the documents, as further blocks of a document tell less than those of
-            another; None: one block per document, at least ``MIN_BLOCKS``.
+    ``max_tokens`` are spread over the documents, as further blocks of a document tell less than those of another; None
+    takes one block per document, at least ``MIN_BLOCKS``.
 
-    Raises:
-        UserError: a layout was selected on all documents, or less than a block is left.
+    Raises ``UserError`` if a layout was selected on all documents (``by`` says what did), or less than a block is left.
     """
     present = blocks.present
     if all(info.text_id in selected for info in present):
@@ -158,10 +201,7 @@ class Trial:
     def rows(self, pairs: Pairs, levels: Levels, risks: tuple[float, float]) -> Iterator[dict[str, Any]]:
         """Yield a candidate's columns of ``VERDICT`` from "criterion" on, for each criterion that was measured.
 
-        Args:
-            pairs: what was measured.
-            levels: p-values at which the candidate passes, and at which one of its criteria fails.
-            risks: largest probabilities that the lower and the upper end of the interval are wrong; 0: unknown.
+        ``risks`` are the largest probabilities that the lower and the upper end of an interval are wrong; 0: unknown.
         """
         for criterion, margin in self.margins:
             if (measured := pairs.get(criterion.name)) is None:
@@ -189,13 +229,9 @@ class Trial:
 
 
 def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT) -> Verdict:
-    """Decide whether candidates, under different names, pass against the dense model.
+    """Decide whether candidates, under different names, pass against the dense model; they are measured in this order.
 
-    Args:
-        trial: criteria and samples.
-        candidates: candidates in the order in which they are measured.
-        risk: largest probability that any candidate passes wrongly, and that any fails wrongly.
-        reporter: receives progress.
+    That any candidate passes wrongly, and that any fails wrongly, has a probability of at most ``risk`` each.
     """
     pairs: dict[str, Pairs] = {}
     # Measure one candidate after another
@@ -228,6 +264,6 @@ def _alarm(trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str, Pa
     if trial.circumstances is None:
         return None
     untrained = [pairs[each.name].get("nll", np.empty((0, 2))) for each in candidates if each.layout is not None]
-    ratios = [jackknife_ratio(scores[:, 0], scores[:, 1]) for scores in untrained if len(scores) > 1]
+    ratios = [statistics.jackknife_ratio(scores[:, 0], scores[:, 1]) for scores in untrained if len(scores) > 1]
     changes = [PairedDifference(100.0 * (float(ratio) - 1.0), 100.0 * float(error)) for ratio, error in ratios]
     return changes_alarm(trial.circumstances, changes)

@@ -10,9 +10,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.micro_batch import check_blocks
-from spkv_nas.evaluation.score import by_name
-from spkv_nas.evaluation.separators import text_blocks
+from spkv_nas.evaluation import micro_batch, score, separators
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.evaluation.verdict.margins import parse_margins, parse_risk
@@ -57,7 +55,7 @@ def verdict(
         UserError: a layout does not fit the model, the margin or the risk is invalid, or no document is left.
     """
     trial = trial_in_memory(model, blocks, margin, scores=scores, tokenizer=tokenizer, max_tokens=max_tokens, seed=seed)
-    candidates = [Contender(name, layout=layout) for name, layout in by_name(layouts).items()]
+    candidates = [Contender(name, layout=layout) for name, layout in score.by_name(layouts).items()]
     return decide_all(trial, candidates, parse_risk(risk), Reporter.of(progress))
 
 
@@ -79,8 +77,8 @@ def trial_in_memory(
     # Shuffle the text, without the documents that selected heads
     text = None
     if any(criterion.reads_text for criterion, _ in margins):
-        whole = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
-        check_blocks(model, whole)
+        whole = blocks if isinstance(blocks, TokenBlocks) else separators.text_blocks(model, blocks, tokenizer)
+        micro_batch.check_blocks(model, whole)
         selected = frozenset() if scores is None or scores.selected_on is None else scores.selected_on
         text = text_in_random_order(whole, seed=seed, selected=selected, max_tokens=max_tokens)
     return Trial.of(margins, Setting(model, tokenizer, text, seed), ScoreStore(model))

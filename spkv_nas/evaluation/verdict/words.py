@@ -13,11 +13,7 @@ def conclusion(
 ) -> tuple[str, str]:
     """Return the answer about a candidate and its reason, such as ("passes", "its loss is below 1 % (nll)").
 
-    Args:
-        rows: rows of the candidate, columns of ``VERDICT``.
-        answer: passes, fails or open.
-        nouns: what a sample is, by criterion.
-        samples: how many samples there are, by criterion.
+    ``rows`` has the columns of ``VERDICT``; ``nouns`` and ``samples`` say what a sample is, and how many there are.
     """
     if answer == "passes":
         return "passes", f"its loss is below {_margins(rows)}"
@@ -46,12 +42,9 @@ def basis(
 ) -> str:
     """Return what the error rate is, and what was left out for it to hold.
 
-    Args:
-        risk: largest probability of a wrong pass, and of a wrong failure, as a share.
-        shared: who shares the risk, such as " for all 2 candidates together (Holm)"; empty if nobody does.
-        num_left_out: number of documents of the text that a layout was selected on; None if no text is evaluated on.
-        selected_by: what selected the layouts, such as "probe mine".
-        unrecorded: layouts whose selection documents are not known, or not all of them.
+    ``shared`` says who shares the risk, such as " for all 2 candidates together (Holm)". ``num_left_out`` counts the
+    documents of the text that ``selected_by`` selected a layout on; None if no text is read. ``unrecorded`` names
+    layouts whose selection documents are not known, or not all of them.
     """
     words = f"risk of a wrong pass, and of a wrong failure, {100 * risk:g} % each{shared}, checked after every sample"
     if num_left_out is None:

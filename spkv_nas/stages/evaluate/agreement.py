@@ -3,55 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts.defaults import AGREEMENT_TOKENS
 from spkv_nas.artifacts.result_tables import AGREEMENT
+from spkv_nas.base import distributed, version
 from spkv_nas.base.console import out, print_path
-from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.version import environment
+from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.agreement import GREEDY, SAMPLED, Agreement, agreement_table, compare, write_continuations
 from spkv_nas.evaluation.micro_batch import check_positions
-from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
-from spkv_nas.model.model_shape import vocabulary_size
-from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.checkpoints import Loaded, check_pair, evaluated, hard, identity, load, origin
+from spkv_nas.evaluation.samples import kept_samples, sample_file
+from spkv_nas.model import model_shape, transformers_logging
+from spkv_nas.stages.checkpoints import Checkpoint, SampledTable, check_pair, evaluated
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.options.evaluate.agreement import AgreementOptions
 from spkv_nas.stages.printing import say_sample_count, with_error
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.subject import Measured
-
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class AgreementResult:
-    """Result of ``evaluate agreement``.
+class AgreementResult(SampledTable):
+    """Table of ``evaluation.agreement`` with the dense model ``against``."""
 
-    Attributes:
-        name: name of the results.
-        against: the dense model.
-        rows: table of ``evaluation.agreement``.
-        folder: folder of the table.
-        samples: folder of the continuations and the values by token.
-    """
-
-    name: str
     against: str
-    rows: pd.DataFrame
-    folder: Path
-    samples: Path
 
 
 def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> AgreementResult:
@@ -60,9 +41,9 @@ def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> Agreeme
     Raises:
         UserError: no dense model, another tokenizer, continuations as long as a block, or something cannot be loaded.
     """
-    quiet_transformers(reporter)
+    transformers_logging.quiet_transformers(reporter)
     check(options)
-    subject, drafts = evaluated(options), options.drafts
+    subject = evaluated(options)
     check_pair(subject.source, options.dense)
     # Load both models and the prompts
     measured = subject.load(reporter, with_logits=False, tokens=AGREEMENT_TOKENS)
@@ -70,9 +51,10 @@ def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> Agreeme
     new_tokens = options.new_tokens or length // 2
     if new_tokens >= length:
         raise UserError(f"--new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
-    dense = load(options, options.dense, reporter)
-    check_positions(dense[0], length, "--block-size")
-    sizes = vocabulary_size(measured.model), vocabulary_size(dense[0])
+    model = Checkpoint(subject.source, measured.model, measured.tokenizer, options.tau)
+    dense = Checkpoint.load(options, options.dense, None, reporter)
+    check_positions(dense.model, length, "--block-size")
+    sizes = model_shape.vocabulary_size(model.model), model_shape.vocabulary_size(dense.model)
     if sizes[0] != sizes[1]:
         raise UserError(
             f"the model predicts {sizes[0]} tokens and the dense model {sizes[1]} (vocab_size), so their distributions "
@@ -80,65 +62,60 @@ def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> Agreeme
         )
     # Continue every prompt and compare the models
     samples = options.folders.run_dir(subject.name) / "agreement"
-    comparison = _Comparison(options, measured, dense, new_tokens, samples, reporter)
+    comparison = _Comparison(model, dense, measured.blocks, new_tokens, options.seed, samples, reporter)
     results = {GREEDY: comparison.measure(GREEDY, 0.0)}
     if options.temperature:
         results[SAMPLED] = comparison.measure(SAMPLED, options.temperature)
     # Write the table
-    rows = agreement_table(results, drafts)
+    rows = agreement_table(results, options.drafts)
     record = {
-        **origin(subject.source, measured.model, options.tau),
-        "against": origin(options.dense, dense[0], None),
+        **model.origin,
+        "against": dense.origin,
         "data": measured.text,
         "block_size": length,
         "new_tokens": new_tokens,
         "seed": options.seed,
-        "environment": environment(),
+        "environment": version.environment(),
     }
     folder = options.folders.report_dir(subject.name)
-    on_main(lambda: AGREEMENT.write(folder, rows, record, reporter))
-    return AgreementResult(subject.name, options.dense, rows, folder, samples)
+    distributed.on_main(lambda: AGREEMENT.write(folder, rows, record, reporter))
+    return AgreementResult(subject.name, rows, folder, samples, options.dense)
 
 
 @dataclass(frozen=True)
 class _Comparison:
     """Comparison of two models on one text; finished continuations and comparisons are reused."""
 
-    options: AgreementOptions
-    measured: Measured
-    dense: Loaded
+    model: Checkpoint
+    dense: Checkpoint
+    blocks: TokenBlocks
     new_tokens: int
+    seed: int
     folder: Path
     reporter: Reporter
 
     def measure(self, decoding: str, temperature: float) -> Agreement:
         """Measure one decoding of the dense model; must be called on all ranks."""
-        options, measured, blocks = self.options, self.measured, self.measured.blocks
-        model, dense = measured.model, self.dense[0]
+        model, dense, blocks = self.model, self.dense, self.blocks
         # Continue the prompts
         key = hashlib.sha256(blocks.tokens.tobytes()).hexdigest()
-        seed = f" seed {options.seed}" if temperature else ""
-        written_by = identity(options.dense, self.dense, f"{key} {self.new_tokens} temperature {temperature}{seed}")
-        with hard(dense, None), self.reporter.bar(f"continuing, {decoding}") as progress:
-            write = partial(write_continuations, *self.dense, blocks, self.new_tokens, temperature=temperature)
-            texts = self._lines(
-                f"{decoding}-continuations", written_by, lambda: write(seed=options.seed, progress=progress)
+        seed = f" seed {self.seed}" if temperature else ""
+        written_by = dense.identity(f"{key} {self.new_tokens} temperature {temperature}{seed}")
+        with dense.hard(), self.reporter.bar(f"continuing, {decoding}") as progress:
+            write = partial(write_continuations, dense.model, dense.tokenizer, blocks, self.new_tokens)
+            texts = kept_samples(
+                sample_file(self.folder, f"{decoding}-continuations", written_by),
+                lambda: write(temperature=temperature, seed=self.seed, progress=progress),
             )
         # Compare the models on the continuations
-        tau = origin(options.model, model, options.tau)["tau"]
-        compared = identity(options.model, (model, measured.tokenizer), f"{tau} after {written_by}")
-        with hard(model, options.tau), hard(dense, None), self.reporter.bar(f"comparing, {decoding}") as progress:
-            measure = partial(compare, model, dense, blocks, texts, self.new_tokens, temperature=temperature)
-            lines = self._lines(decoding, compared, lambda: measure(progress=progress))
+        compared = model.identity(f"{model.origin['tau']} after {written_by}")
+        with model.hard(), dense.hard(), self.reporter.bar(f"comparing, {decoding}") as progress:
+            measure = partial(compare, model.model, dense.model, blocks, texts, self.new_tokens)
+            lines = kept_samples(
+                sample_file(self.folder, decoding, compared),
+                lambda: measure(temperature=temperature, progress=progress),
+            )
         return Agreement.of(lines, temperature)
-
-    def _lines(self, name: str, depends_on: str, compute: Callable[[], list[Line]]) -> list[Line]:
-        """Read the records of a finished computation, or compute and write them; must be called on all ranks."""
-        file = sample_file(self.folder, name, depends_on)
-        if not on_main(file.is_file):
-            lines = compute()
-            on_main(lambda: write_samples(file, lines))
-        return on_main(partial(read_samples, file))
 
 
 def show(result: AgreementResult) -> None:

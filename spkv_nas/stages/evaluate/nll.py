@@ -10,21 +10,16 @@ from typing import Any
 import pandas as pd
 from rich.markup import escape
 
-from spkv_nas.artifacts.checkpoints import run_origin
-from spkv_nas.artifacts.diagnosis import missed_price
+from spkv_nas.artifacts import checkpoints, diagnosis
 from spkv_nas.artifacts.result_tables import EVALUATION
+from spkv_nas.base import console, distributed, locks
 from spkv_nas.base.assets import EMBEDDED_PREFIX
-from spkv_nas.base.console import out, print_path
-from spkv_nas.base.distributed import on_main
-from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.evaluation.checkpoint_table import EvaluatedCheckpoint, checkpoint_table, merged
 from spkv_nas.evaluation.micro_batch import fitting_batch
 from spkv_nas.evaluation.paired import PairedDifference, paired_difference
 from spkv_nas.evaluation.selected import Selected, find_selected
-from spkv_nas.evaluation.sweep import Evaluation, evaluate
-from spkv_nas.model.config_section import gate_config, saved_layout
-from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.evaluation.sweep import EvaluatedCheckpoint, Evaluation, checkpoint_table, evaluate, merged
+from spkv_nas.model import config_section, transformers_logging
 from spkv_nas.stages.checkpoints import check_pair, evaluated, load
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
@@ -35,14 +30,7 @@ from spkv_nas.stages.subject import Measured, Subject, measured_on
 
 @dataclass(frozen=True)
 class Pair:
-    """Comparison of two checkpoints on the same documents.
-
-    Attributes:
-        against: folder or id of the baseline.
-        evaluation: the baseline's evaluation.
-        change: difference in NLL from the baseline, in percent, paired by document.
-        rows: all checkpoints in ``evaluation.csv``.
-    """
+    """Comparison with a baseline on the same documents, in percent of NLL, and all rows of ``evaluation.csv``."""
 
     against: str
     evaluation: Evaluation
@@ -52,16 +40,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class NLLResult:
-    """Result of ``evaluate nll``.
-
-    Attributes:
-        name: name of the results.
-        evaluation: evaluation of the checkpoint.
-        folder: folder of the results.
-        num_selection: number of the documents that the checkpoint's layout was selected on.
-        selected_by: what selected it, such as "probe mine".
-        pair: comparison with a baseline; None without one.
-    """
+    """Evaluation of a checkpoint, its comparison with a baseline, and the documents that selected its layout."""
 
     name: str
     evaluation: Evaluation
@@ -73,7 +52,7 @@ class NLLResult:
 
 def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
     """Measure the held-out NLL of a checkpoint; with ``against`` that of two, written to ``reports/<name>/``."""
-    quiet_transformers(reporter)
+    transformers_logging.quiet_transformers(reporter)
     check(options)
     subject = evaluated(options)
     check_pair(subject.source, options.against)  # before loading
@@ -84,15 +63,15 @@ def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
             measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, progress=progress
         )
     # Caution if gates miss their target density at their own threshold
-    gates = gate_config(measured.model)
+    gates = config_section.gate_config(measured.model)
     if gates is not None and options.tau in (None, gates.tau):
-        caution = missed_price(gates.target_density, evaluation.density)
+        caution = diagnosis.missed_price(gates.target_density, evaluation.density)
         if caution is not None:
             reporter.caution(caution)
     # Measure the baseline
     pair = None if options.against is None else _pair(options, subject, measured, evaluation, reporter)
     # Count the documents that selected the model's layout
-    layout = saved_layout(measured.model.config)
+    layout = config_section.saved_layout(measured.model.config)
     selected = Selected() if layout is None else find_selected(options.folders, {subject.name: layout})
     used = (selected.count(measured.blocks), selected.among(measured.blocks))
     return NLLResult(subject.name, evaluation, options.folders.report_dir(subject.name), *used, pair)
@@ -114,19 +93,19 @@ def _pair(
     rows = checkpoint_table(key.hexdigest()[:8], *scored)
     origin = measured_on(subject, measured, evaluation.nll, against=against)
     folder = options.folders.report_dir(subject.name)
-    rows = on_main(lambda: _add_rows(folder, rows, origin, reporter))
+    rows = distributed.on_main(lambda: _add_rows(folder, rows, origin, reporter))
     return Pair(against, baseline, paired_difference(evaluation.nll, baseline.nll), rows)
 
 
 def _evaluated(source: str, evaluation: Evaluation) -> EvaluatedCheckpoint:
     """Name a checkpoint by its source and by the variant that its run trained."""
-    origin = None if source.startswith(EMBEDDED_PREFIX) else run_origin(Path(source))
+    origin = None if source.startswith(EMBEDDED_PREFIX) else checkpoints.run_origin(Path(source))
     return EvaluatedCheckpoint(source, "" if origin is None else origin.variant, evaluation)
 
 
 def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> pd.DataFrame:
     """Add rows to ``evaluation.csv`` under a lock, and return all of its rows."""
-    with locked(folder, "writes evaluation.csv", reporter.announce):
+    with locks.locked(folder, "writes evaluation.csv", reporter.announce):
         earlier = EVALUATION.read(folder)
         if earlier is not None:
             rows = merged(earlier[0], rows)
@@ -145,17 +124,17 @@ def show(result: NLLResult) -> None:
         f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents "
         f"(effective number {nll.effective_documents:.1f})"
     )
-    out.print(f"[bold]{escape(result.name)}[/bold]: NLL {nll.mean:.4f}{density}; {text}")
+    console.out.print(f"[bold]{escape(result.name)}[/bold]: NLL {nll.mean:.4f}{density}; {text}")
     about_selection(result.num_selection, result.selected_by)
     # Print the difference from the other checkpoint
     if result.pair is not None:
         difference = change(result.pair.change.percent, result.pair.change.standard_error)
-        out.print(
+        console.out.print(
             f"against {escape(result.pair.against)}: NLL {result.pair.evaluation.nll.mean:.4f}; "
             f"difference {difference} %"
         )
         about_errors(nll.num_documents, nll.effective_documents)
-        print_path("table", result.folder / "evaluation.csv")
+        console.print_path("table", result.folder / "evaluation.csv")
 
 
 def document(result: NLLResult) -> dict[str, Any]:

@@ -11,30 +11,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts.result_tables import write_result
-from spkv_nas.base.console import out, print_path
-from spkv_nas.base.distributed import on_main
+from spkv_nas.base import console, distributed
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.sweep import Evaluation, sweep_table, tau_sweep
 from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.checkpoints import evaluated
-from spkv_nas.stages.checks import check
+from spkv_nas.stages import checkpoints, checks, printing
 from spkv_nas.stages.options.evaluate.sweep import SweepOptions
-from spkv_nas.stages.printing import about_errors, change, evaluation_document
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.subject import measured_on
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """Result of a sweep.
-
-    Attributes:
-        name: name of the results.
-        evaluation: evaluation with open gates.
-        rows: one row per threshold.
-        folder: folder of the table.
-    """
+    """Evaluation with open gates, and a row per threshold."""
 
     name: str
     evaluation: Evaluation
@@ -45,8 +35,8 @@ class SweepResult:
 def sweep(options: SweepOptions, reporter: Reporter = SILENT) -> SweepResult:
     """Measure NLL and density with open gates and at every threshold; must be called on all ranks."""
     quiet_transformers(reporter)
-    check(options)
-    subject = evaluated(options)
+    checks.check(options)
+    subject = checkpoints.evaluated(options)
     folder = options.folders.report_dir(subject.name)
     taus = parse_taus(options.taus, options.num_taus)
     # Measure
@@ -58,7 +48,7 @@ def sweep(options: SweepOptions, reporter: Reporter = SILENT) -> SweepResult:
     # Write the table
     rows = sweep_table(evaluations)
     origin = measured_on(subject, measured, evaluations[0].nll)
-    on_main(lambda: _write(folder, rows, origin, reporter))
+    distributed.on_main(lambda: _write(folder, rows, origin, reporter))
     return SweepResult(subject.name, evaluations[0], rows, folder)
 
 
@@ -77,16 +67,16 @@ def show(result: SweepResult) -> None:
     text = f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents"
     grid = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: {text}")
     for row in result.rows.itertuples():
-        difference = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
+        difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
         grid.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
-    out.print(grid)
-    about_errors(nll.num_documents, nll.effective_documents)
-    print_path("sweep", result.folder / "tau-sweep.png")
+    console.out.print(grid)
+    printing.about_errors(nll.num_documents, nll.effective_documents)
+    console.print_path("sweep", result.folder / "tau-sweep.png")
 
 
 def document(result: SweepResult) -> dict[str, Any]:
     """Return the evaluation with open gates, and every threshold's."""
-    evaluation = evaluation_document(result.evaluation)
+    evaluation = printing.evaluation_document(result.evaluation)
     return {"name": result.name, **evaluation, "sweep": result.rows, "folder": result.folder}
 
 

@@ -19,7 +19,7 @@ from spkv_nas.base.files import write_atomic
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.version import __version__
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.evaluation.searched import best_layouts
+from spkv_nas.evaluation.ranking import best_layouts
 from spkv_nas.report.chart import Chart
 from spkv_nas.report.density_charts import thumbnail
 from spkv_nas.report.evidence import MIN_DOCUMENTS

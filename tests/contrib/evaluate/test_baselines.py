@@ -19,13 +19,12 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
+from spkv_nas.contrib.evaluate.baselines import rules as eviction
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT, KVPRESS, METHODS
 from spkv_nas.contrib.evaluate.baselines.expected_attention import ExpectedAttention, Rotation, expected_attention
-from spkv_nas.contrib.evaluate.baselines.kvzap import KVzap, Surrogate, fit_kvzap
-from spkv_nas.contrib.evaluate.baselines.kvzip import kvzip_scores
+from spkv_nas.contrib.evaluate.baselines.kvzap import KVzap, Surrogate, fit_kvzap, kvzip_scores
 from spkv_nas.contrib.evaluate.baselines.observed_attention import ObservedAttention, heavy_hitters
-from spkv_nas.contrib.evaluate.baselines.protocol import Chunk, Protocol, chunked_attention
-from spkv_nas.contrib.evaluate.baselines.rules import Read, Rule, keeping, random_keys, reading, streaming
+from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, chunked_attention
 from spkv_nas.contrib.evaluate.baselines.run_baselines import Measurement, baselines_table, measure_sp_kv, pruned_nll
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
@@ -53,8 +52,8 @@ def rules(model: PreTrainedModel, kind: str = EXACT, density: float = 0.4) -> di
     """Return every method for which a threshold can be set in advance."""
     how = protocol(kind)
     return {
-        "streaming": streaming(how),
-        "random": random_keys(how, density, seed=0),
+        "streaming": eviction.streaming(how),
+        "random": eviction.random_keys(how, density, seed=0),
         "kvzap": untrained_kvzap(model).rule(how, 0.05),
         "h2o": heavy_hitters(how, density),
         "expected-attention": expected_attention(how, density, Rotation.of(model, BLOCK)),
@@ -62,7 +61,7 @@ def rules(model: PreTrainedModel, kind: str = EXACT, density: float = 0.4) -> di
 
 
 def read_by(model: PreTrainedModel, rule: Rule, tokens: Tensor) -> Tensor:
-    with reading(model) as read:
+    with eviction.reading(model) as read:
         read.rule = rule
         return logits(model, tokens)
 
@@ -125,7 +124,7 @@ class TestProtocol:
         keep[..., :SINKS] = True
         q, k = torch.zeros(1, 4, length, length), torch.zeros(1, 2, length, length)
         v = torch.eye(length).expand(1, 2, -1, -1)
-        out, kept = keeping(Read(0, 0, q, q, k, v, 1.0), how, keep)
+        out, kept = eviction.keeping(Read(0, 0, q, q, k, v, 1.0), how, keep)
         seen, pairs = out > 0, 0
         for t in range(length):
             first = t - WINDOW + 1 if kind == EXACT else t // 4 * 4 - WINDOW
@@ -175,17 +174,17 @@ class TestProtocol:
 
     def test_layers_local_by_design_are_unchanged(self) -> None:
         model, tokens = tiny_model("gemma3_text"), torch.randint(97, (2, BLOCK))
-        with reading(model) as read:
+        with eviction.reading(model) as read:
             assert len(read.layers) == 2
             read.rule = heavy_hitters(protocol(), 1.0)
             torch.testing.assert_close(logits(model, tokens), logits(tiny_model("gemma3_text"), tokens))
-            read.rule = streaming(protocol())
+            read.rule = eviction.streaming(protocol())
             assert not torch.allclose(logits(model, tokens), logits(tiny_model("gemma3_text"), tokens), atol=1e-3)
 
     def test_a_native_window_of_all_layers_must_hold_a_block(self) -> None:
         tokens = torch.randint(97, (2, BLOCK))
         for native in (BLOCK, BLOCK - 1):
-            with reading(model := tiny_model("mistral", sliding_window=native)) as read:
+            with eviction.reading(model := tiny_model("mistral", sliding_window=native)) as read:
                 assert read.num_heads == 8
                 read.rule = heavy_hitters(protocol(), 1.0)
                 if native == BLOCK:
@@ -223,7 +222,7 @@ class TestDensity:
         long = blocks.cut(96)
         zap = untrained_kvzap(model)
         made = {
-            "random": lambda: random_keys(how, 0.3, seed=0),
+            "random": lambda: eviction.random_keys(how, 0.3, seed=0),
             "kvzap": lambda: zap.rule(how, zap.threshold(model, long, how, 0.3, batch_size=2)),
             "h2o": lambda: heavy_hitters(how, 0.3),
             "expected-attention": lambda: expected_attention(how, 0.3, Rotation.of(model, 96)),

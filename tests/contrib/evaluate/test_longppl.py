@@ -38,7 +38,7 @@ from spkv_nas.contrib.evaluate.longppl.reading import (
     read,
     stretches,
 )
-from spkv_nas.contrib.evaluate.longppl.table import longppl_table
+from spkv_nas.contrib.evaluate.longppl.stage import longppl_table
 from spkv_nas.data.sources import Document
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.model.checkpoint import load, save

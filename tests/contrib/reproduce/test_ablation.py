@@ -10,7 +10,7 @@ from helpers import fails
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
-from spkv_nas.contrib.reproduce.ablate.ablation import COLUMNS
+from spkv_nas.contrib.reproduce.ablate.stage import COLUMNS
 from spkv_nas.training import trainer
 
 ROWS = """\

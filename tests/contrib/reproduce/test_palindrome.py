@@ -17,9 +17,6 @@ from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.reproduce.palindrome import run as palindrome
-from spkv_nas.contrib.reproduce.palindrome.chart import palindrome_charts
-from spkv_nas.contrib.reproduce.palindrome.measures import output_nll, take_measures
-from spkv_nas.contrib.reproduce.palindrome.results import COLUMNS
 from spkv_nas.contrib.reproduce.palindrome.run import (
     CURVE_COLUMNS,
     SLIDING_WINDOW,
@@ -28,7 +25,8 @@ from spkv_nas.contrib.reproduce.palindrome.run import (
     new_model,
     train_variant,
 )
-from spkv_nas.contrib.reproduce.palindrome.task import INSTRUCTION, VOCABULARY, Palindromes
+from spkv_nas.contrib.reproduce.palindrome.stage import COLUMNS, palindrome_charts
+from spkv_nas.contrib.reproduce.palindrome.task import INSTRUCTION, VOCABULARY, Palindromes, output_nll, take_measures
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.modes import set_gate_mode
 from spkv_nas.report.plot import save_chart

@@ -17,8 +17,8 @@ from helpers import fails
 from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.contrib.reproduce.scaling.chart import scaling_chart
 from spkv_nas.contrib.reproduce.scaling.scaling_law import fit, fit_runs, leave_last_out, read_runs
+from spkv_nas.contrib.reproduce.scaling.stage import scaling_chart
 from spkv_nas.report.chart import legend_marks
 
 with PAPER_TABLE.open(newline="") as _file:

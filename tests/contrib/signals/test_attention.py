@@ -94,8 +94,7 @@ class TestAttentionMass:
 
 def texts_with_needles(blocks: TokenBlocks, window: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids int64 [N, T] and the needles' positions [N]."""
-    rows, depth = needles(blocks, window, length, seed)
-    return np.stack(list(rows)), depth
+    return needles(blocks, window, length, seed).rows(0, blocks.num_blocks)
 
 
 def induction_model(blocks: TokenBlocks) -> PreTrainedModel:
@@ -132,7 +131,7 @@ class TestRetrieval:
                 assert np.array_equal(np.delete(row, slice(at, at + length))[:-length], text[: LENGTH - 2 * length])
                 assert len(set(row[-length:])) == length
         assert not np.array_equal(texts_with_needles(blocks, 12, 8, 0)[0], texts_with_needles(blocks, 12, 8, 1)[0])
-        assert needles(blocks, 25, 14, 0)[1].tolist() == [0] * 6  # there is one place left
+        assert needles(blocks, 25, 14, 0).depth.tolist() == [0] * 6  # there is one place left
         with pytest.raises(UserError, match="cannot hold a needle of 14 tokens"):
             needles(blocks, 26, 14, 0)
 
@@ -141,13 +140,11 @@ class TestRetrieval:
         tokens[:, 0] = BOS
         blocks = replace(blocks, tokens=tokens, boundaries=Boundaries((BOS,)))
         for sinks, first in ((0, 1), (4, 4)):
-            rows, depth = needles(blocks, WINDOW, 4, 0, sinks)
+            tokens, depth = needles(blocks, WINDOW, 4, 0, sinks).rows(0, blocks.num_blocks)
             assert depth.min() >= first
-            tokens = np.stack(list(rows))
             assert (tokens[:, 0] == BOS).all()
             assert not (tokens[:, 1:] == BOS).any()
-        plain, _ = needles(replace(blocks, boundaries=PLAIN), WINDOW, 4, 0)
-        assert len(list(plain)) == 6
+        assert len(needles(replace(blocks, boundaries=PLAIN), WINDOW, 4, 0).depth) == 6
 
     @pytest.mark.parametrize("family", ["llama", "granite"])
     def test_is_the_attention_on_the_token_to_copy(self, family: str, blocks: TokenBlocks) -> None:

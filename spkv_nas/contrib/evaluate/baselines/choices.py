@@ -22,8 +22,7 @@ Value = TypeVar("Value")
 def parse_methods(text: str | None) -> list[str]:
     """Parse comma-separated methods, in the order of ``METHODS``; None selects all.
 
-    Raises:
-        UserError: if a method is unknown.
+    Raises ``UserError`` if a method is unknown.
     """
     if text is None:
         return list(METHODS)
@@ -37,8 +36,7 @@ def parse_methods(text: str | None) -> list[str]:
 def parse_densities(text: str) -> list[float]:
     """Parse comma-separated shares of keys, such as ``20%,0.15``, highest first.
 
-    Raises:
-        UserError: if one is not a number in (0, 1].
+    Raises ``UserError`` if one is not a number in (0, 1].
     """
     return sorted(_listed(text, _density), reverse=True)
 
@@ -46,8 +44,7 @@ def parse_densities(text: str) -> list[float]:
 def parse_sinks(text: str) -> list[int]:
     """Parse comma-separated numbers of sink tokens, such as ``0,4``, ascending.
 
-    Raises:
-        UserError: if one is not a whole number.
+    Raises ``UserError`` if one is not a whole number.
     """
     return sorted(_listed(text, _sinks))
 
@@ -55,8 +52,7 @@ def parse_sinks(text: str) -> list[int]:
 def check_sweep(tau: float | None, taus: str | None, num_taus: int | None) -> list[float] | None:
     """Parse the options ``--tau``, ``--taus`` and ``--num-taus`` into thresholds; None without a sweep.
 
-    Raises:
-        UserError: if a threshold is outside [0, 1], the range is malformed, or options exclude each other.
+    Raises ``UserError`` if a threshold is outside [0, 1], the range is malformed, or options exclude each other.
     """
     from spkv_nas.evaluation.thresholds import check_tau, parse_taus
 

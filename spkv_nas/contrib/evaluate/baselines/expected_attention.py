@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.contrib.evaluate.baselines.protocol import Chunk, Protocol
-from spkv_nas.contrib.evaluate.baselines.rules import Read, Rule, ranking, reading
+from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, ranking, reading
 
 FUTURE = 512  # positions over which the rotation is averaged
 _CHECKED, _LARGEST_ERROR = 16, 0.1  # tokens; relative error of queries, which a wrong rotation exceeds by far
@@ -28,11 +27,7 @@ _CHECKED, _LARGEST_ERROR = 16, 0.1  # tokens; relative error of queries, which a
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary positions (RoPE) by halves: x at a position becomes ``x cos + rotate_half(x) sin``.
-
-    Attributes:
-        cos, sin: float64 [positions, D].
-    """
+    """Rotary positions (RoPE) by halves: x becomes ``x cos + rotate_half(x) sin``; both float64 [positions, D]."""
 
     cos: Tensor
     sin: Tensor
@@ -41,8 +36,7 @@ class Rotation:
     def of(cls, model: PreTrainedModel, block_size: int) -> Rotation:
         """Compute the rotation of a model for all positions that blocks of ``block_size`` tokens need.
 
-        Raises:
-            UserError: if the model's queries are not rotated by halves, in every layer alike.
+        Raises ``UserError`` if the model's queries are not rotated by halves, in every layer alike.
         """
         refusal = UserError(
             "expected-attention needs rotary positions (RoPE) that rotate the halves of a head, equally in every "
@@ -131,12 +125,7 @@ class ExpectedAttention:
         return mean, self._squares / num_queries - mean[..., None] * mean[..., None, :]
 
     def scores(self, chunk: Chunk, held: Tensor) -> Tensor:
-        """Return the scores [B, Hkv, start] of the keys before the chunk.
-
-        Args:
-            chunk: chunk of queries that comes next.
-            held: bool [B, Hkv, start], keys that have not been evicted.
-        """
+        """Return the scores [B, Hkv, start] of the keys before the next chunk; ``held`` ones are not evicted yet."""
         start, sinks = chunk.start, min(self._sinks, chunk.start)
         mean, covariance = self._statistics(start)
         cos, sin = self._rotation.ahead(start)  # [D]

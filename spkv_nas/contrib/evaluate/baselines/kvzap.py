@@ -1,11 +1,20 @@
 """KVzap: a small network per layer predicts the KVzip+ score of a key from its token alone (arXiv 2601.07891).
 
-Two linear layers with GELU, 512 wide, map the hidden states that enter a layer's attention to log KVzip+ of every KV
-head. They are fitted by squared error on training text; no weight of the model changes. A key is kept if its prediction
-reaches a threshold, shared by all layers and heads, that is set to reach the target density.
+KVzip+ is how strongly a model attends to each key while it repeats its text: it reads a context, a prompt to repeat it,
+and the context again, in one block. Kim et al. (arXiv 2505.23416), with the norms of the KVzap paper, as in kvpress
+(0.5.5, ``KVzipPress``):
+
+    score_s = max over queries t after the context, and over the G query heads, of
+              softmax_s(q_t . k . scale) |W_O v_s| / |h_t|
+
+where h_t is the hidden state that enters the layer's attention. Two linear layers with GELU, 512 wide, map these hidden
+states to log KVzip+ of every KV head. They are fitted by squared error on training text; no weight of the model
+changes. A key is kept if its prediction reaches a threshold, shared by all layers and heads, that is set to reach the
+target density.
 
 Differences from the paper: the text is the model's own training text and little of it (some ten thousand tokens
-instead of 1.2 million), and the context to repeat is half a block.
+instead of 1.2 million), and the context to repeat is half a block, so that all positions lie in the range that the
+model was trained on.
 """
 
 from __future__ import annotations
@@ -22,18 +31,89 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
 from spkv_nas.base.progress import Progress
-from spkv_nas.contrib.evaluate.baselines.kvzip import PROMPT, repeating
-from spkv_nas.contrib.evaluate.baselines.protocol import Protocol
-from spkv_nas.contrib.evaluate.baselines.rules import Read, Reading, Rule, keeping, reading
+from spkv_nas.contrib.evaluate.baselines.rules import (
+    Chunk,
+    Protocol,
+    Read,
+    Reading,
+    Rule,
+    chunked_attention,
+    keeping,
+    reading,
+)
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
 
+PROMPT = "\n\nRepeat the previous context exactly.\n"
+_QUERIES = 64  # queries per chunk
 HIDDEN = 512
 FIT_TOKENS = 32_768  # context tokens to fit on
 _CHECKED = 8  # one context in N is held out to validate the fit
 _EPOCHS, _BATCH, _LEARNING_RATE = 8, 512, 3e-3  # tokens per step; AdamW's, with cosine decay to 0
 _SMALLEST = 1e-12  # lower clamp of KVzip+ scores before the logarithm
 _ROUNDS, _CLOSE = 4, 0.002  # passes to find a threshold; tolerance of the density
+
+
+def kvzip_scores(read: Read, output: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Return (scores float32 [B, Hkv, context] of the context's keys, the layer's attention [B, Hq, T, D]).
+
+    ``output`` [C, Hq D] is the output projection W_O; the context is the first ``context`` tokens.
+    """
+    batch, heads, length, _ = read.k.shape
+    # Compute the norms |W_O v| and 1 / |h|
+    norms = _output_norms(read.v[:, :, :context].float(), output.float())  # [B, Hkv, G, context]
+    inverse_norms = 1.0 / read.hidden.float().norm(dim=-1)  # [B, T]
+    scores = torch.zeros(batch, heads, context, device=read.k.device)
+
+    # Keep each key's largest weight over the queries after the context
+    def update_scores(chunk: Chunk, weights: Tensor) -> None:
+        first = max(context - chunk.start, 0)  # first query of the chunk after the context
+        if chunk.stop > context:
+            normalized = (
+                weights[:, :, :, first:, :context]
+                * inverse_norms[:, None, None, chunk.start + first : chunk.stop, None]
+            )
+            torch.maximum(scores, (normalized * norms[..., None, :]).amax((2, 3)), out=scores)
+
+    # Attend to all keys
+    everything = Protocol(window=length, sinks=0, chunk=_QUERIES)
+    out, _ = chunked_attention(read.q, read.k, read.v, read.scale, everything, _nothing_outside, update_scores)
+    return scores, out
+
+
+def _nothing_outside(_chunk: Chunk) -> Tensor:
+    """Fail: the window covers the whole block, so that no key is ever decided on."""
+    raise AssertionError("the window is the block")
+
+
+def _output_norms(v: Tensor, output: Tensor) -> Tensor:
+    """Return |W_O v| [B, Hkv, G, n] of values [B, Hkv, n, D] by query head."""
+    parts = output.view(len(output), v.shape[1], -1, v.shape[3]).permute(1, 2, 0, 3)  # [Hkv, G, C, D]
+    gram = parts.transpose(2, 3) @ parts
+    return ((v[:, :, None] @ gram) * v[:, :, None]).sum(-1).clamp(min=0).sqrt()
+
+
+def repeating(layers: list[nn.Module], context: int, see: Callable[[Read, Tensor], None]) -> Rule:
+    """Return the rule that reads with full attention, and gives ``see`` each layer's inputs and its context's scores.
+
+    Raises ``UserError`` if a layer has no ``o_proj``.
+    """
+    # Find the output projections W_O
+    outputs = [getattr(getattr(layer, "o_proj", None), "weight", None) for layer in layers]
+    if not all(isinstance(output, Tensor) for output in outputs):
+        raise UserError(
+            "kvzap needs attention layers with a linear layer 'o_proj', which this model does not have\n"
+            "leave kvzap out of --methods"
+        )
+
+    def rule(read: Read) -> tuple[Tensor, Tensor]:
+        output = outputs[read.layer]
+        assert output is not None
+        scores, out = kvzip_scores(read, output, context)
+        see(read, scores)
+        return out, torch.zeros((), dtype=torch.int64, device=out.device)
+
+    return rule
 
 
 class Surrogate(nn.Module):
@@ -81,13 +161,6 @@ class KVzap:
 
         Evicting keys in one layer changes the scores of the next ones, so this takes a few passes, the first of which
         evicts nothing.
-
-        Args:
-            model: dense model.
-            blocks: text to read.
-            protocol: window, sinks and chunks.
-            density: target density.
-            batch_size: blocks per forward pass.
         """
         weights = protocol.num_outside(blocks.block_size).double()
         threshold, reached_density, best = -torch.inf, 1.0, (1.0, -torch.inf)
@@ -109,11 +182,7 @@ class KVzap:
         threshold: float,
         batch_size: int,
     ) -> tuple[Tensor, float]:
-        """Read ``blocks`` under a threshold.
-
-        Returns:
-            (scores [keys, T] of all blocks, layers and heads; the density reached).
-        """
+        """Read ``blocks`` under a threshold; return (scores [keys, T], the density reached)."""
         all_scores: list[Tensor] = []
 
         def rule(layer_read: Read) -> tuple[Tensor, Tensor]:
@@ -152,15 +221,7 @@ def fit_kvzap(
     batch_size: int,
     progress: Progress | None = None,
 ) -> KVzap:
-    """Fit the predictors on ``blocks`` of training text.
-
-    Args:
-        model: dense model.
-        tokenizer: tokenizer of the model, which encodes the prompt to repeat.
-        blocks: training text.
-        seed: seed for initialization and batch order.
-        batch_size: blocks per forward pass.
-        progress: called with (steps done, in all); a step reads a batch or fits a layer.
+    """Fit the predictors on ``blocks`` of training text; ``progress`` counts batches read and layers fitted.
 
     Raises:
         UserError: if blocks are too short for the prompt, too few, or memory is too small for their hidden states.
@@ -202,15 +263,8 @@ def _targets(
 ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """Return (hidden states [B, context, C], log KVzip+ [B, context, Hkv]) of every layer, each as a list of batches.
 
-    Args:
-        model: dense model.
-        texts: int64 [B, T], contexts with their repetitions.
-        context: number of tokens in a context.
-        number: number of tokens in all contexts.
-        step: called with the number of batches read.
-
-    Raises:
-        UserError: if memory is too small, or the model lacks what KVzip+ needs.
+    ``texts`` are contexts, ``number`` tokens in all, with their repetitions. Raises ``UserError`` if memory is too
+    small.
     """
     with reading(model) as reader, torch.inference_mode():
         # Check that the hidden states fit into memory
@@ -235,8 +289,7 @@ def _targets(
 def _fit(hidden: Tensor, target: Tensor, device: torch.device) -> tuple[Surrogate, float, float]:
     """Fit the network of one layer to hidden states [N, n, C] and targets [N, n, Hkv].
 
-    Returns:
-        (the network, its squared error on held-out contexts, the sum of squares of their targets).
+    Return it with its squared error on held-out contexts, and the sum of squares of their targets.
     """
     is_held_out = torch.arange(len(hidden)) % _CHECKED == min(_CHECKED, len(hidden)) - 1
     # Normalize the targets

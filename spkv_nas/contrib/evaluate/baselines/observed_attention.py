@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spkv_nas.contrib.evaluate.baselines.protocol import Chunk, Protocol
-from spkv_nas.contrib.evaluate.baselines.rules import Read, Rule, ranking
+from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, ranking
 
 
 class ObservedAttention:

@@ -26,33 +26,21 @@ from spkv_nas.contrib.evaluate.baselines.choices import H2O, KVZAP, NEAR_DENSITY
 from spkv_nas.contrib.evaluate.baselines.expected_attention import Rotation, expected_attention
 from spkv_nas.contrib.evaluate.baselines.kvzap import KVzap
 from spkv_nas.contrib.evaluate.baselines.observed_attention import heavy_hitters
-from spkv_nas.contrib.evaluate.baselines.protocol import Protocol
-from spkv_nas.contrib.evaluate.baselines.rules import Rule, random_keys, reading, streaming
+from spkv_nas.contrib.evaluate.baselines.rules import Protocol, Rule, random_keys, reading, streaming
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import DocumentSums, document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.model.config_section import checkpoint_layout, gate_config
+from spkv_nas.model import config_section, hooks, modes
 from spkv_nas.model.gates import keeps
-from spkv_nas.model.hooks import watch_logits
 from spkv_nas.model.loss import token_nll
-from spkv_nas.model.modes import gate_mode
 
 _THRESHOLD_TOKENS = 16_384  # maximum number of tokens used to find the threshold for a density
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of the baselines table.
-
-    Attributes:
-        method: name of the method.
-        sinks: number of sink tokens; None if the method has none.
-        target: density asked for; None if the method has no density.
-        density: density reached.
-        nll: NLL by document.
-        tau: threshold of SP-KV; None for other methods.
-    """
+    """One row of the baselines table; sinks, target density or tau are None for a method that has none."""
 
     method: str
     sinks: int | None
@@ -64,14 +52,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows to measure: every method with every number of sinks, and at every density if it has any.
-
-    Attributes:
-        protocol: makes the protocol for a number of sinks.
-        methods: names of the methods.
-        densities: target densities.
-        sinks: numbers of sink tokens.
-    """
+    """Rows to measure: every method with every number of sinks, and at every density if it has any."""
 
     protocol: Callable[[int], Protocol]
     methods: Sequence[str]
@@ -86,21 +67,12 @@ class Plan:
 
 
 def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int | None = None) -> None:
-    """Check that the model is dense and that ``blocks`` has at least two documents.
-
-    Args:
-        model: model to prune.
-        blocks: text to measure on.
-        max_tokens: limit that the blocks were cut at, named in the error if it may be the reason for a single document.
-
-    Raises:
-        UserError: if the model is pruned already, or the text is a single document.
-    """
-    if gate_config(model) is not None:
+    """Raise ``UserError`` unless a model is dense and the text, cut at ``max_tokens``, has two documents."""
+    if config_section.gate_config(model) is not None:
         raise UserError(
             "the model has SP-KV gates, which prune keys already: give a dense model, and this one to --against"
         )
-    if checkpoint_layout(model) is not None:
+    if config_section.checkpoint_layout(model) is not None:
         raise UserError("the model is a hybrid, whose local heads see only their window: give a dense model")
     if len(np.unique(blocks.document)) < 2:
         if max_tokens is None or blocks.tokens.size + blocks.block_size <= max_tokens:
@@ -124,20 +96,10 @@ def measure(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[Measurement]:
-    """Measure the dense model, and then every row of ``plan``.
+    """Measure the dense model, and then every row of ``plan``; ``progress`` counts blocks over all rows.
 
-    Args:
-        model: dense model.
-        blocks: text to measure on.
-        plan: rows to measure.
-        kvzap: fitted predictors, for kvzap.
-        rotation: RoPE of the model, for expected-attention.
-        seed: seed for random keys.
-        batch_size: blocks per forward pass.
-        progress: called with (blocks done, in all) over all rows.
-
-    Raises:
-        UserError: if the model cannot be hooked, or an NLL is not finite.
+    ``kvzap`` and ``rotation``, the model's RoPE, are for the methods kvzap and expected-attention; ``seed`` draws
+    random keys. Raises ``UserError`` if the model cannot be hooked, or an NLL is not finite.
     """
     rows = plan.rows()
 
@@ -183,18 +145,9 @@ def pruned_nll(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> tuple[DocumentNLL, float]:
-    """Compute the NLL of ``blocks`` read by ``rule``, and the density of what it kept.
+    """Compute the NLL of ``blocks`` read by a rule of a protocol, and the density of what it kept.
 
-    Args:
-        model: dense model.
-        blocks: text to measure on.
-        rule: rule that evicts keys.
-        protocol: protocol of the rule, whose window the density refers to.
-        batch_size: blocks per forward pass.
-        progress: called with (blocks done, in all) of this process.
-
-    Raises:
-        UserError: if the model cannot be hooked, or an NLL is not finite.
+    Raises ``UserError`` if the model cannot be hooked, or an NLL is not finite.
     """
     sums, num_kept = DocumentSums(blocks), 0
     with reading(model) as reader:
@@ -226,19 +179,11 @@ def measure_sp_kv(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[Measurement]:
-    """Measure a model with gates: with open gates (tau 0), and with hard gates at each of ``taus``.
+    """Measure a model with gates: with open gates (tau 0), and with hard gates at each of ``taus``, in [0, 1].
 
-    Args:
-        model: model with gates.
-        blocks: text to measure on.
-        taus: thresholds in [0, 1].
-        batch_size: blocks per forward pass.
-        progress: called with (blocks done, in all) over all thresholds.
-
-    Raises:
-        UserError: if an NLL is not finite.
+    ``progress`` counts blocks over all thresholds. Raises ``UserError`` if an NLL is not finite.
     """
-    gates = gate_config(model)
+    gates = config_section.gate_config(model)
     assert gates is not None
     num_outside = Protocol(gates.window).num_outside(blocks.block_size)
     all_taus = [0.0, *(tau for tau in sorted(set(taus)) if tau > 0.0)]
@@ -257,7 +202,7 @@ def measure_sp_kv(
             num_kept = num_kept + (keeps(logits, tau) * num_outside.to(logits.device)).sum().to(num_kept.device)
             outside += int(num_outside.sum()) * logits.shape[0] * logits.shape[1]
 
-        with gate_mode(model, "hard", tau), watch_logits(model, count_kept):
+        with modes.gate_mode(model, "hard", tau), hooks.watch_logits(model, count_kept):
             nll = document_nll(model, blocks, batch_size=batch_size, progress=step)
         measurements.append(Measurement(SP_KV, gates.sinks, None, int(num_kept) / outside, nll, tau))
     return measurements

@@ -28,7 +28,7 @@ from spkv_nas.contrib.evaluate.baselines.choices import (
 from spkv_nas.contrib.evaluate.baselines.expected_attention import Rotation
 from spkv_nas.contrib.evaluate.baselines.kvzap import fit_kvzap
 from spkv_nas.contrib.evaluate.baselines.options import BaselinesOptions
-from spkv_nas.contrib.evaluate.baselines.protocol import Protocol
+from spkv_nas.contrib.evaluate.baselines.rules import Protocol
 from spkv_nas.contrib.evaluate.baselines.run_baselines import (
     Measurement,
     Plan,
@@ -37,21 +37,17 @@ from spkv_nas.contrib.evaluate.baselines.run_baselines import (
     measure,
     measure_sp_kv,
 )
-from spkv_nas.model.checkpoint import load_on, model_origin
-from spkv_nas.model.config_section import gate_config
-from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.checkpoints import check_pair
-from spkv_nas.stages.checks import check
+from spkv_nas.model import checkpoint, config_section, transformers_logging
+from spkv_nas.stages import checkpoints, checks, printing
 from spkv_nas.stages.options import DENSE
-from spkv_nas.stages.printing import about_errors, change
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 
 def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTable:
     """Measure the NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
-    check(options)
-    quiet_transformers(reporter)
+    checks.check(options)
+    transformers_logging.quiet_transformers(reporter)
     # Parse what to compare
     methods, densities, sinks = (
         parse_methods(options.methods),
@@ -63,7 +59,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTabl
     # Load the models and the text
     subject = Subject.of(options, DENSE, "prune on")
     folder = options.folders.report_dir(subject.name)
-    check_pair(subject.source, options.against)
+    checkpoints.check_pair(subject.source, options.against)
     measured = subject.load(reporter, tokens=BASELINE_TOKENS, learns=True)
     check_prunable(measured.model, measured.blocks, options.max_tokens)
     gated = None if options.against is None else _load_gated(options, measured)
@@ -86,7 +82,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTabl
     rows = baselines_table(measurements)
     settings = {"window": window, "chunk": chunk, "protocol": options.protocol, "seed": options.seed, **fit_record}
     if options.against is not None:
-        settings["against"] = model_origin(options.against)
+        settings["against"] = checkpoint.model_origin(options.against)
     _write(folder, rows, {**measured_on(subject, measured, measurements[0].nll), **settings}, reporter)
     nll = measurements[0].nll
     return NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents)
@@ -133,8 +129,8 @@ class _GatedModel(NamedTuple):
 def _load_gated(options: BaselinesOptions, measured: Measured) -> _GatedModel:
     """Load the model of ``--against``. Raises ``UserError`` if it lacks gates or has another window."""
     assert options.against is not None
-    model, _ = load_on(options.against, measured.model.device.type, options.dtype)
-    gates = gate_config(model)
+    model, _ = checkpoint.load_on(options.against, measured.model.device.type, options.dtype)
+    gates = config_section.gate_config(model)
     if gates is None:
         raise UserError(f"--against {options.against} has no gates: give an SP-KV checkpoint")
     if options.window is not None and options.window != gates.window:
@@ -150,11 +146,11 @@ def show(result: NLLTable) -> None:
     grid = Table("method", "sinks", "density %", "NLL", "ΔNLL %", title=title)
     for row in result.rows.itertuples():
         method = f"{row.method}, tau {row.tau:g}" if row.tau == row.tau else row.method
-        difference = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
+        difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
         sinks = "-" if row.sinks != row.sinks else f"{row.sinks:g}"
         grid.add_row(method, sinks, f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
     out.print(grid)
-    about_errors(result.num_documents, result.effective_documents)
+    printing.about_errors(result.num_documents, result.effective_documents)
     print_path("figure", result.folder / "baselines.png")
 
 

@@ -30,10 +30,9 @@ from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.special_tokens import tokens_before
 from spkv_nas.contrib.defaults import LONGPPL_ALPHA, LONGPPL_BETA, LONGPPL_SHORT
 from spkv_nas.data.sources import Document
-from spkv_nas.model.config_section import gate_config
+from spkv_nas.model import config_section, model_shape
 from spkv_nas.model.density_tracker import DensityTracker, layout_density
 from spkv_nas.model.loss import token_nll
-from spkv_nas.model.model_shape import check_length
 
 _TOGETHER = 1 << 12  # tokens of short contexts per batch
 _PART = 4  # default ratio of text to short context, and of short context to stride
@@ -43,14 +42,7 @@ Spans = list[tuple[int, int]]  # (start, end) of characters, ascending
 
 @dataclass(frozen=True)
 class LongText:
-    """A stretch of a document that is read in one pass.
-
-    Attributes:
-        document: index of the document among all documents.
-        domain: domain of the document.
-        name: label of the document.
-        text: the stretch.
-    """
+    """A stretch of a document that is read in one pass; ``document`` is the document's index."""
 
     document: int
     domain: str
@@ -85,8 +77,7 @@ class Criterion:
     ) -> Criterion:
         """Return the criterion for texts of at most ``length`` tokens, with defaults for what is None.
 
-        Raises:
-            UserError: the short context leaves nothing of a text.
+        Raises ``UserError`` if the short context leaves nothing of a text.
         """
         short = short or max(1, min(LONGPPL_SHORT, length // _PART))
         if short >= length:
@@ -104,14 +95,9 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Reading:
-    """LongPPL sums of a model on one text.
+    """LongPPL sums of a model on one text: the NLL of predicted tokens and of key tokens, and the numbers of both.
 
-    Attributes:
-        total: NLL summed over the predicted tokens.
-        num_tokens: number of predicted tokens.
-        key_total: NLL summed over the key tokens.
-        num_keys: number of key tokens.
-        density: density of the attention keys; NaN for a model with neither gates nor a layout.
+    The density of the attention keys is NaN for a model with neither gates nor a layout.
     """
 
     total: float
@@ -127,14 +113,7 @@ def stretches(
     """Cut the documents into texts of at most ``length`` tokens, leaving out those of at most ``short``.
 
     The length is that of the text encoded by itself, with the tokens that the tokenizer puts before it. No text ends
-    within a character, whose tokens may be several.
-
-    Args:
-        documents: documents to cut.
-        tokenizer: tokenizer that counts the tokens.
-        length: maximum tokens per text.
-        short: length of the short context; a text must be longer.
-        most: maximum tokens of all texts together, where the last text ends; None reads everything.
+    within a character, whose tokens may be several. The last text ends after ``most`` tokens of all texts, if given.
     """
     texts: list[LongText] = []
     num_seen, length = 0, length - len(tokens_before(tokenizer))
@@ -155,10 +134,9 @@ def stretches(
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int64]:
-    """Return where a text may end, between two tokens that are not of the same character.
+    """Return where a text may end, between two tokens that are not of the same character, ascending.
 
-    Returns:
-        [2, N], ascending: index of the character after each end, the last after the text, and the tokens before it.
+    [2, N]: index of the character after each end, the last after the text, and the tokens before it.
     """
     starts, stops = np.array(_encoded(tokenizer, text)[1], dtype=np.int64).reshape(-1, 2).T
     stops = np.maximum.accumulate(stops)
@@ -191,14 +169,8 @@ def _longest(
 def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, criterion: Criterion) -> Spans:
     """Find the key tokens of a text as spans of characters; adjacent key tokens form one span.
 
-    Args:
-        evaluator: model in evaluation mode, with open gates if it has any.
-        tokenizer: tokenizer of the evaluator.
-        text: text to read.
-        criterion: contexts and thresholds.
-
-    Raises:
-        UserError: if the tokenizer does not support offsets, or an NLL is not finite.
+    The evaluator is in evaluation mode, with open gates if it has any. Raises ``UserError`` if the tokenizer does not
+    support offsets, or an NLL is not finite.
     """
     ids, offsets = _encoded(tokenizer, text)
     is_key = key_mask(evaluator, ids, criterion, tokens_before(tokenizer))
@@ -209,16 +181,9 @@ def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
 def key_mask(
     evaluator: PreTrainedModel, ids: NDArray[np.int64], criterion: Criterion, opening: tuple[int, ...]
 ) -> NDArray[np.bool_]:
-    """Return which tokens of ``ids`` [T] are key tokens, bool [T].
+    """Return which tokens of ``ids`` [T] are key tokens, bool [T], where every sequence begins with ``opening``.
 
-    Args:
-        evaluator: model in evaluation mode, with open gates if it has any.
-        ids: tokens of a text.
-        criterion: contexts and thresholds.
-        opening: tokens that every sequence begins with.
-
-    Raises:
-        UserError: if an NLL is not finite.
+    Raises ``UserError`` if an NLL is not finite.
     """
     is_key = np.zeros(len(ids), dtype=np.bool_)
     if len(ids) > criterion.short:
@@ -252,20 +217,13 @@ def _short_losses(
 
 @torch.inference_mode()
 def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> Reading:
-    """Evaluate a model on a text.
+    """Evaluate a model, whose gates the caller sets, on a text and the spans of its key tokens.
 
-    Args:
-        model: model with its gates, if any, set by the caller (hard).
-        tokenizer: tokenizer of the model.
-        text: text to read.
-        spans: spans of the key tokens.
-
-    Raises:
-        UserError: if the tokenizer does not support offsets, or an NLL is not finite.
+    Raises ``UserError`` if the tokenizer does not support offsets, or an NLL is not finite.
     """
     ids, offsets = _encoded(tokenizer, text)
     # Compute the losses, counting kept keys if there are gates
-    watch = DensityTracker(model) if gate_config(model) is not None else None
+    watch = DensityTracker(model) if config_section.gate_config(model) is not None else None
     if watch is not None:
         watch.start()
     try:
@@ -305,8 +263,7 @@ def _merged(offsets: Iterable[tuple[int, int]]) -> Spans:
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
     """Return (tokens, the characters of each), without special tokens.
 
-    Raises:
-        UserError: if the tokenizer does not support offsets.
+    Raises ``UserError`` if the tokenizer does not support offsets.
     """
     try:
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -322,11 +279,10 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[NDArray[np.
 def sequence_nll(model: PreTrainedModel, ids: NDArray[np.int64], opening: tuple[int, ...]) -> NDArray[np.float64]:
     """Compute the NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``.
 
-    Raises:
-        UserError: if one is not finite, or the model has fewer positions.
+    Raises ``UserError`` if one is not finite, or the model has fewer positions.
     """
     begun = np.concatenate([np.tile(np.array(opening, np.int64), (len(ids), 1)), ids], axis=1)
-    check_length(model, begun.shape[1], "give a smaller --block-size", warns=False)
+    model_shape.check_length(model, begun.shape[1], "give a smaller --block-size", warns=False)
     losses = token_nll(model, torch.from_numpy(begun).to(model.device)).cpu().double().numpy()[:, len(opening) :]
     if not np.isfinite(losses).all():
         raise UserError(

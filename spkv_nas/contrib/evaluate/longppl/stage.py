@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -10,18 +11,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts.result_tables import LONGPPL
+from spkv_nas.base import console, special_tokens, statistics, version
 from spkv_nas.base.assets import EMBEDDED
-from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.distributed import gathered, on_main, own_share
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Progress, Reporter
-from spkv_nas.base.special_tokens import tokens_before
-from spkv_nas.base.version import environment
 from spkv_nas.contrib.defaults import LONGPPL_LENGTH
 from spkv_nas.contrib.evaluate.longppl.options import LongPPLOptions
 from spkv_nas.contrib.evaluate.longppl.reading import (
@@ -33,61 +34,52 @@ from spkv_nas.contrib.evaluate.longppl.reading import (
     read,
     stretches,
 )
-from spkv_nas.contrib.evaluate.longppl.table import longppl_table
 from spkv_nas.data.heldout import heldout_share
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.evaluation.micro_batch import check_positions
-from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
-from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.checkpoints import check_pair, hard, identity, load, origin
-from spkv_nas.stages.checks import check
+from spkv_nas.evaluation.samples import kept_samples, sample_file
+from spkv_nas.model import config_section, modes, transformers_logging
+from spkv_nas.model.checkpoint import read_size
+from spkv_nas.stages import checks, sized_model
+from spkv_nas.stages.checkpoints import Checkpoint, SampledTable, check_pair
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.sized_model import model_name, result_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Line = dict[str, Any]
+ALL = "all"
+MIN_KEYS = 100  # minimum number of key tokens to report a perplexity
 
 
 @dataclass(frozen=True)
-class LongPPLResult:
-    """Result of LongPPL.
+class LongPPLResult(SampledTable):
+    """Table of ``table``, with the reason why values are ``withheld``, by domain."""
 
-    Attributes:
-        name: name of the results.
-        rows: table of ``table``.
-        withheld: reason why values are withheld, by domain.
-        folder: folder of the table.
-        samples: folder of key tokens and NLL by text.
-    """
-
-    name: str
-    rows: pd.DataFrame
     withheld: dict[str, str]
-    folder: Path
-    samples: Path
 
 
 def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResult:
     """Measure LongPPL of a checkpoint and write ``reports/<name>/longppl.csv``; details by text go to ``runs/``.
 
-    Raises:
-        UserError: no text is long enough, or something cannot be loaded.
+    Raises ``UserError`` if no text is long enough, or something cannot be loaded.
     """
-    quiet_transformers(reporter)
-    check(options)
-    name = options.name or result_name(options.model, options.folders)
+    transformers_logging.quiet_transformers(reporter)
+    checks.check(options)
+    name = options.name or sized_model.result_name(options.model, options.folders)
     folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"
     check_pair(options.model, options.against)
-    # Find the key tokens
+    # Find the key tokens in texts of at most the length that every model was made for
     evaluator = options.evaluator or options.against or options.model
-    length, criterion = _sizes(options, [evaluator, options.model, *([options.against] if options.against else [])])
+    sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
+    length = options.block_size
+    if length is None:
+        positions = (read_size(source).positions for source in [evaluator, *(source for source, _ in sources)])
+        length = min([LONGPPL_LENGTH, *(number for number in positions if number is not None)])
+    criterion = Criterion.of(length, options.short_context, options.stride, options.alpha, options.beta)
     texts, spans, evaluator_record = _keys(options, evaluator, length, criterion, samples, reporter)
     # Score them by each checkpoint
-    sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
     results = [_readings(options, *source, texts, spans, length, samples, reporter) for source in sources]
     rows, withheld = longppl_table(texts, *(readings for readings, _ in results))
     # Write the table with its origin
@@ -99,52 +91,34 @@ def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResu
         "block_size": length,
         "data": options.data or "held-out text of the embedded models",
         "withheld": withheld,
-        "environment": environment(),
+        "environment": version.environment(),
     }
     on_main(lambda: LONGPPL.write(folder, rows, record, reporter))
-    return LongPPLResult(name, rows, withheld, folder, samples)
-
-
-def _sizes(options: LongPPLOptions, sources: Sequence[str]) -> tuple[int, Criterion]:
-    """Return (tokens per text, criterion of key tokens), by default from the maximum length of all models.
-
-    Raises:
-        UserError: the short context leaves nothing of a text.
-    """
-    from spkv_nas.model.checkpoint import read_size
-
-    # Default length of texts: at most what every model was made for
-    length = options.block_size
-    if length is None:
-        max_positions = (read_size(source).positions for source in sources)
-        length = min([LONGPPL_LENGTH, *(positions for positions in max_positions if positions is not None)])
-    return length, Criterion.of(length, options.short_context, options.stride, options.alpha, options.beta)
+    return LongPPLResult(name, rows, folder, samples, withheld)
 
 
 def _keys(
     options: LongPPLOptions, source: str, length: int, criterion: Criterion, samples: Path, reporter: Reporter
 ) -> tuple[list[LongText], list[Spans], dict[str, Any]]:
     """Return the texts, the spans of their key tokens, and the evaluator's origin; finished spans are reused."""
-    from spkv_nas.model.config_section import gate_config
-    from spkv_nas.model.modes import evaluation_mode, gate_mode
-
     # Load the evaluator and the texts
-    loaded = model, tokenizer = load(options, source, reporter)
+    evaluator = Checkpoint.load(options, source, None, reporter)
+    model, tokenizer = evaluator.model, evaluator.tokenizer
     check_positions(model, length, "--block-size")
     texts = _texts(options, tokenizer, length, criterion.short)
     reporter.detail(f"{len(texts)} texts of at most {length} tokens")
-    answer_identity = identity(source, loaded, f"open {criterion} {_hash(texts)}{_opening(tokenizer)}")
+    identity = evaluator.identity(f"open {criterion} {_hash(texts)}{_opening(tokenizer)}")
 
-    def line(text: LongText, number: int) -> Line:
-        spans = key_spans(*loaded, text.text, criterion)
+    def line(text: LongText, number: int) -> dict[str, Any]:
+        spans = key_spans(model, tokenizer, text.text, criterion)
         return {"text": number, "name": text.name, "spans": spans, "keys": [text.text[a:b] for a, b in spans]}
 
     # Find the key tokens, with open gates
-    open_gates = nullcontext() if gate_config(model) is None else gate_mode(model, "open")
-    with evaluation_mode(model), open_gates, reporter.bar("finding key tokens") as progress:
-        lines = _lines(sample_file(samples, "keys", answer_identity), texts, line, progress)
+    open_gates = nullcontext() if config_section.gate_config(model) is None else modes.gate_mode(model, "open")
+    with modes.evaluation_mode(model), open_gates, reporter.bar("finding key tokens") as progress:
+        lines = kept_samples(sample_file(samples, "keys", identity), partial(_by_text, texts, line, progress))
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
-    return texts, spans, {**origin(source, model, None), "tau": None}
+    return texts, spans, {**evaluator.origin, "tau": None}
 
 
 def _readings(
@@ -158,36 +132,33 @@ def _readings(
     reporter: Reporter,
 ) -> tuple[list[Reading], dict[str, Any]]:
     """Return (a checkpoint's readings of the texts, its origin); finished readings are reused."""
-    from spkv_nas.model.modes import evaluation_mode
-
-    # Load the checkpoint
-    loaded = model, tokenizer = load(options, source, reporter)
+    checkpoint = Checkpoint.load(options, source, tau, reporter)
+    model, tokenizer, origin = checkpoint.model, checkpoint.tokenizer, checkpoint.origin
     check_positions(model, length, "--block-size")
-    origin_record = origin(source, model, tau)
-    answer_identity = identity(
-        source, loaded, f"{origin_record['tau']} {_hash(texts)} {_hash(spans)}{_opening(tokenizer)}"
-    )
+    identity = checkpoint.identity(f"{origin['tau']} {_hash(texts)} {_hash(spans)}{_opening(tokenizer)}")
 
-    def line(text: LongText, number: int) -> Line:
-        return {"text": number, "name": text.name, **asdict(read(*loaded, text.text, spans[number]))}
+    def line(text: LongText, number: int) -> dict[str, Any]:
+        return {"text": number, "name": text.name, **asdict(read(model, tokenizer, text.text, spans[number]))}
 
     # Read every text, with hard gates
-    with evaluation_mode(model), hard(model, tau), reporter.bar(f"scoring with {model_name(source)}") as progress:
-        lines = _lines(sample_file(samples, "nll", answer_identity), texts, line, progress)
-    readings = [Reading(**{key: row[key] for key in Reading.__dataclass_fields__}) for row in lines]
-    return readings, origin_record
+    with (
+        modes.evaluation_mode(model),
+        checkpoint.hard(),
+        reporter.bar(f"scoring with {sized_model.model_name(source)}") as progress,
+    ):
+        lines = kept_samples(sample_file(samples, "nll", identity), partial(_by_text, texts, line, progress))
+    return [Reading(**{key: row[key] for key in Reading.__dataclass_fields__}) for row in lines], origin
 
 
-def _lines(file: Path, texts: list[LongText], line: Callable[[LongText, int], Line], progress: Progress) -> list[Line]:
-    """Read one line per text from the file, or compute and write them; must be called on all ranks."""
-    if not on_main(file.is_file):
-        share, local_lines = own_share(len(texts)), []
-        for num_done, number in enumerate(share, 1):
-            local_lines.append(line(texts[number], number))
-            progress(num_done, len(share))
-        lines = [row for part in gathered(local_lines) for row in part]
-        on_main(lambda: write_samples(file, lines))
-    return on_main(partial(read_samples, file))
+def _by_text(
+    texts: list[LongText], line: Callable[[LongText, int], dict[str, Any]], progress: Progress
+) -> list[dict[str, Any]]:
+    """Return the line of every text, each rank computing its share; must be called on all ranks."""
+    share, lines = own_share(len(texts)), []
+    for num_done, number in enumerate(share, 1):
+        lines.append(line(texts[number], number))
+        progress(num_done, len(share))
+    return [row for part in gathered(lines) for row in part]
 
 
 def _texts(options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int) -> list[LongText]:
@@ -225,7 +196,7 @@ def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
 
 def _opening(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the part of an identity that says how sequences begin; empty where they begin with the text."""
-    opening = tokens_before(tokenizer)
+    opening = special_tokens.tokens_before(tokenizer)
     return f" opening {opening}" if opening else ""
 
 
@@ -251,14 +222,107 @@ def show(result: LongPPLResult) -> None:
             difference = change(row.difference_percent, row.difference_standard_error)
             cells += [with_error(row.against), percent(row.against_density), difference]
         grid.add_row(*cells)
-    out.print(grid)
+    console.out.print(grid)
     say_sample_count(result.rows["num_documents"], "documents")
     for domain, reason in result.withheld.items():
-        say(f"{domain}: {reason}")
-    print_path("values", result.folder / "longppl.csv")
-    print_path("key tokens and NLL by text", result.samples)
+        console.say(f"{domain}: {reason}")
+    console.print_path("values", result.folder / "longppl.csv")
+    console.print_path("key tokens and NLL by text", result.samples)
 
 
 def run(options: LongPPLOptions, reporter: Reporter) -> Result:
     """Run the command."""
     return Result(longppl(options, reporter), show)
+
+
+def longppl_table(
+    texts: Sequence[LongText], readings: Sequence[Reading], against: Sequence[Reading] | None = None
+) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Tabulate readings of one checkpoint, or of two on the same key tokens, over all texts and by domain.
+
+    Standard errors have documents as clusters. ``difference_percent`` is the relative difference of LongPPL to that of
+    the other checkpoint, with the error of the difference by document. Also returns the reasons why values are
+    withheld, by domain.
+    """
+    domains = sorted({text.domain for text in texts})
+    rows, withheld = [], {}
+    for domain in [ALL, *(domains if len(domains) > 1 else [])]:
+        # Sum the domain's texts by document
+        indices = [index for index, text in enumerate(texts) if domain in (ALL, text.domain)]
+        _, documents = np.unique([texts[index].document for index in indices], return_inverse=True)
+        sums = _Sums.of([readings[index] for index in indices], documents)
+        against_sums = None if against is None else _Sums.of([against[index] for index in indices], documents)
+        rows.append(_row(domain, sums, against_sums))
+        # Withhold numbers from too few key tokens
+        if sums.num_keys < MIN_KEYS:
+            withheld[domain] = (
+                f"LongPPL is not reported: found {sums.num_keys} key tokens, but at least {MIN_KEYS} are needed"
+            )
+    return pd.DataFrame(rows, columns=LONGPPL.header), withheld
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums of a model over texts; ``key_total`` and ``keys`` are [documents]."""
+
+    nll: float
+    num_tokens: int
+    key_total: NDArray[np.float64]
+    keys: NDArray[np.float64]
+    density: float
+
+    @classmethod
+    def of(cls, readings: Sequence[Reading], documents: NDArray[np.int64]) -> _Sums:
+        """Sum readings; ``documents`` holds the document index of each."""
+        total, tokens, key_total, keys, density = np.array(
+            [
+                (reading.total, reading.num_tokens, reading.key_total, reading.num_keys, reading.density)
+                for reading in readings
+            ]
+        ).T
+        return cls(
+            nll=float(total.sum() / tokens.sum()),
+            num_tokens=int(tokens.sum()),
+            key_total=np.bincount(documents, key_total).astype(np.float64),
+            keys=np.bincount(documents, keys).astype(np.float64),
+            density=float((density * tokens).sum() / tokens.sum()),
+        )
+
+    @property
+    def num_keys(self) -> int:
+        """Return the number of key tokens."""
+        return int(self.keys.sum())
+
+    def mean(self, less: _Sums | None = None) -> tuple[float, float]:
+        """Return the mean NLL of key tokens in nats, or its difference to that of ``less``, and the standard error."""
+        has_keys = self.keys > 0
+        keys, total = self.keys[has_keys], self.key_total[has_keys]
+        if less is not None:
+            total = total - less.key_total[has_keys]
+        mean = float(total.sum() / keys.sum())
+        return mean, float(statistics.clustered_error(((total - mean * keys) ** 2).sum(), len(keys), keys.sum()))
+
+
+def _row(domain: str, sums: _Sums, against: _Sums | None) -> tuple[Any, ...]:
+    """Return the cells of a domain."""
+    nan = float("nan")
+    has_enough = sums.num_keys >= MIN_KEYS
+    mean, error = sums.mean() if has_enough else (nan, nan)
+    ppl = math.exp(mean)
+    row = (
+        domain,
+        len(sums.keys),
+        sums.num_tokens,
+        sums.num_keys,
+        ppl,
+        ppl * error,
+        math.exp(sums.nll),
+        sums.density,
+    )
+    if against is None:
+        return *row, *(nan,) * 5
+    # Add the other checkpoint and the difference
+    against_ppl = math.exp(against.mean()[0]) if has_enough else nan
+    log_ratio, error = sums.mean(less=against) if has_enough else (nan, nan)
+    ratio = 100.0 * math.exp(log_ratio)
+    return *row, against_ppl, math.exp(against.nll), against.density, ratio - 100.0, ratio * error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import RULER
+from spkv_nas.base import statistics, units
 from spkv_nas.base.distributed import gathered, own_share
 from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Progress
-from spkv_nas.base.statistics import mean_and_error
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import NoRoomError, Sample
-from spkv_nas.data.ruler.tasks import accepts_any, generate
+from spkv_nas.data.ruler.tasks import accepts_any, available, generate
 from spkv_nas.model.continuation import continue_greedily
 
 _TOGETHER = 1 << 15  # prompt tokens per batch
@@ -31,7 +32,40 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 _QUESTION = 400  # characters kept from the end of a prompt
 
-Make = Callable[[int], Sample | None]
+Make = Callable[[int], Sample | None]  # of an index
+MakeSample = Callable[[str, int, int], Sample | None]  # of task, length, index
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Tasks and lengths, ascending, with the material that their questions are made of."""
+
+    tasks: list[str]
+    lengths: list[int]
+    material: Material
+
+    @classmethod
+    def read(
+        cls, lengths: str, tasks: str | None, haystack: Sequence[str] | None, qa: Sequence[str] | None
+    ) -> Questions:
+        """Read the material, and parse lists by comma; by default all tasks that there is material for."""
+        material = Material.read(haystack or [], qa or [])
+        names = available(material) if tasks is None else [name.strip() for name in tasks.split(",")]
+        return cls(
+            list(dict.fromkeys(names)), sorted({units.parse_context(text) for text in lengths.split(",")}), material
+        )
+
+    @property
+    def cells(self) -> list[tuple[str, int]]:
+        """Return every task at every length."""
+        return [(task, length) for length in self.lengths for task in self.tasks]
+
+    def maker(self, seed: int, tokenizer: PreTrainedTokenizerBase) -> MakeSample:
+        """Return the function that makes samples. Raises ``UserError`` if the first one of a cell does not fit."""
+        make = partial(sample_if_it_fits, seed=seed, tokenizer=tokenizer, material=self.material)
+        for cell in self.cells:  # before hours of work
+            make(*cell, 0)
+        return make
 
 
 @dataclass(frozen=True)
@@ -90,19 +124,10 @@ def answer(
     number: int,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Answer samples 0 to ``number`` - 1, and return a record with score and density for each.
+    """Answer samples 0 to ``number`` - 1, and return a record with score and density for each; call on all ranks.
 
-    Must be called on all ranks.
-
-    Args:
-        model: model with its gates, if any, set by the caller: hard, or open on top of windows.
-        tokenizer: tokenizer of the model.
-        make: returns a sample by index, or None if it does not fit in the length.
-        number: number of samples.
-        progress: called with (samples done, in all) of this process.
-
-    Raises:
-        UserError: if logits are not finite.
+    The caller sets the model's gates. ``make`` returns a sample by index, or None if it does not fit in the length.
+    Raises ``UserError`` if logits are not finite.
     """
     first = make(0)
 
@@ -157,12 +182,12 @@ def _row(cell: Cell) -> tuple[Any, ...]:
     """Return the row of a cell, over the samples that fit in the length."""
     fits = ~np.isnan(cell.checkpoint.scores)
     scores = cell.checkpoint.scores[fits]
-    row = (cell.length, cell.task, len(scores), *mean_and_error(scores), cell.floor.scores[fits].mean())
+    row = (cell.length, cell.task, len(scores), *statistics.mean_and_error(scores), cell.floor.scores[fits].mean())
     if cell.against is None:
         return *row, cell.checkpoint.densities[fits].mean(), *(np.nan,) * 4
     other_scores = cell.against.scores[fits]
     density, other_density = (answers.densities[fits].mean() for answers in (cell.checkpoint, cell.against))
-    return *row, density, other_scores.mean(), other_density, *mean_and_error(scores - other_scores)
+    return *row, density, other_scores.mean(), other_density, *statistics.mean_and_error(scores - other_scores)
 
 
 def _average(rows: pd.DataFrame) -> pd.DataFrame:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
-from spkv_nas.base.units import parse_context
 from spkv_nas.contrib.evaluate.ruler.options import Haystack, OptionalLengths, Questions, RulerTasks, check_questions
 from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
 from spkv_nas.evaluation.verdict.loss_tests import MeanDrop
+from spkv_nas.evaluation.verdict.rounds import NO_SCORE, Float, Prepared, Rounds
 
 if TYPE_CHECKING:
-    from spkv_nas.evaluation.verdict.rounds import Rounds
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from spkv_nas.contrib.evaluate.ruler.answers import MakeSample
 
 QUESTIONS = 2000  # default maximum number of questions
 _FIRST_SEED = 1 << 41  # other questions than those of ``evaluate ruler`` and of training, which may have chosen
+_STREAM = 35  # separates the order of questions from other uses of the seed
 
 MaxQuestions = Annotated[int, Flag("Maximum number of questions, over all tasks and lengths.", low=1, high=MAX_REPEATS)]
 
@@ -48,29 +54,60 @@ class RulerQuestions(Criterion):
 
     def prepare(self, setting: Setting) -> Rounds:
         """Return RULER's questions, each of a random task and length."""
-        from importlib.metadata import version
-
-        from spkv_nas.contrib.evaluate.ruler.answers import sample_if_it_fits
-        from spkv_nas.contrib.evaluate.ruler.rounds import QuestionRounds
-        from spkv_nas.data.ruler.material import Material
+        from spkv_nas.contrib.evaluate.ruler.answers import Questions
         from spkv_nas.data.ruler.sample import VERSION
-        from spkv_nas.data.ruler.tasks import available
         from spkv_nas.evaluation.micro_batch import check_positions
 
-        # Pair every task with every length
-        material = Material.read(self.haystack or [], self.qa or [])
-        names = available(material) if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
-        lengths = sorted({parse_context(text) for text in str(self.lengths).split(",")})
-        cells = [(task, length) for length in lengths for task in dict.fromkeys(names)]
-        check_positions(setting.dense, lengths[-1], "lengths")
-        seed = _FIRST_SEED + setting.seed
-        make = partial(sample_if_it_fits, seed=seed, tokenizer=setting.tokenizer, material=material)
-        # Check that each kind of question fits, before hours of work
-        for cell in cells:
-            make(*cell, 0)
-        identity = f"{VERSION} {_FIRST_SEED} {version('wonderwords')} {material.identity}"
+        questions = Questions.read(str(self.lengths), self.tasks, self.haystack, self.qa)
+        check_positions(setting.dense, questions.lengths[-1], "lengths")
+        make = questions.maker(_FIRST_SEED + setting.seed, setting.tokenizer)
+        identity = f"{VERSION} {_FIRST_SEED} {version('wonderwords')} {questions.material.identity}"
         order = {"number": self.questions, "seed": setting.seed}
-        return QuestionRounds(cells, make, setting.tokenizer, **order, identity=identity)
+        return QuestionRounds(questions.cells, make, setting.tokenizer, **order, identity=identity)
+
+
+class QuestionRounds(Rounds):
+    """Scores of generated answers to RULER's questions. Each question is of a random task and length.
+
+    All rounds are full, the last too, so that they do not depend on the number of questions.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[tuple[str, int]],
+        make: MakeSample,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        number: int,
+        seed: int,
+        identity: str,
+    ) -> None:
+        """Draw the (task, length) of all questions, with equal probability, and number the questions of each.
+
+        ``identity`` is that of the questions besides these numbers.
+        """
+        self._make, self._tokenizer, self.num_samples = make, tokenizer, number
+        self.identity = f"{identity} {seed} {list(cells)}"
+        counts = dict.fromkeys(cells, 0)
+        drawn_cells = np.random.default_rng((seed, _STREAM)).integers(len(cells), size=self.num_rounds * self.size)
+        self._questions: list[tuple[str, int, int]] = []
+        for drawn in drawn_cells.tolist():
+            cell = cells[drawn]
+            self._questions.append((*cell, counts[cell]))
+            counts[cell] += 1
+
+    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
+        """Return the score in [0, 1] of each question; ``NO_SCORE`` for one that does not fit in its length."""
+        from spkv_nas.contrib.evaluate.ruler.answers import answer
+
+        questions = self._questions[self.part(index)]
+        # The longest question comes first, because the batch size is chosen by it
+        order = sorted(range(len(questions)), key=lambda number: (-questions[number][1], questions[number]))
+        lines = answer(model, self._tokenizer, lambda number: self._make(*questions[order[number]]), len(order))
+        scores = np.full(len(questions), NO_SCORE)
+        for line in lines:
+            scores[order[line["index"]]] = line["score"]
+        return scores
 
 
 RULER = RulerQuestions()

@@ -51,8 +51,7 @@ def check(options: RulerOptions) -> None:
 def check_questions(lengths: str, tasks: str | None, haystack: Sequence[str] | None, qa: Sequence[str] | None) -> None:
     """Check the lengths, the tasks and the material of RULER's questions, as the options give them.
 
-    Raises:
-        UserError: a length is no number, a task is unknown, or a file does not exist.
+    Raises ``UserError`` if a length is no number, a task is unknown, or a file does not exist.
     """
     from pathlib import Path
 

@@ -63,8 +63,7 @@ class CheckpointLM(HFLM):
     ) -> None:
         """Wrap a model and its tokenizer; ``batch_size`` is the maximum number of texts per batch.
 
-        Raises:
-            UserError: if the tokenizer has no end-of-text token.
+        Raises ``UserError`` if the tokenizer has no end-of-text token.
         """
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -137,13 +136,7 @@ class CheckpointLM(HFLM):
     def _read(
         self, texts: Sequence[Text], requests_of: dict[Text, list[int]], requests: Sequence[Request]
     ) -> dict[int, Answer]:
-        """Answer all requests that read a batch of texts.
-
-        Args:
-            texts: tokens of each text, longest first.
-            requests_of: indices of the requests that read each text.
-            requests: all requests.
-        """
+        """Answer all requests that read a batch of texts, longest first."""
         longest = len(texts[0])
         tokens = torch.zeros(len(texts), longest, dtype=torch.long)
         real = torch.zeros(len(texts), longest, dtype=torch.bool)
@@ -172,14 +165,10 @@ class CheckpointLM(HFLM):
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Generate as lm-eval does, by ``_model_generate``.
+        """Generate as lm-eval does, by ``_model_generate``; warn if prompts had to be truncated.
 
         Raises:
-            UserError: if a prompt has no tokens, the tokens to generate do not fit in the context, or logits are not
-                finite.
-
-        Warns:
-            UserWarning: if prompts had to be truncated.
+            UserError: a prompt has no tokens, those to generate do not fit in the context, or logits are not finite.
         """
         # Check that prompts and answers fit into the context
         new_tokens = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]
@@ -283,14 +272,9 @@ class _Ends(StoppingCriteria):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stops: list[str], eos: Any, start: int, tell: Callable[[Tensor], None]
     ) -> None:
-        """Create the criterion.
+        """Stop at one of the tokens ``eos`` or at a stop string, ``start`` tokens of prompt aside.
 
-        Args:
-            tokenizer: tokenizer of the model.
-            stops: stop strings.
-            eos: end-of-text token, or several.
-            start: number of prompt tokens.
-            tell: called with bool [B, 1] before the next pass: which of its tokens are real.
+        ``tell`` is called with bool [B, 1] before the next pass: which of its tokens are real.
         """
         self._tokenizer, self._stops, self._start, self._tell = tokenizer, stops, start, tell
         self._eos = torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Run a task on a checkpoint and cache its answers by sample, so that the next run can reuse them.
+"""Run tasks on a checkpoint, keep the answers by sample for the next run, and tabulate the results.
 
 A finished task is a file (``evaluation.samples``): a header with the density, then every sample. Its name depends on
 the checkpoint and its gates, on the requests, and on the task's config.
@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
 from lm_eval.api import task as tasks_module
 from lm_eval.api.metrics import mean
 from lm_eval.api.task import Task
@@ -21,16 +23,18 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.utils import handle_non_serializable
 
-from spkv_nas.base.distributed import on_main
+from spkv_nas.artifacts.result_tables import TASKS
+from spkv_nas.base import distributed, files, statistics
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import is_file
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
-from spkv_nas.contrib.evaluate.tasks.suite import seed_generators
+from spkv_nas.contrib.evaluate.tasks.suite import SelectedTasks, seed_generators
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 
 # Config keys left out of the hash, as the requests contain their effect
 _OF_PLACES = ("metadata", "dataset_path", "dataset_kwargs")
 _KEPT = ("doc_id", "filter", "target", "resps", "filtered_resps")  # keys kept of lm-eval's samples
+
+_RESAMPLES = 200  # bootstrap resamples for the error of metrics that are not means over samples
 
 
 @dataclass(frozen=True)
@@ -55,18 +59,13 @@ def run_task(
 ) -> TaskResult:
     """Run a task, or read its cached answers; must be called on all ranks.
 
-    Args:
-        lm: checkpoint to evaluate.
-        task: task to run.
-        folder: folder of finished tasks.
-        identity: text that identifies the checkpoint, its gates and its dtype.
-        limit: maximum number of samples, from the first; None runs all.
-        allow_code: True if the task may run code that the model writes.
+    ``identity`` is that of the checkpoint, its gates and its dtype; ``limit`` is the maximum number of samples, from
+    the first; ``allow_code`` lets the task run code that the model writes.
     """
     # Build the requests, which the file name depends on
     with _requests_built(task, limit=limit):
         file = sample_file(folder, task.task_name, _content(task, identity))
-        was_kept = on_main(partial(is_file, file))
+        was_kept = distributed.on_main(partial(files.is_file, file))
         # Answer them unless an earlier run has
         if not was_kept:
             lm.start()
@@ -78,26 +77,19 @@ def run_task(
                 confirm_run_unsafe_code=allow_code,
             )
             density = lm.stop()
-            on_main(lambda: _write(file, task, density, results["samples"][task.task_name]))
-    return on_main(partial(_read, file, task, was_kept))
+            distributed.on_main(lambda: _write(file, task, density, results["samples"][task.task_name]))
+    return distributed.on_main(partial(_read, file, task, was_kept))
 
 
 def score_documents(
     lm: CheckpointLM, task: Task, documents: Sequence[int], *, seed: int, allow_code: bool = False
 ) -> list[float]:
-    """Return the score in [0, 1] of some documents of a task, without reading or writing files.
+    """Return the score in [0, 1] of some documents of a task, by index, without reading or writing files.
 
-    The score is the first metric of the task's first filter, that of ``tasks_table``'s average.
+    The score is the first metric of the task's first filter, that of ``tasks_table``'s average. ``seed``, of few-shot
+    examples and of sampling, must differ between calls.
 
-    Args:
-        lm: checkpoint to evaluate.
-        task: task to run.
-        documents: indices of its documents, at least one.
-        seed: random seed of few-shot examples and of sampling, which must differ between calls.
-        allow_code: as in ``run_task``.
-
-    Raises:
-        UserError: the metric is no mean of scores from 0 to 1, of which more are better.
+    Raises ``UserError`` if the metric is no mean of scores from 0 to 1, of which more are better.
     """
     name, ordered = task.task_name, sorted(documents)
     # Answer the documents
@@ -181,11 +173,6 @@ def _requests_built(task: Task, seed: int | None = None, **documents: Any) -> It
     """Build a task's requests as lm-eval's ``simple_evaluate`` does; ``evaluate`` asks them while this is open.
 
     All random generators are seeded first, so that few-shot examples and sampled answers depend on nothing before.
-
-    Args:
-        task: task to run.
-        seed: random seed; None takes lm-eval's default seeds.
-        documents: options of ``build_all_requests`` that select documents.
     """
     task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED if seed is None else seed)
     seed_generators(seed)
@@ -202,3 +189,105 @@ def _requests_built(task: Task, seed: int | None = None, **documents: Any) -> It
         yield
     finally:
         del task.build_all_requests
+
+
+@dataclass(frozen=True)
+class Results:
+    """Task results for one name, in the order of its tasks, of a checkpoint and optionally of another."""
+
+    selected: SelectedTasks
+    results: Sequence[TaskResult]
+    against: Sequence[TaskResult] | None = None
+
+
+class _Cell(NamedTuple):
+    """One metric of a task: the columns from ``num_samples`` on."""
+
+    num_samples: int
+    value: float
+    standard_error: float
+    density: float
+    against: float
+    against_density: float
+    difference: float
+    difference_standard_error: float
+
+
+def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
+    """Return one row per metric of each name, columns of ``TASKS``, and an average over several names.
+
+    The average is over the first metric of each name, if it is a mean over samples. A group averages its tasks,
+    weighted by samples where lm-eval defines it so. ``difference`` is the checkpoint's value minus that of the other
+    checkpoint, with the error of the difference by sample; NaN without another checkpoint, or for a single sample.
+    """
+    rows: list[tuple[Any, ...]] = []
+    firsts = []
+    for result in results:
+        cells = _cells(result)
+        rows += [(result.selected.name, metric, result.selected.num_fewshot, *cell) for metric, cell in cells]
+        if cells[0][0] not in result.results[0].wholes:
+            firsts.append(cells[0][1])
+    if len(firsts) > 1:
+        rows.append((f"average of {len(firsts)}", "first metric of each", np.nan, *_mean(firsts, by_size=False)))
+    return pd.DataFrame(rows, columns=TASKS.header)
+
+
+def _cells(results: Results) -> list[tuple[str, _Cell]]:
+    """Return (metric, its cell) of each row of a name."""
+    selected, task_results = results.selected, results.results
+    against: Sequence[TaskResult | None] = results.against or [None] * len(task_results)
+    pairs = list(zip(task_results, against, strict=True))
+    return [
+        (metric, _mean([_cell(metric, *pair) for pair in pairs], by_size=selected.by_size))
+        for metric in task_results[0].values
+        if not selected.metrics or metric.partition(" (")[0] in selected.metrics
+    ]
+
+
+def _cell(metric: str, result: TaskResult, against: TaskResult | None) -> _Cell:
+    """Return the cell of a metric of one task."""
+    values = result.values[metric]
+    aggregate = result.wholes.get(metric)
+    value, error = _spread(aggregate, values)
+    if against is None:
+        nan = float("nan")
+        return _Cell(len(values), value, error, result.density, nan, nan, nan, nan)
+    against_values = against.values[metric]
+    against_value, _ = _spread(aggregate, against_values)
+    difference = _spread(aggregate, values, against_values)
+    return _Cell(len(values), value, error, result.density, against_value, against.density, *difference)
+
+
+def _spread(metric_function: Callable[[list[Any]], float] | None, *models: list[Any]) -> tuple[float, float]:
+    """Compute the value of the first model, or its difference to the second, and its standard error.
+
+    ``metric_function`` aggregates values by sample; None is the mean. The error of a metric that is not a mean is from
+    resampling, with the same samples for both models.
+    """
+    # Compute the error of a mean directly
+    if metric_function is None:
+        first, *others = (np.asarray(values, dtype=float) for values in models)
+        return statistics.mean_and_error(first - others[0] if others else first)
+
+    def aggregate(samples: Any) -> float:
+        first, *others = (float(metric_function([values[i] for i in samples])) for values in models)
+        return first - others[0] if others else first
+
+    num_samples = len(models[0])
+    # Resample the samples, the same for both models
+    rng = np.random.default_rng(0)
+    resampled = [aggregate(rng.integers(num_samples, size=num_samples)) for _ in range(_RESAMPLES)]
+    return aggregate(range(num_samples)), float(np.std(resampled, ddof=1))
+
+
+def _mean(cells: Sequence[_Cell], *, by_size: bool) -> _Cell:
+    """Return the mean of the cells of several tasks, whose samples are independent."""
+    sizes = np.array([cell.num_samples for cell in cells]) if by_size else np.ones(len(cells))
+    weights = sizes / sizes.sum()
+    columns = dict(zip(_Cell._fields, np.array(cells).T, strict=True))
+    means: dict[str, Any] = {
+        name: float(np.sqrt(((weights * column) ** 2).sum()) if name.endswith("error") else (weights * column).sum())
+        for name, column in columns.items()
+    }
+    means["num_samples"] = sum(cell.num_samples for cell in cells)
+    return _Cell(**means)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,51 +17,31 @@ from spkv_nas.base.progress import SILENT, Reporter, part_of
 from spkv_nas.base.version import environment
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.checkpoints import hard, identity, load, origin
-from spkv_nas.stages.checks import check
+from spkv_nas.stages import checks, sized_model
+from spkv_nas.stages.checkpoints import Checkpoint, SampledTable
 from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.sized_model import result_name
 
 if TYPE_CHECKING:
     from spkv_nas.contrib.evaluate.tasks.run import TaskResult
     from spkv_nas.contrib.evaluate.tasks.suite import SelectedTasks
 
 
-@dataclass(frozen=True)
-class TasksResult:
-    """Result of evaluating on tasks.
-
-    Attributes:
-        name: name of the results.
-        rows: table of ``tasks_table``.
-        folder: folder of the table.
-        samples: folder of all samples.
-    """
-
-    name: str
-    rows: pd.DataFrame
-    folder: Path
-    samples: Path
-
-
-def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> TasksResult:
+def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> SampledTable:
     """Evaluate a checkpoint on downstream tasks.
 
     Metrics are written to ``reports/<name>/tasks.csv``, every sample to ``runs/<name>/tasks/``.
 
-    Raises:
-        UserError: a task is unknown, lacks data or does not fit the context, or something
-            cannot be loaded.
+    Raises ``UserError`` if a task is unknown, lacks data or does not fit the context, or something cannot be loaded.
     """
-    check(options)
+    checks.check(options)
+    from spkv_nas.contrib.evaluate.tasks.run import Results, tasks_table
     from spkv_nas.contrib.evaluate.tasks.suite import code_allowed, load_suite, quiet_libraries
-    from spkv_nas.contrib.evaluate.tasks.table import Results, tasks_table
 
     quiet_transformers(reporter)
     if not reporter.verbose:
         quiet_libraries()
-    name = options.name or result_name(options.model, options.folders)
+    name = options.name or sized_model.result_name(options.model, options.folders)
     folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "tasks"
     # Run the tasks on every checkpoint
     reporter.announce("loading tasks and their data")
@@ -76,21 +54,19 @@ def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> TasksResult:
             caution=reporter.caution,
         )
         sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
-        by_checkpoint = [_run_tasks(options, source, tau, suite, samples, reporter) for source, tau in sources]
-    # Make the table
-    results_by_group = list(zip(*(results for results, _ in by_checkpoint), strict=True))
-    rows = tasks_table([Results(group, *by_model) for group, by_model in zip(suite, results_by_group, strict=True)])
-    # Write it with its origin
-    (_, origin_record), *baselines = by_checkpoint
+        by_checkpoint = [_run_tasks(options, *source, suite, samples, reporter) for source in sources]
+    results, origins = zip(*by_checkpoint, strict=True)
+    # Write the table with its origin
+    rows = tasks_table([Results(group, *by_model) for group, *by_model in zip(suite, *results, strict=True)])
     record = {
-        **origin_record,
-        "against": baselines[0][1] if baselines else None,
+        **origins[0],
+        "against": origins[1] if options.against else None,
         "tasks": [group.name for group in suite],
         "limit": options.limit,
         "environment": {**environment(), "lm-eval": version("lm-eval")},
     }
     on_main(lambda: TASKS.write(folder, rows, record, reporter))
-    return TasksResult(name, rows, folder, samples)
+    return SampledTable(name, rows, folder, samples)
 
 
 def _run_tasks(
@@ -105,29 +81,25 @@ def _run_tasks(
     from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
     from spkv_nas.contrib.evaluate.tasks.run import run_task
 
-    # Load the checkpoint
-    loaded = model, _ = load(options, source, reporter)
-    origin_record = origin(source, model, tau)
-    answer_identity = identity(source, loaded, f"{origin_record['tau']} lm-eval {version('lm-eval')}")
+    checkpoint = Checkpoint.load(options, source, tau, reporter)
+    identity = checkpoint.identity(f"{checkpoint.origin['tau']} lm-eval {version('lm-eval')}")
     num_tasks = sum(len(group.tasks) for group in suite)
     results: list[list[TaskResult]] = []
-    # Run every task, with hard gates
-    with hard(model, tau), reporter.bar("answering") as bar:
-        lm = CheckpointLM(*loaded)
+    with checkpoint.hard(), reporter.bar("answering") as bar:
+        lm = CheckpointLM(checkpoint.model, checkpoint.tokenizer)
         for group in suite:
             results.append([])
             for task in group.tasks:
-                num_done = sum(map(len, results))
-                lm.progress = part_of(bar, num_done, num_tasks, task.task_name)
+                lm.progress = part_of(bar, sum(map(len, results)), num_tasks, task.task_name)
                 results[-1].append(
-                    run_task(lm, task, samples, answer_identity, limit=options.limit, allow_code=options.allow_code)
+                    run_task(lm, task, samples, identity, limit=options.limit, allow_code=options.allow_code)
                 )
     num_reused = sum(result.was_kept for group_results in results for result in group_results)
     reporter.reused(num_reused, num_tasks, "tasks")
-    return results, origin_record
+    return results, checkpoint.origin
 
 
-def show(result: TasksResult) -> None:
+def show(result: SampledTable) -> None:
     """Print every task by metric, with the other checkpoint if there is one."""
     against = result.rows["against"].notna().any()
     pair_columns = ["against", "density %", "difference"] if against else []

@@ -78,18 +78,13 @@ class SelectedTasks:
 def load_suite(
     names: str, include: Sequence[str], data: Sequence[str], *, allow_code: bool, caution: Announce = silent
 ) -> list[SelectedTasks]:
-    """Load the tasks of ``names`` with their data.
+    """Load tasks, groups and tags by comma, or those of "paper", with their data.
 
-    Args:
-        names: comma-separated names of tasks, groups and tags, or "paper".
-        include: folders with YAML files of further tasks; later ones take precedence.
-        data: folders with copies of data sets by their ids, ``FOLDER/Rowan/hellaswag``.
-        allow_code: True if tasks may run code that a model writes, inside ``code_allowed``; otherwise the paper's tasks
-            that do so are left out.
-        caution: called with a message about tasks that were left out.
+    Folders of ``include`` have YAML files of further tasks, later ones take precedence; those of ``data`` have copies
+    of data sets by their ids, ``FOLDER/Rowan/hellaswag``. Unless ``allow_code``, the paper's tasks that run code which
+    a model writes are left out, which ``caution`` is told.
 
-    Raises:
-        UserError: if a folder, task or its data is missing, or a task runs code that is not allowed.
+    Raises ``UserError`` if a folder, task or its data is missing, or a task runs code that is not allowed.
     """
     for folder in [*include, *data]:
         if not Path(folder).is_dir():
@@ -166,8 +161,7 @@ def _known() -> Index:
 def _index(names: Iterable[str], include: Sequence[str]) -> Index:
     """Return an index that has all names; this package's and the user's tasks override lm-eval's.
 
-    Raises:
-        UserError: if a name is unknown.
+    Raises ``UserError`` if a name is unknown.
     """
     index: Index = TaskManager(include_path=[str(ASSETS), *include], include_defaults=False).task_index
     if not all(_is_whole(index, name) for name in names):

@@ -10,9 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV, check_layout_names
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.files import read_yaml
+from spkv_nas.base import files, schema
 from spkv_nas.base.names import MAX_CHARACTERS
-from spkv_nas.base.schema import merged, validate
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -40,13 +39,9 @@ class Row(BaseModel):
         return self
 
     def read_variant(self, folder: Path) -> Variant:
-        """Return the variant to train for this row.
+        """Return the variant to train for this row; the path of a layout file starts from ``folder``.
 
-        Args:
-            folder: folder that the path of a layout file starts from.
-
-        Raises:
-            UserError: the layout file cannot be read, or has a reserved name.
+        Raises ``UserError`` if the layout file cannot be read, or has a reserved name.
         """
         if self.layout is not None:
             layout = Layout.read(folder / self.layout)
@@ -67,7 +62,7 @@ class Ablations(BaseModel):
 
 @dataclass(frozen=True)
 class AblationPlan:
-    """Validated ablations file.
+    """Validated ablations file: the recipe and the variant of each row.
 
     Attributes:
         name: name of the ablations.
@@ -85,27 +80,22 @@ class AblationPlan:
 
     @classmethod
     def read(cls, path: Path, dtype: str | None = None) -> AblationPlan:
-        """Read and validate an ablations file.
+        """Read and validate an ablations file; ``dtype`` overrides the precision of the rows.
 
-        Args:
-            path: the file.
-            dtype: precision that overrides that of the rows.
-
-        Raises:
-            UserError: a row is invalid; the message names the row and the key.
+        Raises ``UserError`` if a row is invalid; the message names the row and the key.
         """
         # Base recipe, inline or from a file
-        file = validate(Ablations, read_yaml(path, "ablations"), f"ablations {path}")
+        file = schema.validate(Ablations, files.read_yaml(path, "ablations"), f"ablations {path}")
         base = path.parent
         if isinstance(file.recipe, str):
             base = (base / file.recipe).parent
-            common = read_yaml(path.parent / file.recipe, "recipe")
+            common = files.read_yaml(path.parent / file.recipe, "recipe")
         else:
             common = file.recipe
         # Recipe of each row
         recipes = {
             name: Recipe.parse(
-                merged(common, row.model_extra or {}), base, f"ablations {path}, row '{name}'"
+                schema.merged(common, row.model_extra or {}), base, f"ablations {path}, row '{name}'"
             ).with_precision(dtype)
             for name, row in file.rows.items()
         }

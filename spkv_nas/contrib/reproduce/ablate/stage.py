@@ -1,41 +1,127 @@
-"""Train the rows of an ablations file."""
+"""Train a list of overrides of one recipe from one dense checkpoint, and tabulate the results.
+
+The table follows the SP-KV paper's "Ablation Results" (appendix "Ablating design choices"): density, NLL, and their
+relative change from the first row, the baseline.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, print_path
+from spkv_nas.artifacts.comparison import DENSE
+from spkv_nas.base import console, distributed, records, replace, tables, version
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.contrib.reproduce.ablate import ablation
 from spkv_nas.contrib.reproduce.ablate.ablation_plan import AblationPlan
 from spkv_nas.contrib.reproduce.ablate.options import EMBEDDED_FILE, AblateOptions
+from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.dry_run import planner_options
-from spkv_nas.stages.printing import change
+from spkv_nas.stages import dry_run, printing
 from spkv_nas.stages.result import Result
+from spkv_nas.training import corpus, hybrids
+from spkv_nas.training.branches import Branch, BranchContext
+from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_plan import Plan, Planner, merge_plans
+from spkv_nas.training.variants import Variant
+
+COLUMNS = (
+    "name",
+    "density_percent",
+    "delta_density_percent",
+    "nll",
+    "delta_nll_percent",
+    "delta_nll_standard_error",
+    "steps",
+)
 
 
 @dataclass(frozen=True)
 class AblationResult:
-    """Name of the ablations file, the table of ``ablation``, and its folder."""
+    """Name of the ablations file, the table with columns ``COLUMNS``, and its folder."""
 
     name: str
     rows: pd.DataFrame
     folder: Path
 
 
+def run(options: AblateOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(ablate(options, reporter), show)
+
+
 def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResult:
-    """Train the rows of an ablations file, by default the embedded one, and write a table to ``reports/<name>/``."""
+    """Train every row of an ablations file, and write ``reports/<name>/ablations.csv`` after each.
+
+    All rows are validated before the first is trained. Finished rows are reused. Rows with ``trained: false`` are
+    measured on the dense checkpoint as it is. Raises ``UserError`` if a row is invalid, which names the row and the
+    key.
+    """
     quiet_transformers(reporter)
-    file, workspace = options.file or EMBEDDED_FILE, options.folders
-    name, rows = ablation.ablate(file, workspace, device=options.device, dtype=options.dtype, reporter=reporter)
-    return AblationResult(name, rows, workspace.report_dir(name))
+    # Validate all rows
+    workspace, device = options.folders, options.device
+    workspace.check_writable()
+    plan = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
+    recipes, variants = plan.recipes, plan.variants
+    for recipe in recipes.values():
+        corpus.join_processes(recipe, device)
+    # Train the rows, and write the table after each
+    runs, folder = workspace.run_dir(plan.name), workspace.report_dir(plan.name)
+    finished: dict[str, Branch] = {}
+    num_reused = 0
+    for number, (name, recipe) in enumerate(recipes.items(), 1):
+        context = BranchContext.prepare(recipe, plan.base, runs, device=device, reporter=reporter)
+        recipes[name] = context.recipe
+        if name in plan.untrained:
+            finished[name] = _as_it_is(context, variants[name])
+        else:
+            if context.is_trained(variants[name]):
+                num_reused += 1
+            else:
+                reporter.announce(f"{name} ({number} of {len(recipes)})")
+            finished[name] = context.train(variants[name])
+        rows = _table(finished, variants)
+        distributed.on_main(partial(_write, folder, rows, recipes))
+    reporter.reused(num_reused, len(recipes) - len(plan.untrained), "runs")
+    return AblationResult(plan.name, rows, folder)
+
+
+def _as_it_is(context: BranchContext, variant: Variant) -> Branch:
+    """Measure the dense checkpoint without training, with the variant's layout if it has one; call on all ranks."""
+    layouts = {} if variant.layout is None else {variant.name: variant.layout}
+    scores, *_ = hybrids.zero_shot_scores(context, layouts)
+    return Branch(context.dense, scores[variant.name if layouts else DENSE], density=None, steps=0)
+
+
+def _table(finished: Mapping[str, Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:
+    """Tabulate the finished rows and their changes from the first."""
+    rows: list[tuple[Any, ...]] = []
+    first_name, first = next(iter(finished.items()))
+    baseline = 100.0 * variants[first_name].density(first.density)
+    for name, branch in finished.items():
+        difference = paired_difference(branch.nll, first.nll)
+        percent = 100.0 * variants[name].density(branch.density)
+        density_change = 100.0 * (percent / baseline - 1.0) if baseline else float("nan")
+        nll = (branch.nll.mean, difference.percent, difference.standard_error)
+        rows.append((name, percent, density_change, *nll, branch.steps))
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def _write(folder: Path, rows: pd.DataFrame, recipes: Mapping[str, Recipe]) -> None:
+    """Write ``ablations.csv``, and ``ablations.yaml`` with the recipes and versions."""
+    content = {
+        "recipes": {name: recipe.model_dump(mode="json") for name, recipe in recipes.items()},
+        "environment": version.environment(),
+    }
+    with replace.replacing(folder) as new:
+        tables.write_csv(new / "ablations.csv", rows)
+        records.write_record(new / "ablations.yaml", content)
 
 
 def show(result: AblationResult) -> None:
@@ -43,28 +129,23 @@ def show(result: AblationResult) -> None:
     title = f"{escape(result.name)}: Δ relative to the first row"
     grid = Table("", "density %", "Δ density %", "NLL", "ΔNLL %", title=title)
     for row in result.rows.itertuples():
-        nll_change = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
+        nll_change = printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
         density_change = f"{row.delta_density_percent:+.1f}" if row.Index else "-"
         grid.add_row(escape(row.name), f"{row.density_percent:.1f}", density_change, f"{row.nll:.4f}", nll_change)
-    out.print(grid)
-    print_path("table", result.folder / "ablations.csv")
+    console.out.print(grid)
+    console.print_path("table", result.folder / "ablations.csv")
 
 
 def plan(options: AblateOptions, reporter: Reporter) -> Plan:
     """Plan every row of the ablations file."""
     ablations = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
     runs, first = options.folders.run_dir(ablations.name), next(iter(ablations.recipes.values()))
-    planner, plans = Planner(first, ablations.base, runs, **planner_options(options, reporter)), []
+    planner, plans = Planner(first, ablations.base, runs, **dry_run.planner_options(options, reporter)), []
     trained: set[Path] = set()
     for name, recipe in ablations.recipes.items():
         planner = planner.with_recipe(recipe)
         dense = [] if planner.dense_path in trained else planner.dense()  # a dense model that rows share counts once
         trained.add(planner.dense_path)
-        run = planner.heldout_pass if name in ablations.untrained else planner.branch
-        plans.append(planner.plan([*dense, run(name, ablations.variants[name])]))
+        measure = planner.heldout_pass if name in ablations.untrained else planner.branch
+        plans.append(planner.plan([*dense, measure(name, ablations.variants[name])]))
     return merge_plans(ablations.name, plans)
-
-
-def run(options: AblateOptions, reporter: Reporter) -> Result:
-    """Run the command."""
-    return Result(ablate(options, reporter), show)

@@ -24,18 +24,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.files import read_json, write_json
-from spkv_nas.base.manifest import check_manifest, is_complete
+from spkv_nas.base import files, manifest, replace, version
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.replace import new_folder
 from spkv_nas.base.tables import Column, read_table, write_csv
-from spkv_nas.base.version import environment
 from spkv_nas.contrib.defaults import PALINDROME_BATCH, PALINDROME_STEPS, PALINDROME_WINDOW
-from spkv_nas.contrib.reproduce.palindrome.measures import GateWatch, take_measures
-from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, Palindromes
-from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.checkpoint import save
-from spkv_nas.model.windows import apply_layout
+from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, GateWatch, Measures, Palindromes, take_measures
+from spkv_nas.model import attach, checkpoint, windows
 from spkv_nas.training.gates_config import GatesConfig
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.run_files import remove_checkpoints, run_lock
@@ -85,29 +79,11 @@ class PalindromeSettings:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
 
-@dataclass(frozen=True)
-class PalindromeRun:
-    """Results of a finished variant.
-
-    Attributes:
-        variant: one of ``VARIANTS``.
-        nll: nats per output token on held-out sequences, with soft gates.
-        hard_nll: the same with hard gates; None without gates.
-        mean_utility: mean utility over heads and tokens; None without gates.
-        density: density of hard gates, mean over heads and tokens; None without gates.
-        kept: density by kind of token; None without gates.
-        seconds: training time.
-        num_parameters: number of parameters.
-        hardware: device that trained the variant.
-        curve: training log with columns ``CURVE_COLUMNS``.
-    """
+@dataclass(frozen=True, kw_only=True)
+class PalindromeRun(Measures):
+    """Results of a finished variant, one of ``VARIANTS``, with its training time and its log of ``CURVE_COLUMNS``."""
 
     variant: str
-    nll: float
-    hard_nll: float | None
-    mean_utility: float | None
-    density: float | None
-    kept: dict[str, float] | None
     seconds: float
     num_parameters: int
     hardware: str
@@ -116,8 +92,8 @@ class PalindromeRun:
     @classmethod
     def read(cls, final: Path) -> PalindromeRun:
         """Read the results of ``train_variant``. Raises ``UserError`` if the folder is damaged."""
-        check_manifest(final)
-        record = read_json(final / "run.json", "run record")
+        manifest.check_manifest(final)
+        record = files.read_json(final / "run.json", "run record")
         fields = {key: record[key] for key in cls.__dataclass_fields__ if key != "curve"}
         curve = read_table(final / "curve.csv", "training curve", _CURVE)
         return cls(**fields, curve=curve.reset_index(drop=True))
@@ -126,20 +102,12 @@ class PalindromeRun:
 def compare(
     settings: PalindromeSettings, runs: Path, *, device: str = "cpu", reporter: Reporter = SILENT
 ) -> list[PalindromeRun]:
-    """Train every variant on the same sequences in the same order, reusing finished ones.
-
-    Args:
-        settings: settings of the comparison.
-        runs: folder of the variants' checkpoints.
-        device: device to train on.
-        reporter: receives a line for each run that starts, and its progress.
-    """
+    """Train every variant on the same sequences in the same order, reusing finished ones."""
     folders = {variant: variant_folder(settings, variant, runs) for variant in VARIANTS}
-    finished_variants = [variant for variant, folder in folders.items() if is_finished(folder)]
-    reporter.reused(len(finished_variants), len(VARIANTS), "runs")
+    reporter.reused(sum(map(is_finished, folders.values())), len(VARIANTS), "runs")
     finished = []
     for number, (variant, folder) in enumerate(folders.items(), 1):
-        if variant not in finished_variants:
+        if not is_finished(folder):
             reporter.announce(f"{variant} ({number} of {len(VARIANTS)})")
         finished.append(train_variant(settings, variant, folder, device=device, reporter=reporter))
     return finished
@@ -158,15 +126,7 @@ def train_variant(
     device: str = "cpu",
     reporter: Reporter = SILENT,
 ) -> PalindromeRun:
-    """Train and evaluate one of ``VARIANTS``; an interrupted run resumes, a finished one is read.
-
-    Args:
-        settings: settings of the comparison.
-        variant: one of ``VARIANTS``.
-        folder: folder of the run.
-        device: device to train on.
-        reporter: shows progress, and announces waiting for another process that trains the same run.
-    """
+    """Train and evaluate one of ``VARIANTS``; an interrupted run resumes, a finished one is read."""
     if not is_finished(folder):
         with run_lock(folder, reporter.announce):
             if not is_finished(folder):
@@ -177,7 +137,7 @@ def train_variant(
 
 def is_finished(folder: Path) -> bool:
     """Return True if a variant was trained and evaluated to the end."""
-    return is_complete(folder / "final", _FILES)
+    return manifest.is_complete(folder / "final", _FILES)
 
 
 def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str, reporter: Reporter) -> None:
@@ -212,13 +172,13 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
         "num_parameters": model.num_parameters(),
         "hardware": _hardware(device),
         "settings": asdict(settings),
-        "environment": environment(),
+        "environment": version.environment(),
     }
     # Write results and model
-    with new_folder(folder / "final") as new:
+    with replace.new_folder(folder / "final") as new:
         write_csv(new / "curve.csv", curve.assign(variant=variant).reindex(columns=list(CURVE_COLUMNS)))
-        write_json(new / "run.json", record)
-        save(model, None, new)
+        files.write_json(new / "run.json", record)
+        checkpoint.save(model, None, new)
 
 
 def new_model(settings: PalindromeSettings, variant: str) -> PreTrainedModel:
@@ -242,9 +202,11 @@ def new_model(settings: PalindromeSettings, variant: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Attention
     if variant == SLIDING_WINDOW:
-        apply_layout(model, Layout(("L" * settings.num_kv_heads,) * settings.num_layers, window=settings.window))
+        windows.apply_layout(
+            model, Layout(("L" * settings.num_kv_heads,) * settings.num_layers, window=settings.window)
+        )
     elif variant == SP_KV:
-        attach_gates(
+        attach.attach_gates(
             model, GateConfig(window=settings.window, bias=settings.bias, tau=settings.tau), seed=settings.seed
         )
     return model
@@ -270,7 +232,7 @@ class UtilityCallback(TrainerCallback):
 
 
 def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> TrainingArguments:
-    """Build the ``TrainingArguments`` of a variant's run."""
+    """Return the arguments of a variant's training."""
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=settings.steps,

@@ -1,4 +1,4 @@
-"""Dataset of the palindrome task: numbers, a long instruction, then the same numbers in reverse.
+"""Dataset of the palindrome task: numbers, a long instruction, then the same numbers in reverse; and its evaluation.
 
 SP-KV paper, appendix "Palindrome reversal with long instruction gap". A token is a two-digit number, a whitespace, a
 word of the instruction, or the start of the sequence:
@@ -12,12 +12,19 @@ reaches N ln(100) / (2N - 1) nats per output token: 2.34 for N = 32 numbers.
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.histogram import threshold_logit
+from spkv_nas.model import hooks, modes
 
 INSTRUCTION = (
     "now read the list of numbers above once more and write it down again in the opposite order so that the last "
@@ -52,8 +59,7 @@ class Palindromes(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return ``input_ids`` and ``labels``, int64 [T]; labels are -100 outside the output.
 
-        Raises:
-            IndexError: there is no such sequence.
+        Raises ``IndexError`` if there is no such sequence.
         """
         if not 0 <= index < self.num_sequences:
             raise IndexError(index)
@@ -92,3 +98,90 @@ def _spaced(values: np.ndarray) -> np.ndarray:
     spaced = np.full(2 * len(values) - 1, _ID[WHITESPACE])
     spaced[::2] = values
     return spaced
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Results of a model on the task: NLL in nats per output token; what is of gates is None if it has none.
+
+    Attributes:
+        nll: NLL with soft gates.
+        hard_nll: NLL with hard gates.
+        mean_utility: mean utility over heads and tokens.
+        density: density of hard gates, mean over heads and tokens.
+        kept: density by kind of token.
+    """
+
+    nll: float
+    hard_nll: float | None = None
+    mean_utility: float | None = None
+    density: float | None = None
+    kept: dict[str, float] | None = None
+
+
+def take_measures(
+    model: PreTrainedModel, sequences: Palindromes, tau: float = 0.5, *, batch_size: int = 64
+) -> Measures:
+    """Evaluate a model on ``sequences``, with soft gates and with hard gates at threshold ``tau``."""
+    watch = GateWatch(model, tau)
+    # Soft gates
+    watch.start()
+    nll = output_nll(model, sequences, batch_size)
+    if (soft := watch.stop()) is None:
+        return Measures(nll)
+    # Hard gates
+    watch.start()
+    with modes.gate_mode(model, "hard", tau):
+        hard_nll = output_nll(model, sequences, batch_size)
+    hard = watch.stop()
+    assert hard is not None
+    utility, density, kinds = soft[0], hard[1], np.array(sequences.kinds)
+    kept = {kind: float(density[kinds == kind].mean()) for kind in KINDS}
+    return Measures(nll, hard_nll, float(utility.mean()), float(density.mean()), kept)
+
+
+@torch.inference_mode()
+def output_nll(model: PreTrainedModel, sequences: Palindromes, batch_size: int) -> float:
+    """Compute nats per output token in evaluation mode, in the current gate mode."""
+    total = 0.0
+    with modes.evaluation_mode(model):
+        for start in range(0, len(sequences), batch_size):
+            rows = [sequences[index] for index in range(start, min(start + batch_size, len(sequences)))]
+            tokens = torch.stack([row["input_ids"] for row in rows]).to(model.device)
+            logits = model(input_ids=tokens, use_cache=False).logits[:, -sequences.num_outputs - 1 : -1]
+            targets = tokens[:, -sequences.num_outputs :].flatten()
+            total += float(F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum"))
+    return total / (len(sequences) * sequences.num_outputs)
+
+
+class GateWatch:
+    """Recorder of mean utility and density (``u >= tau``) of all gates by position, between ``start`` and ``stop``."""
+
+    def __init__(self, model: nn.Module, tau: float = 0.5) -> None:
+        """Record the gates of ``model``, with density at threshold ``tau``."""
+        self._model = model
+        self._threshold_logit = threshold_logit(tau)
+        self._hooks = ExitStack()
+        self._sums: list[Tensor] = []  # [2, T] sums over heads and sequences, by forward pass and layer
+        self._num_rows = 0
+
+    def start(self) -> None:
+        """Start recording, and discard what was recorded before."""
+        self.stop()
+        self._hooks = hooks.watch_logits(self._model, self._add)
+
+    def _add(self, _layer: int, logits: Tensor) -> None:
+        """Add the utility logits [B, H, T] of one layer."""
+        logits = logits.detach().flatten(0, 1)  # [B * H, T]
+        self._sums.append(torch.stack([torch.sigmoid(logits).sum(0), (logits >= self._threshold_logit).float().sum(0)]))
+        self._num_rows += len(logits)
+
+    def stop(self) -> NDArray[np.float64] | None:
+        """Stop, and return mean utility and density by position [2, T]; None if no gate ran.
+
+        The means are over layers, heads and sequences.
+        """
+        self._hooks.close()
+        means = torch.stack(self._sums).double().sum(0).cpu().numpy() / self._num_rows if self._sums else None
+        self._sums, self._num_rows = [], 0
+        return means

@@ -21,12 +21,10 @@ import pandas as pd
 import scipy  # imports its subpackages on first use
 from numpy.typing import ArrayLike, NDArray
 
+from spkv_nas.base import records, replace, version
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SHOWN
-from spkv_nas.base.records import write_record
-from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import Column, read_table
-from spkv_nas.base.version import environment
 
 _RUNS = (
     Column("name", default=""),
@@ -120,9 +118,8 @@ class ScalingLaw:
 def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     """Fit the law to runs of ``compute`` FLOPs and ``nll``, both [n], by least squares.
 
-    Raises:
-        UserError: there are fewer than 3 different computes, or the runs do not follow such a law: the NLL does not
-            fall, or falls along or below a straight line in log compute, so that L_inf cannot be estimated.
+    Raises ``UserError`` if there are fewer than 3 different computes, or the runs do not follow such a law: the NLL
+    does not fall, or falls along or below a straight line in log compute, so that L_inf cannot be estimated.
     """
     flops, loss = np.asarray(compute, dtype=np.float64), np.asarray(nll, dtype=np.float64)
     if len(np.unique(flops)) < 3:
@@ -159,11 +156,7 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
 
 
 def leave_last_out(compute: ArrayLike, nll: ArrayLike) -> float:
-    """Predict the NLL at the largest compute from the runs below it.
-
-    Raises:
-        UserError: as ``fit``.
-    """
+    """Predict the NLL at the largest compute from the runs below it. Raises ``UserError`` as ``fit``."""
     flops, loss = np.asarray(compute, dtype=np.float64), np.asarray(nll, dtype=np.float64)
     below = flops < flops.max()
     return float(fit(flops[below], loss[below])(flops.max()))
@@ -173,14 +166,9 @@ def read_runs(path: Path) -> pd.DataFrame:
     """Read runs from a CSV file with ``train_flops`` and ``nll``, and optionally ``name``, ``variant``, ``held_out``.
 
     Runs without names are numbered by row. Each variant is a ladder of its own (default ``""``). Held-out runs (1, else
-    0) are predicted but not fitted. Other columns are ignored.
+    0) are predicted but not fitted. Variants are as in the file, then sorted by compute.
 
-    Returns:
-        Columns name, variant, train_flops, nll, held_out; variants as in the file, then sorted by compute.
-
-    Raises:
-        UserError: the file is invalid, naming line and column: it cannot be read, lacks a column, or has a value that
-            is not a positive number.
+    Raises ``UserError``, which names line and column, if a column is missing or a value is not a positive number.
     """
     runs = read_table(path, "runs", _RUNS, others=True)
     if (runs["name"] == "").all():
@@ -197,8 +185,7 @@ def read_runs(path: Path) -> pd.DataFrame:
 def fit_runs(runs: pd.DataFrame) -> dict[str, ScalingLaw]:
     """Fit the law of each variant of ``read_runs``.
 
-    Raises:
-        UserError: a variant has too few runs or does not follow the law.
+    Raises ``UserError`` if a variant has too few runs or does not follow the law.
     """
     laws = {}
     for variant, rows in runs.groupby("variant", sort=False):
@@ -231,8 +218,10 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
 
 def write_laws(folder: Path, laws: list[dict[str, Any]], source: str) -> None:
     """Write ``scaling.yaml`` from ``describe_laws``; ``source`` names the origin of the runs."""
-    with replacing(folder) as new:
-        write_record(new / "scaling.yaml", {"source": source, "fits": laws, "environment": environment()})
+    with replace.replacing(folder) as new:
+        records.write_record(
+            new / "scaling.yaml", {"source": source, "fits": laws, "environment": version.environment()}
+        )
 
 
 def _describe(variant: str, law: ScalingLaw, rows: pd.DataFrame) -> dict[str, Any]:

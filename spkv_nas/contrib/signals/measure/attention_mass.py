@@ -40,20 +40,8 @@ def attention_mass(
 ) -> HeadScores:
     """Measure the attention mass of every KV head by domain, over all queries that have keys outside the window.
 
-    Must be called on all ranks.
-
-    Args:
-        model: any supported decoder.
-        blocks: held-out text.
-        window: w, number of recent keys a local head sees, including the query's own key.
-        sinks: number of keys at the start of each block to exclude.
-        batch_size: blocks per forward pass.
-        name: name of the table.
-        metadata: provenance of the model and the text.
-        progress: called with (blocks done, total) of this rank.
-
-    Raises:
-        UserError: the model cannot be hooked.
+    The window includes the query's own key. ``sinks`` keys at the start of each block are excluded. Must be called on
+    all ranks. Raises ``UserError`` if the model cannot be hooked.
     """
     with full_attention(model) as states:
         collected = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)

@@ -5,8 +5,7 @@
 ``add-one-head`` measures a head when all others are local and ``leave-one-out`` when all others are global; here, the
 others are global as often as the budget allows, so that interactions are averaged in. Random layouts are scored without
 training (``evaluation.zero_shot``). Ridge regression on their global-head masks gives the gains, with the
-penalty chosen by leave-one-out cross-validation. Cached scores for the same model, text, window and budget, such as
-those of a search, are used too.
+penalty chosen by leave-one-out cross-validation.
 
 All layouts have the same number of global heads, so only differences between heads are identified: the least useful
 head gets gain 0. Standard errors combine the sampling error over documents with the error of the fit; errors of
@@ -29,12 +28,11 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import GAIN, NATS
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import candidate_layers
-from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.contrib.defaults import REGRESSION_LAYOUTS
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
+from spkv_nas.evaluation.zero_shot import Work, zero_shot
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadMeans, domain_means, signal_table
 from spkv_nas.proposal.budget import parse_budget
@@ -63,19 +61,9 @@ def regression(
 ) -> HeadScores:
     """Estimate the gain of every KV head over layouts of a budget, by domain; the model is restored afterwards.
 
-    Args:
-        model: any supported decoder.
-        blocks: held-out text.
-        window: number of recent keys a local head sees, including the query's own key.
-        sinks: number of first tokens a local head sees as well.
-        budget: number of global heads per layout, or a share such as "25%"; defaults to the paper's share.
-        num_layouts: number of random layouts to score; cached ones are used in addition.
-        seed: seed of the random layouts.
-        batch_size: blocks per forward pass.
-        cache: folder of finished scores of this model on this text (``cache_folder``), read and added to.
-        name: name of the table.
-        metadata: provenance of the model and the text.
-        progress: called with (blocks done, total) of this rank, over all layouts.
+    ``num_layouts`` random layouts are scored, with ``sinks`` tokens that local heads see besides their window, the
+    query's own key included. ``budget`` is their number of global heads, or a share such as "25%"; by default the
+    paper's. ``cache`` is a folder of finished scores of this model on this text (``cache_folder``), read and added to.
 
     Raises:
         UserError: there are too few layouts, or an NLL is not finite.
@@ -85,13 +73,10 @@ def regression(
     """
     with full_attention(model) as states:
         grid, layers = (len(states), states[0].num_kv_heads), candidate_layers(states)
-    # Draw layouts and add cached ones
+    # Draw layouts and score them
     num_global = parse_budget(budget, len(layers) * grid[1])
-    earlier = on_main(lambda: [] if cache is None else kept_layouts(cache))
     all_local = Layout.from_mask(np.zeros(grid, dtype=np.bool_), window=window, sinks=sinks)
-    layouts = _layouts(all_local, layers, num_global, num_layouts, seed, earlier)
-
-    # Score the layouts and fit the gains
+    layouts = _layouts(all_local, layers, num_global, num_layouts, seed)
     work = Work()
     scoring: Any = {"batch_size": batch_size, "cache": cache, "reporter": Reporter.of(progress), "work": work}
     scores = zero_shot(model, layouts, blocks, **scoring)
@@ -107,34 +92,20 @@ def regression(
     return signal_table("regression", gains, window, kind=GAIN, unit=NATS, **facts)
 
 
-def _layouts(
-    like: Layout, layers: list[int], num_global: int, number: int, seed: int, earlier: list[Layout]
-) -> list[Layout]:
-    """Draw ``number`` random layouts ``like`` one, and add those of ``earlier`` with the same grid, budget and reach.
+def _layouts(like: Layout, layers: list[int], num_global: int, number: int, seed: int) -> list[Layout]:
+    """Draw ``number`` random layouts ``like`` one, with ``num_global`` of the heads of ``layers`` global.
 
-    Global heads are drawn from ``layers``, those that are not local by design.
-
-    Raises:
-        UserError: there are too few distinct layouts.
+    Raises ``UserError`` if there are too few distinct ones.
     """
-    grid, window, sinks = like.grid, like.window, like.sinks
-    # Draw masks with ``num_global`` of the heads that can be global
-    order = np.random.default_rng(seed).random((number, len(layers) * grid[1])).argsort(1)
-    masks = np.zeros((number, *grid), dtype=np.bool_)
-    masks[:, layers] = (order < num_global).reshape(number, -1, grid[1])
-    drawn = [Layout.from_mask(mask, window=window, sinks=sinks) for mask in masks]
-    # Add earlier layouts of the same size
-    sizes = (grid, num_global, window, sinks)
-    matching = [
-        x
-        for x in earlier
-        if (x.grid, x.num_global, x.window, x.sinks) == sizes and x.global_mask[layers].sum() == num_global
-    ]
-    layouts = list(dict.fromkeys([*drawn, *matching]))
+    (num_layers, num_kv_heads), number_of_heads = like.grid, len(layers) * like.grid[1]
+    order = np.random.default_rng(seed).random((number, number_of_heads)).argsort(1)
+    masks = np.zeros((number, num_layers, num_kv_heads), dtype=np.bool_)
+    masks[:, layers] = (order < num_global).reshape(number, -1, num_kv_heads)
+    layouts = list(dict.fromkeys(Layout.from_mask(mask, window=like.window, sinks=like.sinks) for mask in masks))
     if len(layouts) < _MIN_LAYOUTS:
         raise UserError(
             f"a regression needs at least {_MIN_LAYOUTS} distinct layouts; found {len(layouts)} with {num_global} of "
-            f"{len(layers) * grid[1]} heads global: give another --budget or a larger --num-layouts"
+            f"{number_of_heads} heads global: give another --budget or a larger --num-layouts"
         )
     return layouts
 

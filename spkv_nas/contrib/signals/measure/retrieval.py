@@ -15,8 +15,9 @@ that any language model can copy it without instructions. There are three differ
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model import model_shape, windows
 from spkv_nas.model.attention import LayerState
-from spkv_nas.model.model_shape import config_shape
-from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
 _MIN_ACCURACY = 0.1  # share of needle tokens predicted below which to warn
@@ -57,17 +57,8 @@ def retrieval(
 ) -> HeadScores:
     """Measure the retrieval score of every KV head by domain, with one needle per block; must be called on all ranks.
 
-    Args:
-        model: any supported decoder with an LM head.
-        blocks: text around the needles.
-        window: number of recent keys a local head sees; the token to copy always lies outside.
-        sinks: number of first tokens a local head sees as well; no needle is among them.
-        needle_length: m, tokens per needle, of which m - 1 are to be predicted.
-        batch_size: blocks per forward pass.
-        seed: seed of the needles and their depths.
-        name: name of the table.
-        metadata: provenance of the model and the text.
-        progress: called with (blocks done, total) of this rank.
+    A needle has ``needle_length`` tokens m, of which m - 1 are to be predicted; the token to copy lies outside the
+    window, and no needle is among the first ``sinks`` tokens. ``seed`` draws needles and depths.
 
     Raises:
         UserError: the blocks are too short for needle, window and repetition, or the model cannot be hooked.
@@ -76,96 +67,75 @@ def retrieval(
         UserWarning: the model hardly copies.
     """
     # Insert a needle into every block
-    tokens, depth = needles(blocks, window, needle_length, seed, sinks)
-    rows = _Rows(tokens)
-    length = blocks.block_size
-    query_positions = slice(length - needle_length, length - 1)  # the last token has no successor to copy
+    hidden = needles(blocks, window, needle_length, seed, sinks)
+    queries = slice(blocks.block_size - needle_length, blocks.block_size - 1)  # the last token has no next one to copy
+    num_correct = np.zeros(1, dtype=np.int64)
 
     # Measure attention on the needles
-    with full_attention(model) as states:
-        run = partial(_run, model, states, rows, depth, query_positions)
-        collected = HeadSums(blocks, len(states), config_shape(model.config).num_heads, model.device)
-        num_correct = _collect(run, collected, blocks, query_positions, batch_size, model.device, progress)
+    with windows.full_attention(model) as states:
+        collected = HeadSums(blocks, len(states), model_shape.config_shape(model.config).num_heads, model.device)
+
+        def run(start: int, text: Tensor) -> tuple[list[Tensor], int]:
+            tokens, depth = (torch.from_numpy(x).to(model.device) for x in hidden.rows(start, len(text)))
+            return _read(model, states, tokens, depth, queries)
+
+        def add(start: int, result: tuple[list[Tensor], int]) -> None:
+            collected.add(start, result[0], queries)
+            num_correct[0] += result[1]
+
+        run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()
 
     # Build the table
     sums = _best_of_group(collected.sums.cpu().numpy(), states[0].num_kv_heads)
     accuracy = _accuracy(num_correct, blocks.num_blocks * (needle_length - 1))
     options = {"needle_length": needle_length, "seed": seed, "copy_accuracy": round(accuracy, 4)}
-    table_metadata, size = {**(metadata or {}), **options}, blocks.tokens.size
-    means = collected.means(sums)
-    return signal_table(
-        "retrieval", means, window, unit=ATTENTION_UNIT, passes=1.0, tokens=size, name=name, metadata=table_metadata
-    )
+    facts: Any = {
+        "passes": 1.0,
+        "tokens": blocks.tokens.size,
+        "name": name,
+        "metadata": {**(metadata or {}), **options},
+    }
+    return signal_table("retrieval", collected.means(sums), window, unit=ATTENTION_UNIT, **facts)
 
 
-def _collect(
-    run: Callable[[int, Tensor], tuple[list[Tensor], int]],
-    collected: HeadSums,
-    blocks: TokenBlocks,
-    query_positions: slice,
-    batch_size: int,
-    device: torch.device,
-    progress: Progress | None,
-) -> NDArray[np.int64]:
-    """Add the scores of this rank's batches to ``collected``, and return the number of tokens predicted, int64 [1]."""
-    num_correct = np.zeros(1, dtype=np.int64)
-
-    def add(start: int, result: tuple[list[Tensor], int]) -> None:
-        scores, correct = result
-        num_correct[0] += correct
-        collected.add(start, scores, query_positions)
-
-    run_own_batches(run, add, blocks, batch_size, device, progress)
-    return num_correct
-
-
-def _run(
-    model: PreTrainedModel,
-    states: Sequence[LayerState],
-    rows: _Rows,
-    depth: NDArray[np.int64],
-    query_positions: slice,
-    start: int,
-    text: Tensor,
+def _read(
+    model: PreTrainedModel, states: Sequence[LayerState], tokens: Tensor, depth: Tensor, queries: slice
 ) -> tuple[list[Tensor], int]:
-    """Run the rows of a batch of blocks, whose ``text`` [B, T] gives only their number.
-
-    Returns:
-        (scores by layer [B, Hq, m - 1], number of needle tokens predicted).
-    """
-    batch = torch.from_numpy(np.stack(rows.take(start, len(text)))).to(model.device)
-    source = torch.from_numpy(depth[start : start + len(text)]).to(model.device)
-    # Attention on the needles
-    scores: list[Tensor] = []  # [B, Hq, m - 1] by layer
+    """Return (scores [B, Hq, m - 1] by layer, number of needle tokens predicted) of blocks ``tokens`` [B, T]."""
+    scores: list[Tensor] = []
     for state in states:
-        state.observer = _observer(scores, state, source, query_positions)
-    hidden = model.get_decoder()(input_ids=batch, use_cache=False).last_hidden_state[:, query_positions]
-    # Predictions of the needles' tokens
-    predicted = model.get_output_embeddings()(hidden).argmax(-1).to(batch.device)
-    return scores, int((predicted == batch[:, query_positions.start + 1 :]).sum())
+        state.observer = _observer(scores, state, depth, queries)
+    last = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state[:, queries]
+    predicted = model.get_output_embeddings()(last).argmax(-1).to(tokens.device)
+    return scores, int((predicted == tokens[:, queries.start + 1 :]).sum())
 
 
-def needles(
-    blocks: TokenBlocks, window: int, needle_length: int, seed: int, sinks: int = 0
-) -> tuple[Iterator[NDArray[np.int64]], NDArray[np.int64]]:
-    """Insert a needle into each block of text at a random depth and again at the end.
+@dataclass(frozen=True)
+class Needles:
+    """Needles ``tokens`` int64 [N, m] that are hidden in N blocks of text at positions ``depth`` int64 [N]."""
+
+    blocks: TokenBlocks
+    tokens: NDArray[np.int64]
+    depth: NDArray[np.int64]
+
+    def rows(self, start: int, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (blocks [number, T] from ``start`` on, with a needle inside and again at the end; its positions)."""
+        part = slice(start, start + number)
+        text_length = self.blocks.block_size - 2 * self.tokens.shape[1]
+        rows = [
+            np.concatenate([text[:at], needle, text[at:text_length], needle]).astype(np.int64)
+            for text, needle, at in zip(self.blocks.tokens[part], self.tokens[part], self.depth[part], strict=True)
+        ]
+        return np.stack(rows), self.depth[part]
+
+
+def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sinks: int = 0) -> Needles:
+    """Draw a needle for each block of text, at a random depth.
 
     A needle's tokens are drawn from the tokens of the text, without repetition and without those that begin every
-    block, which also stay first.
-
-    Args:
-        blocks: N blocks of T tokens.
-        window: number of recent keys a local head sees; the token to copy always lies outside.
-        needle_length: tokens per needle.
-        seed: seed of the needles and their depths.
-        sinks: number of first tokens that a local head sees as well, which needles leave as they are.
-
-    Returns:
-        (iterator over N rows int64 [T], int64 [N] position of each row's first needle).
-
-    Raises:
-        UserError: the blocks are too short, or have too few distinct tokens.
+    block, which also stay first, as do ``sinks`` tokens. Raises ``UserError`` if the blocks are too short, or have too
+    few distinct tokens.
     """
     # Collect the distinct tokens of the text, without loading memory-mapped blocks all at once
     parts = (blocks.tokens[start : start + _READ_BLOCKS] for start in range(0, blocks.num_blocks, _READ_BLOCKS))
@@ -181,14 +151,8 @@ def needles(
             "give a smaller --window, or a larger --block-size"
         )
     depth = rng.integers(first, deepest + 1, size=blocks.num_blocks)
-
-    def rows() -> Iterator[NDArray[np.int64]]:
-        text_length = length - 2 * needle_length
-        for text, at in zip(blocks.tokens, depth, strict=True):
-            needle = rng.choice(vocabulary, needle_length, replace=False)
-            yield np.concatenate([text[:at], needle, text[at:text_length], needle]).astype(np.int64)
-
-    return rows(), depth
+    tokens = [rng.choice(vocabulary, needle_length, replace=False) for _ in range(blocks.num_blocks)]
+    return Needles(blocks, np.stack(tokens).astype(np.int64), depth)
 
 
 def _accuracy(num_correct: NDArray[np.int64], num_tokens: int) -> float:
@@ -203,35 +167,8 @@ def _accuracy(num_correct: NDArray[np.int64], num_tokens: int) -> float:
     return accuracy
 
 
-class _Rows:
-    """Random access, by ascending index, to rows that are generated one after the other."""
-
-    def __init__(self, rows: Iterator[NDArray[np.int64]]) -> None:
-        """Read rows from the iterator as they are needed."""
-        self._rest = enumerate(rows)
-        self._drawn: dict[int, NDArray[np.int64]] = {}
-
-    def take(self, start: int, number: int) -> list[NDArray[np.int64]]:
-        """Return ``number`` rows from index ``start``, and drop the earlier ones."""
-        for index in [index for index in self._drawn if index < start]:
-            del self._drawn[index]
-        indices = range(start, start + number)
-        while indices[-1] not in self._drawn:
-            index, row = next(self._rest)
-            if index >= start:
-                self._drawn[index] = row
-        return [self._drawn[index] for index in indices]
-
-
 def _observer(scores: list[Tensor], state: LayerState, source: Tensor, query_positions: slice) -> Any:
-    """Return an attention observer that appends one layer's scores [B, Hq, m - 1] to ``scores``.
-
-    Args:
-        scores: list to append to.
-        state: the layer.
-        source: int64 [B], position of each row's first needle.
-        query_positions: positions of the m - 1 queries.
-    """
+    """Return an observer that appends the scores [B, Hq, m - 1] of a layer; needles begin at ``source``, int64 [B]."""
 
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
         # Compute the attention of the queries in the copy
