@@ -35,11 +35,11 @@ from spkv_nas.training.variants import Variant
 VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe that differ
     "dense": {},
     "hybrid": {"variant": Variant.hybrid(Layout(("G", "L"), window=8))},
-    "sp-kv": {"evaluation": {"batch_size": 3, "every": 4, "max_tokens": 500}},
+    "sp-kv": {"evaluation": {"batch_size": 3}},
     "target": {"gates": {"target_density": 0.3, "anneal_steps": 2, "soft_fraction": 0.5}},
     "frozen-model": {"gates": {"training": "frozen-model"}},
     "frozen-gates": {"gates": {"soft_fraction": 0.0}},
-    "one-layer": {"gates": {"layers": [1], "predictor": "bidirectional", "kernel_size": 5, "sinks": 2}},
+    "one-layer": {"gates": {"heads": ["G", "S"], "predictor": "bidirectional", "kernel_size": 5, "sinks": 2}},
     "sampled": {"gates": {"mode": "sampled"}},
     "adapters": {"lora": {"rank": 2}, "gradient_checkpointing": True},
     "distilled": {

@@ -19,10 +19,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
+from spkv_nas.artifacts import grid, local_layers
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
-from spkv_nas.artifacts.grid import check_grid
-from spkv_nas.artifacts.local_layers import layout_window, mark_local_layers
 from spkv_nas.base.errors import UserError
+from spkv_nas.model import config_section, modes
 from spkv_nas.model.attention import (
     GLOBAL_WINDOW,
     GateSettings,
@@ -36,11 +36,9 @@ from spkv_nas.model.attention import (
     uninstall,
 )
 from spkv_nas.model.attention_calls import PACKED, AttentionCall, watch_calls
-from spkv_nas.model.config_section import remove_section, restore_section, write_section
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
 from spkv_nas.model.generation_cache import NOT_ASSISTED, SPKVCache
 from spkv_nas.model.learned_sinks import layer_learned_sinks
-from spkv_nas.model.modes import evaluation_mode
 
 # Types of layers whose attention is computed (a chunked mask is refused as such), and those without attention
 _WITH_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
@@ -86,7 +84,7 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
             if row is not None:
                 device = next(layer.parameters()).device  # layers may be on different devices
                 install_gates(layer, row, config, model.config.get_text_config().hidden_size, device)
-    write_section(model, config)
+    config_section.write_section(model, config)
     dry_run(model)
 
 
@@ -102,7 +100,7 @@ def detach(model: PreTrainedModel) -> None:
         model.set_attn_implementation(attn_implementation or "sdpa")
         model.config.get_text_config().use_cache = use_cache
         del model._prepare_cache_for_generation, model._spkv_before
-    remove_section(model)
+    config_section.remove_section(model)
 
 
 @contextmanager
@@ -131,7 +129,7 @@ def restored(model: PreTrainedModel) -> Iterator[None]:
             model.set_attn_implementation("spkv")
             prepare(model, attn_implementation, use_cache)
         if section is not None:
-            restore_section(model, section)
+            config_section.restore_section(model, section)
 
 
 @contextmanager
@@ -171,14 +169,15 @@ def install_gates(
         layer.utility_predictor = UtilityPredictor(model_size, row, config).to(device)
     else:
         layer.utility_predictor = FixedGates(row)
-        state.windows = tuple(layout_window(state, config.window, is_global=letter == GLOBAL) for letter in row)
+        state.windows = tuple(
+            local_layers.layout_window(state, config.window, is_global=letter == GLOBAL) for letter in row
+        )
 
 
 def hook_layers(model: PreTrainedModel) -> None:
     """Switch ``model`` to ``spkv`` and hook its attention layers; do nothing if it is already hooked.
 
-    Raises:
-        UserError: the model cannot be hooked (see ``attention.py``).
+    Raises ``UserError``: the model cannot be hooked (see ``attention.py``).
     """
     if attention_layers(model):
         return
@@ -196,7 +195,7 @@ def hook_layers(model: PreTrainedModel) -> None:
     settings = GateSettings()
     for call in calls:
         install(call.module, LayerState(call.num_kv_heads, call.native_window, settings))
-    mark_local_layers([layer_state(call.module) for call in calls])
+    local_layers.mark_local_layers([layer_state(call.module) for call in calls])
     prepare(model, before)
 
 
@@ -301,7 +300,7 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
     # Run the model
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
-        with evaluation_mode(model), watch_calls() as recording:
+        with modes.evaluation_mode(model), watch_calls() as recording:
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     except UserError:
         raise
@@ -358,7 +357,7 @@ def check_hooks(calls: list[AttentionCall], what: str) -> None:
 def check_heads(what: str, rows: list[int], num_kv_heads: list[int]) -> None:
     """Raise ``UserError`` unless ``what``, with ``rows`` KV heads by layer, fits a model with ``num_kv_heads``."""
     if len(set(rows)) == 1 and len(set(num_kv_heads)) == 1:
-        check_grid(what, (len(rows), rows[0]), "the model", (len(num_kv_heads), num_kv_heads[0]))
+        grid.check_grid(what, (len(rows), rows[0]), "the model", (len(num_kv_heads), num_kv_heads[0]))
     elif rows != num_kv_heads:
         row_counts, model_counts = (", ".join(map(str, heads)) for heads in (rows, num_kv_heads))
         raise UserError(f"{what} is for layers of {row_counts} KV heads, the model's layers have {model_counts}")

@@ -21,16 +21,9 @@ from spkv_kernels import attention
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from spkv_nas.artifacts.gate_config import LOCAL
-from spkv_nas.artifacts.local_layers import takes_sinks
+from spkv_nas.artifacts import gate_config, local_layers
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attention_calls import (
-    padding_mask,
-    record_call,
-    refuse_keywords,
-    refuse_tensors,
-    requested_window,
-)
+from spkv_nas.model import attention_calls
 from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, priced
 from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
 
@@ -113,7 +106,7 @@ class LayerState:
         Heads with the window of the checkpoint get no sink tokens (``takes_sinks``). Learned sinks cease to act.
         """
         self.windows, self.learned_sinks = windows, False
-        self.sinks = tuple(sinks if takes_sinks(self, window) else 0 for window in windows)
+        self.sinks = tuple(sinks if local_layers.takes_sinks(self, window) else 0 for window in windows)
 
     def head_windows(self, *, gated: bool) -> tuple[int, ...]:
         """Return the window of each KV head: how many recent keys it always sees.
@@ -152,7 +145,7 @@ class LayerState:
     def _layout_sinks(self) -> tuple[int, ...]:
         """Return the sink tokens of each KV head whose window a layout limits; empty where gates decide."""
         pairs = zip(self.sinks, self.windows or (), strict=False)
-        return tuple(sinks if takes_sinks(self, window) else 0 for sinks, window in pairs)
+        return tuple(sinks if local_layers.takes_sinks(self, window) else 0 for sinks, window in pairs)
 
     def _by_head(self, values: tuple[int, ...], device: torch.device) -> int | tuple[int, ...] | Tensor:
         """Return one int if all KV heads have the same, else ``values``, on a GPU as a tensor; 0 if there are none."""
@@ -229,7 +222,7 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if cache is not None:
         extra["spkv_cache"] = _cache_layer(cache, layer)
     # Compute the gate; in open mode it only closes local heads
-    if predictor is not None and (settings.mode != "open" or LOCAL in predictor.row):
+    if predictor is not None and (settings.mode != "open" or gate_config.LOCAL in predictor.row):
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         # With a cache, token 0 need not be the first of the text
         logits = predictor(hidden_states, sinks=cache is None)
@@ -275,10 +268,10 @@ def _attention_function(
     padding; None: no padding), returns [B, T, Hq, D].
     """
     # Record and check the call
-    record_call(module, key, requested_window(kwargs))
+    attention_calls.record_call(module, key, attention_calls.requested_window(kwargs))
     cache = kwargs.get("spkv_cache")
-    refuse_keywords(module, kwargs)
-    refuse_tensors(query, key, value, attention_mask, dropout, cache)
+    attention_calls.refuse_keywords(module, kwargs)
+    attention_calls.refuse_tensors(query, key, value, attention_mask, dropout, cache)
     state = _call_state(key.shape[1], kwargs)
     gate = kwargs.get("spkv_gate")
     sink_logits = chosen_sink_logits(kwargs.get("s_aux"), kwargs.get("spkv_sink_logits"))
@@ -321,7 +314,7 @@ def _attention_function(
 
 def _call_state(num_kv_heads: int, kwargs: dict[str, Any]) -> LayerState:
     """Return the state of the calling layer. Raises ``UserError`` if the layer's sliding window is another one now."""
-    window = requested_window(kwargs)
+    window = attention_calls.requested_window(kwargs)
     state: LayerState = kwargs.get("spkv_state") or LayerState(num_kv_heads, window)
     if state.requested_window != window:
         raise UserError(
@@ -341,4 +334,4 @@ def refuse_learned_sinks(sink_logits: Tensor | None) -> None:
 
 
 AttentionInterface.register("spkv", _attention_function)
-AttentionMaskInterface.register("spkv", padding_mask)
+AttentionMaskInterface.register("spkv", attention_calls.padding_mask)

@@ -23,18 +23,20 @@ from transformers import (
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize, Shape
+from spkv_nas.base import manifest, memory
 from spkv_nas.base.device import check_dtype, choose_dtype, named_dtype
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath, read_json
-from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
-from spkv_nas.base.memory import require
-from spkv_nas.model.config_limits import check_counts
-from spkv_nas.model.config_section import saved_gates, saved_layers
-from spkv_nas.model.custom_model_type import native_class
+from spkv_nas.model import (
+    config_limits,
+    config_section,
+    custom_model_type,
+    learned_sinks,
+    model_shape,
+    restore,
+    wrappers,
+)
 from spkv_nas.model.device_map import dispatch
-from spkv_nas.model.learned_sinks import added_parameters
-from spkv_nas.model.model_shape import check_size, config_size
-from spkv_nas.model.restore import check_attention, restoring_class
 from spkv_nas.model.source import (
     at_revision,
     commit_of,
@@ -55,7 +57,6 @@ from spkv_nas.model.weight_files import (
     stored_names,
 )
 from spkv_nas.model.weights import check_loaded, check_room, quiet_report
-from spkv_nas.model.wrappers import check_no_adapter
 
 _TOKENIZER_FILES = (  # every kind of tokenizer has at least one of them
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -78,9 +79,9 @@ def save(
     nothing.
     """
     folder = Path(folder)
-    check_no_adapter(model)
+    wrappers.check_no_adapter(model)
     save_files(model, tokenizer, folder, weights)
-    write_manifest(folder)
+    manifest.write_manifest(folder)
 
 
 def save_files(
@@ -93,11 +94,9 @@ def save_files(
     """Write weights (safetensors), config with its ``spkv`` section, and tokenizer to ``folder``.
 
     Tensors are written from where they are, memory-mapped files included, without a second copy. ``weights`` are the
-    gathered ones of a sharded model. No file holds more than ``shard_bytes``. Configs of processors and licences of
-    the folder that the model was loaded from are carried over.
-
-    Raises:
-        UserError: the disk is full, the folder cannot be written, or transformers refuses to save the model.
+    gathered ones of a sharded model. No file holds more than ``shard_bytes``. Configs of processors and licences of the
+    folder that the model was loaded from are carried over. Raises ``UserError``: the disk is full, the folder cannot be
+    written, or transformers refuses to save the model.
     """
     with saving(folder, model):
         model.save_pretrained(folder, state_dict=weights, max_shard_size=shard_bytes)
@@ -126,10 +125,8 @@ def save_as_files(model: PreTrainedModel, files: Sequence[Path], folder: Path, *
     """Write a model whose weights are unchanged in ``files``, by carrying over these files or linking to them.
 
     If the files hold tensors that the model lacks, such as removed gates, the weights are written anew by
-    ``save_files``, in shards as large as the old ones.
-
-    Raises:
-        UserError: as ``save_files``; links to the files are impossible.
+    ``save_files``, in shards as large as the old ones. Raises ``UserError``: as ``save_files``; links to the files are
+    impossible.
     """
     # Carry the files over if they hold no other tensors
     if getattr(model.config, "transformers_weights", None) is not None:  # non-standard file names are not kept
@@ -151,17 +148,21 @@ def weights_identity(folder: Path) -> str:
 
     Weights are all safetensors files, by name, and their index; an optimizer's state counts too, because it affects
     training from this checkpoint. Of the config the values count, except the version of transformers; logs do not
-    count. Hashes are taken from the manifest if there is one, which ``load`` verifies.
-
-    Raises:
-        UserError: the config or the manifest cannot be read, or there are no weights.
+    count. Hashes are taken from the manifest if there is one, which ``load`` verifies. Raises ``UserError``: the config
+    or the manifest cannot be read, or there are no weights.
     """
     config = read_json(folder / "config.json", "config")
     config.pop("transformers_version", None)
-    if (folder / MANIFEST).exists():
-        hashes = {name: value for name, value in read_manifest(folder).items() if name.endswith(WEIGHT_ENDINGS)}
+    if (folder / manifest.MANIFEST).exists():
+        hashes = {
+            name: value
+            for name, value in manifest.read_manifest(folder).items()
+            if name.endswith(manifest.WEIGHT_ENDINGS)
+        }
     else:
-        hashes = content_hashes([p for p in folder.iterdir() if p.name.endswith(WEIGHT_ENDINGS) and p.is_file()])
+        hashes = content_hashes(
+            [p for p in folder.iterdir() if p.name.endswith(manifest.WEIGHT_ENDINGS) and p.is_file()]
+        )
     files = {name: value for name, value in hashes.items() if "/" not in name}  # subfolders are not loaded
     if not files:
         raise UserError(f"model {folder} has no weights in safetensors files")
@@ -220,12 +221,12 @@ def load(
     config = read_config(source, what)
     explicit = getattr(config, "transformers_weights", None)
     options = {"device_map": device_map, "attn_implementation": attn_implementation}
-    check_attention(config, attn_implementation, what)
+    restore.check_attention(config, attn_implementation, what)
     # Find the weight files
     with _as_user_error(what):
         folder = model_folder(source, explicit)
     # Read the weights
-    with manifest_checked(folder):
+    with manifest.manifest_checked(folder):
         files = check_files(folder, explicit)
         with _as_user_error(what):
             set_options = {name: value for name, value in options.items() if value is not None}
@@ -244,11 +245,11 @@ def _load_weights(
 ) -> PreTrainedModel:
     """Build the model and read its weights; ``placed`` are further keyword arguments of ``from_pretrained``."""
     # Check that the model fits into memory
-    restored = None if saved_layers(config) is None else restoring_class(_model_class(config))
+    restored = None if config_section.saved_layers(config) is None else restore.restoring_class(_model_class(config))
     build = AutoModelForCausalLM.from_config if restored is None else restored._from_config
     quantized = getattr(config, "quantization_config", None) is not None  # may take less than a byte per parameter
     item_bytes = 0.0 if mapped else 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
-    num_parameters = check_size(config, item_bytes, what, build=build)
+    num_parameters = model_shape.check_size(config, item_bytes, what, build=build)
     if not quantized:
         check_room(files, num_parameters, what)
     # Load it, with hooks in place if the config has the section
@@ -268,10 +269,8 @@ def load_on(
     """Load a model and its tokenizer on a device, in a dtype that it supports (``base.device.choose_dtype``).
 
     With ``spreads`` its layers are distributed over all devices of that kind (``model.device_map``). ``dtype`` requests
-    "float32", "bfloat16" or "float16".
-
-    Raises:
-        UserError: as ``load``; an unknown dtype; too little memory on the device.
+    "float32", "bfloat16" or "float16". Raises ``UserError``: as ``load``; an unknown dtype; too little memory on the
+    device.
     """
     # Load in the chosen dtype
     stored = saved_dtype(path_or_id)
@@ -279,7 +278,7 @@ def load_on(
     model, tokenizer = load(path_or_id, dtype=None if stored is None else choose_dtype(device, stored, dtype))
     # Convert weights whose dtype only the files have, but not predictors, learned sinks and buffers (RoPE frequencies)
     if stored is None and not getattr(model, "is_quantized", False):
-        chosen, added = choose_dtype(device, model.dtype, dtype), added_parameters(model)
+        chosen, added = choose_dtype(device, model.dtype, dtype), learned_sinks.added_parameters(model)
         for parameter in model.parameters():
             if parameter not in added and parameter.is_floating_point():
                 parameter.data = parameter.data.to(chosen)
@@ -288,7 +287,7 @@ def load_on(
         return dispatch(model), tokenizer
     if device != "cpu":
         size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-        require(size, f"the weights on {device}", "use --device cpu", device=device)
+        memory.require(size, f"the weights on {device}", "use --device cpu", device=device)
     return model.to(device), tokenizer
 
 
@@ -301,7 +300,7 @@ def saved_dtype(path_or_id: str | Path) -> torch.dtype | None:
 
 def read_gates(path_or_id: str | Path) -> GateConfig | None:
     """Read a checkpoint's gates from its config alone; None if it has none. Raises ``UserError``."""
-    return saved_gates(read_config(str(resolve(path_or_id)), f"model {path_or_id}"))
+    return config_section.saved_gates(read_config(str(resolve(path_or_id)), f"model {path_or_id}"))
 
 
 def read_config(source: str, what: str) -> PreTrainedConfig:
@@ -310,7 +309,9 @@ def read_config(source: str, what: str) -> PreTrainedConfig:
         path = config_folder(source)
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
-            check_counts(read_model_config(file), what)  # first, because AutoConfig builds lists of these lengths
+            config_limits.check_counts(
+                read_model_config(file), what
+            )  # first, because AutoConfig builds lists of these lengths
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
         vars(config).pop("auto_map", None)  # names code that is neither run nor carried over
     return config
@@ -360,7 +361,7 @@ def _as_user_error(what: str) -> Iterator[None]:
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the transformers decoder class for a config. Raises ``UserError`` if there is none."""
-    kind = native_class(config)
+    kind = custom_model_type.native_class(config)
     if kind not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"models of type '{config.model_type}' are not text-generating decoders")
     model_class: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[kind]
@@ -372,18 +373,15 @@ def read_size(path_or_id: str | Path) -> ModelSize:
     source, what = str(resolve(path_or_id)), f"model {path_or_id}"
     config = read_config(source, what)
     with _as_user_error(what):
-        check_counts(config.to_dict(), what)
-        return config_size(config)
+        config_limits.check_counts(config.to_dict(), what)
+        return model_shape.config_size(config)
 
 
 def read_shape(path_or_id: str | Path) -> Shape:
     """Compute the shape on which a decoder's cost depends, from the config of a folder, an id, or a config file.
 
-    Its parameter count excludes embeddings and predictors.
-
-    Raises:
-        UserError: nothing there, an unsupported class, or a mixture of experts, of which a token uses only some
-            parameters.
+    Its parameter count excludes embeddings and predictors. Raises ``UserError``: nothing there, an unsupported class,
+    or a mixture of experts, of which a token uses only some parameters.
     """
     size = read_size(path_or_id)
     check_dense(size, str(path_or_id))

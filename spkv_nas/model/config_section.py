@@ -15,12 +15,10 @@ from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import Section, validate
-from spkv_nas.model.attention import GLOBAL_WINDOW, attention_layers, layer_state, layer_states
-from spkv_nas.model.config_limits import MAX_LAYERS
-from spkv_nas.model.custom_model_type import set_custom_model_type
+from spkv_nas.model import attention, config_limits, custom_model_type
 from spkv_nas.model.learned_sinks import layer_learned_sinks
 
-_Window = Annotated[int, Field(ge=1, le=GLOBAL_WINDOW)]
+_Window = Annotated[int, Field(ge=1, le=attention.GLOBAL_WINDOW)]
 
 
 class SavedLayer(Section):
@@ -33,9 +31,9 @@ class SavedLayer(Section):
 class _SavedLayout(Section):
     """Layout of a hybrid: letters of its heads by layer, and window, sink tokens and learned sinks of local heads."""
 
-    heads: list[str] = Field(min_length=1, max_length=MAX_LAYERS)
+    heads: list[str] = Field(min_length=1, max_length=config_limits.MAX_LAYERS)
     window: _Window
-    sinks: int = Field(0, ge=0, le=GLOBAL_WINDOW)
+    sinks: int = Field(0, ge=0, le=attention.GLOBAL_WINDOW)
     learned_sinks: bool = False
 
 
@@ -43,7 +41,7 @@ class _Saved(Section):
     """Content of the section: the hooked layers, and either gates or a layout."""
 
     version: Literal[1]
-    layers: dict[str, SavedLayer] = Field(min_length=1, max_length=MAX_LAYERS)
+    layers: dict[str, SavedLayer] = Field(min_length=1, max_length=config_limits.MAX_LAYERS)
     gates: GateConfig | None = None
     layout: _SavedLayout | None = None
 
@@ -52,8 +50,8 @@ class _Saved(Section):
         """Check that there are either gates or a layout, and that the gates are in range."""
         if (self.gates is None) == (self.layout is None):
             raise ValueError("expected either 'gates' or 'layout'")
-        if self.gates is not None and max(self.gates.window, self.gates.sinks) > GLOBAL_WINDOW:
-            raise ValueError(f"gates: a window or sinks above {GLOBAL_WINDOW}")
+        if self.gates is not None and max(self.gates.window, self.gates.sinks) > attention.GLOBAL_WINDOW:
+            raise ValueError(f"gates: a window or sinks above {attention.GLOBAL_WINDOW}")
         return self
 
 
@@ -65,17 +63,19 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
     # Describe the attention layers
     layers = {
         name: {
-            "num_kv_heads": layer_state(layer).num_kv_heads,
-            "native_window": layer_state(layer).native_window,
+            "num_kv_heads": attention.layer_state(layer).num_kv_heads,
+            "native_window": attention.layer_state(layer).native_window,
         }
-        for name, layer in attention_layers(model).items()
+        for name, layer in attention.attention_layers(model).items()
     }
     # Describe the gates or the layout
     if isinstance(content, GateConfig):
         gates_or_layout: dict[str, Any] = {"gates": content.model_dump()}
     else:
         sinks = {"sinks": content.sinks} if content.sinks else {}
-        has_learned = any(layer_learned_sinks(layer) is not None for layer in attention_layers(model).values())
+        has_learned = any(
+            layer_learned_sinks(layer) is not None for layer in attention.attention_layers(model).values()
+        )
         learned = {"learned_sinks": True} if has_learned else {}
         gates_or_layout = {"layout": {"heads": list(content.heads), "window": content.window, **sinks, **learned}}
     restore_section(model, {"version": 1, "layers": layers, **gates_or_layout})
@@ -84,14 +84,14 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
 def restore_section(model: PreTrainedModel, section: dict[str, Any]) -> None:
     """Set the section of a model's config, which gives it our model type."""
     model.config.spkv = section
-    set_custom_model_type(model.config, True)
+    custom_model_type.set_custom_model_type(model.config, True)
 
 
 def remove_section(model: PreTrainedModel) -> None:
     """Remove the section of a model without gates or a layout, which restores the original model type."""
     if hasattr(model.config, "spkv"):
         del model.config.spkv
-        set_custom_model_type(model.config, False)
+        custom_model_type.set_custom_model_type(model.config, False)
 
 
 def write_tau(model: nn.Module, tau: float) -> None:
@@ -116,7 +116,7 @@ def saved_layers(config: PreTrainedConfig) -> dict[str, SavedLayer] | None:
 def gate_config(model: PreTrainedModel) -> GateConfig | None:
     """Return the configuration of a model's gates with the current tau; None if it has no gates."""
     gates = saved_gates(model.config)
-    states = layer_states(model)
+    states = attention.layer_states(model)
     return gates.model_copy(update={"tau": states[0].settings.tau}) if gates is not None and states else gates
 
 
@@ -141,9 +141,8 @@ def has_learned_sinks(config: PreTrainedConfig) -> bool:
 def _checked(config: PreTrainedConfig) -> _Saved | None:
     """Return the validated section, whoever wrote it; None if the config has none.
 
-    Raises:
-        UserError: a key is wrong, which the message names. An empty section is damaged too: without one the model would
-            be taken for dense.
+    Raises ``UserError``: a key is wrong, which the message names. An empty section is damaged too: without one the
+    model would be taken for dense.
     """
     if not hasattr(config, "spkv"):
         return None

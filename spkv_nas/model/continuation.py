@@ -23,10 +23,9 @@ from transformers import (
 )
 
 from spkv_nas.base.special_tokens import prompt_tokens
+from spkv_nas.model import model_shape, modes
 from spkv_nas.model.generation import OnlyFinite, decoding_by, fitting_cache, generation_config
 from spkv_nas.model.generation_cache import SPKVCache
-from spkv_nas.model.model_shape import check_length, num_positions
-from spkv_nas.model.modes import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,11 @@ def continue_greedily(
 ) -> Continuations:
     """Decode the most probable continuation of each prompt, up to its ``max_new_tokens``.
 
-    Raises:
-        UserError: logits that are not finite.
+    Raises ``UserError``: logits that are not finite.
     """
     # Encode the prompts
     ids = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
-    longest, positions = max(map(len, ids)), num_positions(model)
+    longest, positions = max(map(len, ids)), model_shape.num_positions(model)
     # Where the longest prompt and the longest answer exceed the table of positions together, answer one by one
     if positions is not None and len(ids) > 1 and longest + max(max_new_tokens) - 1 > positions:
         rows = zip(prompts, max_new_tokens, strict=True)
@@ -65,7 +63,7 @@ def continue_greedily(
         inputs[row, longest - len(prompt_ids) :] = torch.tensor(prompt_ids)
         mask[row, longest - len(prompt_ids) :] = 1
     # Generate
-    with evaluation_mode(model):
+    with modes.evaluation_mode(model):
         density = _DensityOfPrompts(len(ids))
         config = generation_config(model, tokenizer, max(max_new_tokens))
         hook = model.register_forward_hook(density)
@@ -103,7 +101,7 @@ def continue_tokens(
     # Continue all rows until the last one ends
     config = generation_config(model, tokenizer, max_new_tokens)
     noise = [_Noise(temperature, seeds)] if temperature else []
-    with evaluation_mode(model):
+    with modes.evaluation_mode(model):
         generated = _generate(model, prompts, torch.ones_like(prompts), config, *noise)
     # Cut each row after its first end-of-text token
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -122,7 +120,7 @@ def _generate(
     *processors: LogitsProcessor,
 ) -> Tensor:
     """Generate greedily from ``inputs`` [B, T], where ``mask`` is 1, after ``processors``; int64 [B, T + new]."""
-    check_length(model, inputs.shape[1] + config.max_new_tokens - 1, "give shorter prompts", warns=False)
+    model_shape.check_length(model, inputs.shape[1] + config.max_new_tokens - 1, "give shorter prompts", warns=False)
     with decoding_by(model, config):
         generated: Tensor = model.generate(
             input_ids=inputs.to(model.device),

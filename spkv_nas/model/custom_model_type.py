@@ -150,8 +150,7 @@ def _with_layers(content: dict[str, Any], key: str, value: Any) -> dict[str, Any
 def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTrainedConfig]]:
     """Undo ``_custom_content``: return the content under its original type, and the class of the original config.
 
-    Raises:
-        UserError: the section lacks type or number of layers, or the number exceeds that of any model.
+    Raises ``UserError``: the section lacks type or number of layers, or the number exceeds that of any model.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -16,10 +16,7 @@ from torch import Tensor, nn
 
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attention import layer_states
-from spkv_nas.model.gates import keeps
-from spkv_nas.model.hooks import not_finite, watch_logits
-from spkv_nas.model.modes import gate_settings
+from spkv_nas.model import attention, gates, hooks, modes
 
 
 class _Seen(NamedTuple):
@@ -63,15 +60,15 @@ class DensityTracker:
         """Start counting, at the current threshold of the gates."""
         self.close()
         self._started, self._seen = True, {}
-        self._tau = gate_settings(self._model).tau
-        self._watch = watch_logits(self._model, self._count)
+        self._tau = modes.gate_settings(self._model).tau
+        self._watch = hooks.watch_logits(self._model, self._count)
 
     def _count(self, layer: int, logits: Tensor) -> None:
         """Count kept tokens and NaN utilities in the logits [B, Hkv, T] of a layer."""
         if self._only_learning and not torch.is_grad_enabled():  # a teacher's pass through the same layers
             return
         logits = logits.detach()
-        kept_and_wrong = torch.stack([keeps(logits, self._tau), logits.isnan()])
+        kept_and_wrong = torch.stack([gates.keeps(logits, self._tau), logits.isnan()])
         num_tokens = logits.shape[0] * logits.shape[2]
         # Leave out padding
         if self._real is not None:
@@ -98,15 +95,13 @@ class DensityTracker:
         """Stop counting and return densities [layers, KV heads]: NaN for layers without gates; None if no gate ran.
 
         Must be called on all ranks if counting was started, unless ``alone``, which returns the counts of this process.
-
-        Raises:
-            UserError: a utility was NaN, which no gate keeps: the density would look like 0.
+        Raises ``UserError``: a utility was NaN, which no gate keeps: the density would look like 0.
         """
         if not self._started:
             return None
         self.close()
         # Collect counts [3, layers, KV heads]
-        states = layer_states(self._model)
+        states = attention.layer_states(self._model)
         grid = len(states), states[0].num_kv_heads
         counts = np.zeros((3, *grid), dtype=np.int64)  # kept tokens, NaN utilities, tokens
         for layer, seen in self._seen.items():
@@ -119,7 +114,7 @@ class DensityTracker:
             return None
         if wrong.any():
             first = tuple(np.argwhere(wrong)[0].tolist())
-            raise UserError(not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first))
+            raise UserError(hooks.not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first))
         return np.where(tokens > 0, kept / np.maximum(tokens, 1), np.nan)
 
 
@@ -127,7 +122,7 @@ def layout_density(model: nn.Module) -> float:
     """Compute the share of a model's heads that its layout makes global; NaN if it has no layout."""
     is_global = [
         window == state.checkpoint_window and not state.is_always_local
-        for state in layer_states(model)
+        for state in attention.layer_states(model)
         for window in state.windows or ()
     ]
     return sum(is_global) / len(is_global) if is_global else float("nan")

@@ -21,11 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spkv_nas.model.attach import hook_layers
-from spkv_nas.model.attention import attention_layers
+from spkv_nas.model import attach, attention, modes, windows
 from spkv_nas.model.loss import NO_TARGET, DecoderPass, forward_inside, logits_of, replaced_forward
-from spkv_nas.model.modes import evaluation_mode
-from spkv_nas.model.windows import full_attention
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,8 @@ def shared_teacher(
 
     @contextmanager
     def dense() -> Iterator[None]:
-        is_hooked = bool(attention_layers(student))
-        with full_attention(student) if is_hooked else evaluation_mode(student), without_adapters():
+        is_hooked = bool(attention.attention_layers(student))
+        with windows.full_attention(student) if is_hooked else modes.evaluation_mode(student), without_adapters():
             yield
 
     return Teacher(student, dense, without_adapters)
@@ -73,8 +70,8 @@ def copied_teacher(dense: PreTrainedModel, student: PreTrainedModel, *, bfloat16
         student: model with its layout or gates. If it has none, the teacher uses the same attention function.
         bfloat16: whether products are computed in bfloat16.
     """
-    if attention_layers(student):
-        hook_layers(dense)
+    if attention.attention_layers(student):
+        attach.hook_layers(dense)
     dense.requires_grad_(False).eval()
     # Convert linear weights, except those shared with embeddings
     if bfloat16:

@@ -27,11 +27,8 @@ from transformers.cache_utils import Cache
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Announce
 from spkv_nas.base.special_tokens import prompt_tokens
-from spkv_nas.model.attention import attention_layers
-from spkv_nas.model.config_section import gate_config
+from spkv_nas.model import attention, config_section, model_shape, modes
 from spkv_nas.model.generation_cache import SPKVCache
-from spkv_nas.model.model_shape import check_length, check_tokens
-from spkv_nas.model.modes import evaluation_mode, gate_mode
 
 NOT_FINITE = (  # error for logits that are not finite
     "the model's logits are not finite, so no token can be chosen\nits weights are damaged or diverged, or its "
@@ -101,18 +98,18 @@ def generate(
         UserError: an empty prompt, unknown tokens, tau outside [0, 1] or without gates, or logits that are not finite.
     """
     # Check the arguments and encode the prompt
-    gates = gate_config(model)
+    gates = config_section.gate_config(model)
     if gates is None and tau is not None:
         raise UserError("this model has no gates, so tau has no effect: leave tau out")
     inputs = _encode(model, tokenizer, prompt)
     num_prompt_tokens = inputs.shape[1]
-    check_length(model, num_prompt_tokens + max_new_tokens - 1, "give a shorter prompt or fewer new tokens")
+    model_shape.check_length(model, num_prompt_tokens + max_new_tokens - 1, "give a shorter prompt or fewer new tokens")
     # Generate with hard gates
     tau = gates.tau if gates and tau is None else tau
     config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p)
     streamer = _TimedStreamer(tokenizer, stream)
-    hard_gates = gate_mode(model, "hard", tau) if gates else nullcontext()
-    with torch.random.fork_rng(), evaluation_mode(model), hard_gates, decoding_by(model, config):
+    hard_gates = modes.gate_mode(model, "hard", tau) if gates else nullcontext()
+    with torch.random.fork_rng(), modes.evaluation_mode(model), hard_gates, decoding_by(model, config):
         torch.manual_seed(seed)
         options = {"streamer": streamer, "logits_processor": LogitsProcessorList([OnlyFinite()])}
         options |= {"past_key_values": fitting_cache(model), "return_dict_in_generate": True}
@@ -141,7 +138,7 @@ def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: 
         raise UserError("the prompt is not UTF-8 text") from error
     if not ids:
         raise UserError("the prompt is empty: give text to continue")
-    check_tokens(model, max(ids))
+    model_shape.check_tokens(model, max(ids))
     return torch.tensor([ids], device=model.device)
 
 
@@ -160,7 +157,7 @@ def decoding_by(model: PreTrainedModel, config: GenerationConfig) -> Iterator[No
 
 def fitting_cache(model: PreTrainedModel) -> Cache:
     """Create an empty cache: ``SPKVCache`` for a model with gates or a layout, else transformers' own."""
-    return SPKVCache(model) if attention_layers(model) else DynamicCache(config=model.config)
+    return SPKVCache(model) if attention.attention_layers(model) else DynamicCache(config=model.config)
 
 
 def generation_config(

@@ -7,30 +7,20 @@ Phi-3 replaces the cache where its RoPE changes; ``return_dict_in_generate`` ret
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from spkv_kernels import PagedKVCache, attention, decode_attention, extend_attention
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
 from spkv_nas.model.wrappers import unwrapped
 
-_FORMAT, _DIGEST, _HEADS = "spkv-nas/cache/1", "sha256", "heads"  # metadata of the file
-_MASK = "mask"  # tensor of the file: which tokens are not padding
 NOT_ASSISTED = "assisted decoding, also by prompt lookup or early exit, needs a full-attention cache: leave it out"
 _RING = 128  # ring size of a model without local heads
-_SIZES = ("window", "page_size", "tokens", "batch_size", "num_kv_heads", "head_dim", "sinks")
 
 
 class SPKVCacheLayer(CacheLayerMixin):
@@ -50,7 +40,6 @@ class SPKVCacheLayer(CacheLayerMixin):
         keep = [head_window > self.window for head_window in state.head_windows(gated=False)]
         self._keep = torch.tensor(keep)[:, None]  # decisions without gates, [Hkv, 1]
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
-        self.local_sinks = state.local_sinks  # sink tokens of a layout's local heads
         # A wider native window than that of the ring, whose keys are kept beyond it as well
         finite = [head_window for head_window in state.head_windows(gated=False) if head_window < GLOBAL_WINDOW]
         self._reach = max(finite, default=self.window)
@@ -58,44 +47,17 @@ class SPKVCacheLayer(CacheLayerMixin):
         self.paged: PagedKVCache | None = None
         self.tokens = 0  # length of the longest sequence, including padding
 
-    @property
-    def heads(self) -> str:
-        """Return the letters of the KV heads: G for those that keep every key unless gates decide, else L."""
-        return "".join("G" if keep else "L" for keep in self._keep[:, 0].tolist())
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the batch size, heads, dtype and device of the first keys, [B, Hkv, T, D]."""
         batch, heads, _, size = key_states.shape
-        self._allocate(batch, heads, size, key_states.dtype, key_states.device)
-
-    def _allocate(self, batch: int, heads: int, size: int, dtype: torch.dtype, device: Any) -> PagedKVCache:
-        """Create the paged cache for ``batch`` sequences and ``heads`` KV heads of ``size`` dimensions."""
+        device = key_states.device
         self.is_initialized = True
         self._keep = self._keep.to(device)
         self._sinks = self._sinks.to(device) if self._sinks is not None else None
-        options: dict[str, Any] = {"page_size": self.page_size, "max_pages": self._max_pages, "dtype": dtype}
-        self.paged = PagedKVCache(batch, heads, size, window=self.window, device=device, **options)
-        return self.paged
-
-    def _restore(self, values: dict[str, int], state: dict[str, Tensor], mask: Tensor | None) -> None:
-        """Restore sizes and tensors from a file. Raises ``ValueError`` or ``KeyError`` where they do not fit."""
-        ring_k, shape = state["ring_k"], (values["batch_size"], values["num_kv_heads"], values["head_dim"])
-        if tuple(ring_k.shape) != (*shape[:2], self.window, shape[2]) or not ring_k.is_floating_point():
-            raise ValueError(f"ring_k: expected numbers [{shape[0]}, {shape[1]}, {self.window}, {shape[2]}]")
-        if shape[1] != len(self._keep):
-            raise ValueError(f"it has {shape[1]} KV heads, and the model {len(self._keep)}")
-        self.page_size, self.tokens = values["page_size"], values["tokens"]
-        if (
-            self.page_size != state["pool_k"].shape[1]
-            or not int(state["seq_lens"].max()) <= self.tokens < GLOBAL_WINDOW
-        ):
-            raise ValueError("page_size, tokens: expected those of its tensors")
-        self._allocate(*shape, ring_k.dtype, ring_k.device).load_state_dict(state)
-        num_padding = self.tokens - state["seq_lens"][:, None]
-        if bool(num_padding.any()):  # on the left, unless a mask was saved
-            self.mask = torch.arange(self.tokens, device=ring_k.device) >= num_padding if mask is None else mask
-            if self.mask.shape != (shape[0], self.tokens) or not torch.equal(self.mask.sum(1), state["seq_lens"]):
-                raise ValueError("mask: expected as many tokens as the sequences have")
+        options: dict[str, Any] = {"page_size": self.page_size, "max_pages": self._max_pages}
+        self.paged = PagedKVCache(
+            batch, heads, size, window=self.window, dtype=key_states.dtype, device=device, **options
+        )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the new keys and values unchanged. Raises ``UserError`` if ``attend`` did not store earlier ones."""
@@ -309,84 +271,6 @@ class SPKVCache(Cache):
             return torch.empty(0), torch.empty(0)
         num_outside = [(paged.seq_lens - paged.window).clamp(min=0) * paged.num_kv_heads for paged in self._paged]
         return torch.stack([paged.lengths.sum(1) for paged in self._paged]).sum(0), torch.stack(num_outside).sum(0)
-
-    def save(self, path: Path | str) -> None:
-        """Write the cache to a safetensors file. Raises ``UserError`` if it is empty or cannot be written."""
-        # Collect tensors and sizes by layer
-        tensors: dict[str, Tensor] = {}
-        sizes: dict[str, str] = {}
-        for index, layer in enumerate(self.layers):
-            if layer.paged is None:
-                raise UserError("the cache is empty: there is nothing to save")
-            tensors |= {f"{index}.{name}": x.contiguous() for name, x in layer.paged.state_dict().items()}
-            values = (layer.window, layer.page_size, layer.tokens, *layer.paged.ring_k.shape[:2])
-            values += (layer.paged.head_dim, layer.local_sinks)
-            sizes[str(index)] = " ".join(str(value) for value in values)
-        sizes[_HEADS] = " ".join(layer.heads for layer in self.layers)
-        if self.layers[0].mask is not None:
-            tensors[_MASK] = self.layers[0].mask.contiguous()
-        # Write a temporary file and rename it
-        partial = (path := Path(path)).with_name(f".{path.name}.partial")
-        try:
-            save_file(tensors, partial, {"format": _FORMAT, **sizes, _DIGEST: _digest(sizes, tensors)})
-            partial.replace(path)
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise UserError(f"cannot write cache {path}: {first_line(error)}") from error
-        finally:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-
-    @classmethod
-    def load(cls, model: PreTrainedModel, path: Path | str) -> SPKVCache:
-        """Load a cache that ``save`` wrote. Raises ``UserError`` if it is damaged or belongs to another model."""
-        cache = cls(model)
-        try:
-            # Read and verify the file
-            with safe_open(path, "pt", device=str(model.device)) as file:
-                sizes = file.metadata() or {}
-                digest = sizes.pop(_DIGEST, None)
-                if sizes.pop("format", None) != _FORMAT or len(sizes.keys() - {_HEADS}) != len(cache.layers):
-                    raise UserError(f"cache {path} belongs to another model, or is not a cache of spkv-nas")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if digest != _digest(sizes, tensors):
-                raise UserError(f"cache {path} is damaged: it differs from its recorded SHA-256")
-            # Restore each layer
-            _check_heads(path, sizes[_HEADS].split(), [layer.heads for layer in cache.layers])
-            for index, layer in enumerate(cache.layers):
-                prefix = f"{index}."
-                state = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-                values = dict(zip(_SIZES, map(int, sizes[str(index)].split()), strict=True))
-                for name, number in (("window", layer.window), ("sinks", layer.local_sinks)):
-                    if values[name] != number:
-                        subject = "number of sink tokens" if name == "sinks" else name
-                        raise UserError(f"cache {path}: layer {index} has a different {subject} than the model")
-                layer._restore(values, state, tensors.get(_MASK))
-            if len({(layer.tokens, str(layer.paged and layer.paged.seq_lens)) for layer in cache.layers}) > 1:
-                raise UserError(f"cache {path} is damaged: its layers hold different numbers of tokens")
-        except UserError:
-            raise
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
-            raise UserError(f"cannot read cache {path}: {first_line(error)}") from error
-        return cache
-
-
-def _check_heads(path: Path | str, saved: list[str], heads: list[str]) -> None:
-    """Raise ``UserError`` if the letters of a file's heads differ from the model's."""
-    for layer, (file_row, row) in enumerate(zip(saved, heads, strict=False)):
-        if len(file_row) == len(row) and file_row != row:  # other numbers of heads have their own message
-            raise UserError(
-                f"cache {path} belongs to a model with another layout: its heads in layer {layer} are {file_row}; "
-                f"this model has {row}\napply the layout that the cache was filled with, or fill a new one"
-            )
-
-
-def _digest(sizes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Compute the SHA-256 of a file's content; safetensors has no checksum and would load a flipped bit."""
-    digest = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode())
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _local_window(state: LayerState) -> int | None:

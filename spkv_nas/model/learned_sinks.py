@@ -71,8 +71,7 @@ def added_parameters(model: nn.Module) -> set[Any]:
 def chosen_sink_logits(native: Tensor | None, learned: Tensor | None) -> Tensor | None:
     """Return the sink logits of an attention call: the model's, or those of its ``LearnedSinks``; None if it has none.
 
-    Raises:
-        UserError: it has both.
+    Raises ``UserError``: it has both.
     """
     if native is not None and learned is not None:
         raise native_sinks_error()

@@ -13,11 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.artifacts.shape import HeadShape, ModelSize
+from spkv_nas.base import memory, schema
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import require
-from spkv_nas.base.schema import suggestion
-from spkv_nas.model.config_limits import check_counts
-from spkv_nas.model.learned_sinks import added_parameters
+from spkv_nas.model import config_limits, learned_sinks
 
 _BEYOND = 16  # maximum length of a sequence, in multiples of the model's max_position_embeddings
 _READ_BY_MODELS = {"model_type", "head_dim"}  # read by decoders whose config class has no such field
@@ -47,7 +45,7 @@ def model_size(model: PreTrainedModel) -> ModelSize:
     # Collect the parameters that the sizes leave out
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
-    added = added_parameters(model)
+    added = learned_sinks.added_parameters(model)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * int(text.num_hidden_layers)
     positions = getattr(text, "max_position_embeddings", None)
     return ModelSize(
@@ -175,7 +173,7 @@ def check_keys(config: PreTrainedConfig, settings: Mapping[str, Any], what: str)
     older_names = {const for const in type(config).__post_init__.__code__.co_consts if isinstance(const, str)}
     for key, value in settings.items():
         if key in vars(config) and key not in known_keys | older_names:
-            raise UserError(f"{what}: unknown key '{key}'; {suggestion(key, sorted(known_keys))}")
+            raise UserError(f"{what}: unknown key '{key}'; {schema.suggestion(key, sorted(known_keys))}")
         if isinstance(section := getattr(config, key, None), PreTrainedConfig) and isinstance(value, Mapping):
             check_keys(section, value, f"{what}.{key}")
 
@@ -201,7 +199,7 @@ def check_size(
     Raises:
         UserError: more than ``MAX_LAYERS`` layers, or more parameters than memory can hold.
     """
-    check_counts(config.to_dict(), what)
+    config_limits.check_counts(config.to_dict(), what)
     # Build the model without allocating memory
     try:
         with torch.device("meta"):
@@ -213,5 +211,5 @@ def check_size(
     # Compare its size with the available memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     size = num_parameters * bytes_per_parameter + sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
-    require(size, f"{what}: {num_parameters:,} parameters", "use a smaller model or config")
+    memory.require(size, f"{what}: {num_parameters:,} parameters", "use a smaller model or config")
     return num_parameters

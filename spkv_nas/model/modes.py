@@ -1,4 +1,4 @@
-"""Modes of a model's gates (open, soft, sampled, hard), their threshold, evaluation mode, and dropout.
+"""Modes of a model: gates (open, soft, sampled, hard) and their threshold, evaluation, recomputation, dropout.
 
 One ``GateSettings`` object per model holds the mode, and only the functions here change it. They also keep tau in the
 model's config, from where it is saved, equal to the current one.
@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.model import config_section, gates
 from spkv_nas.model.attention import GateSettings, layer_states
-from spkv_nas.model.config_section import write_tau
-from spkv_nas.model.gates import MODES, predictors
 
 
 def gate_settings(model: nn.Module) -> GateSettings:
     """Return the gate settings of a hooked model, to be read; the functions of this module change them.
 
-    Raises:
-        UserError: the model has no gates.
+    Raises ``UserError``: the model has no gates.
     """
     gated = [state for state in layer_states(model) if state.gate_window is not None]
     if not gated:
@@ -45,8 +47,8 @@ def set_gate_mode(
     Raises:
         UserError: unknown mode, tau outside [0, 1], or a model without gates.
     """
-    if mode not in MODES:
-        raise UserError(f"unknown gate mode '{mode}'; expected one of {', '.join(MODES)}")
+    if mode not in gates.MODES:
+        raise UserError(f"unknown gate mode '{mode}'; expected one of {', '.join(gates.MODES)}")
     if tau is not None and not 0.0 <= tau <= 1.0:
         raise UserError(f"tau must lie in [0, 1]; found {tau}")
     settings = gate_settings(model)
@@ -59,7 +61,7 @@ def set_price(model: nn.Module, price: float) -> None:
 
     SP-KV paper, appendix "Controlling sparsity at train time", "Regularization", where lambda_aux is -price.
     """
-    num_layers = len(predictors(model))
+    num_layers = len(gates.predictors(model))
     if num_layers:
         gate_settings(model).price = price / num_layers
 
@@ -88,6 +90,33 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
+@contextmanager
+def recomputed(model: PreTrainedModel) -> Iterator[None]:
+    """Recompute the activations of decoder layers in backward passes inside the ``with`` block.
+
+    ``gradient_checkpointing_enable`` cannot be undone, enables gradients of embeddings even if nobody needs them, and
+    may use the reentrant variant, which would drop gradients of values that hooks captured inside a layer. Raises
+    ``UserError``: the class has no layers that support it.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} does not support activation checkpointing: leave gradient_checkpointing out"
+        )
+    # Enable checkpointing, which layers apply in training mode only
+    before = [layer.training for layer in layers]
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.training = True  # the layer only, not its submodules
+    try:
+        yield
+    finally:
+        for layer, training in zip(layers, before, strict=True):
+            del layer.gradient_checkpointing, layer._gradient_checkpointing_func
+            layer.training = training
+
+
 def turn_off_dropout(model: nn.Module) -> None:
     """Set every dropout of a loaded model to 0, in place; its config, which is saved with it, stays as it is."""
     for module in model.modules():
@@ -102,4 +131,4 @@ def _put(model: nn.Module, settings: GateSettings, values: GateSettings) -> None
     """Make ``settings`` equal to ``values``, and the config's tau too."""
     for name, value in asdict(values).items():
         setattr(settings, name, value)
-    write_tau(model, settings.tau)
+    config_section.write_tau(model, settings.tau)

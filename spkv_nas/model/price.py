@@ -24,9 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from spkv_nas.model.attention import layer_states
-from spkv_nas.model.gates import predictors
-from spkv_nas.model.hooks import watch_logits
+from spkv_nas.model import attention, gates, hooks
 
 PROPORTIONAL, INTEGRAL = 6.0, 0.15  # gains per unit of density; the latter also per step
 _MIN_RATE = 0.1  # share of the largest learning rate below which the gains stop growing
@@ -91,8 +89,8 @@ class KeyBenefitEstimator:
 
     def __init__(self, model: nn.Module) -> None:
         """Start recording the gradients of the utility logits of ``model``."""
-        self._num_layers, self._num_heads = len(predictors(model)), layer_states(model)[0].num_kv_heads
-        self._watch = watch_logits(model, self._see)
+        self._num_layers, self._num_heads = len(gates.predictors(model)), attention.layer_states(model)[0].num_kv_heads
+        self._watch = hooks.watch_logits(model, self._see)
         self._benefits: dict[int, Tensor] = {}  # layer -> [Hkv], on the device
 
     def _see(self, layer: int, logits: Tensor) -> None:

@@ -8,10 +8,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.artifacts.local_layers import mark_local_layers
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attach import check_hooks, dry_run, gate_rows, install_gates, prepare
+from spkv_nas.model import attach, config_section, weights
 from spkv_nas.model.attention import GateSettings, LayerState, install, layer_states
-from spkv_nas.model.config_section import checkpoint_layout, has_learned_sinks, saved_gates, saved_layers
-from spkv_nas.model.weights import check_loaded, quiet_report
 from spkv_nas.model.windows import attach_learned_sinks, layout_windows
 
 
@@ -37,14 +35,14 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             """Load the weights, and check them and the section."""
             what = f"model {source}"
             options = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
-            with quiet_report():
+            with weights.quiet_report():
                 model, info = super().from_pretrained(source, *args, **options)
-            check_loaded(model, info, what)
+            weights.check_loaded(model, info, what)
             # Restore caches, and compare the hooks with a dry run
-            prepare(model, "sdpa", use_cache=True)  # the files have the values of the hooked model
+            attach.prepare(model, "sdpa", use_cache=True)  # the files have the values of the hooked model
             if model.generation_config is not None:
                 model.generation_config.use_cache = True
-            check_hooks(dry_run(model), what)
+            attach.check_hooks(attach.dry_run(model), what)
             return (model, info) if output_loading_info else model
 
     # Name it like the base class, as transformers writes the name to the config
@@ -69,7 +67,11 @@ def _put_section(model: PreTrainedModel) -> None:
     Learned sinks are 0 until weights are loaded.
     """
     config = model.config
-    gates, saved, layout = saved_gates(config), saved_layers(config) or {}, checkpoint_layout(model)
+    gates, saved, layout = (
+        config_section.saved_gates(config),
+        config_section.saved_layers(config) or {},
+        config_section.checkpoint_layout(model),
+    )
     # Find the layers in the model's order; config.json sorts its keys, layer 10 before layer 2
     names = [name for name, _ in model.named_modules() if name in saved]
     if len(names) < len(saved):
@@ -82,12 +84,12 @@ def _put_section(model: PreTrainedModel) -> None:
     mark_local_layers(layer_states(model))
     # Attach predictors or windows
     if gates is not None:
-        rows = gate_rows(model, gates, [saved[name].num_kv_heads for name in names])
+        rows = attach.gate_rows(model, gates, [saved[name].num_kv_heads for name in names])
         for layer, row in zip(layers, rows, strict=True):
             if row is not None:
-                install_gates(layer, row, gates, config.get_text_config().hidden_size)
+                attach.install_gates(layer, row, gates, config.get_text_config().hidden_size)
     if layout is not None:
         for state, windows in zip(layer_states(model), layout_windows(model, layout), strict=True):
             state.set_windows(windows, layout.sinks)
-        if has_learned_sinks(config):
+        if config_section.has_learned_sinks(config):
             attach_learned_sinks(model)

@@ -18,10 +18,7 @@ def extend_positions(model: PreTrainedModel, length: int, rope: Mapping[str, Any
     """Extend a model in place to ``length`` positions, with the changes ``rope`` to its ``rope_parameters``.
 
     Its config is updated too. If layer kinds have separate RoPE settings, only those of full attention change, because
-    windows see no farther than before.
-
-    Raises:
-        UserError: the model has no RoPE, or not of this kind.
+    windows see no farther than before. Raises ``UserError``: the model has no RoPE, or not of this kind.
     """
     extended = extended_config(model.config, length, rope)
     text = model.config.get_text_config()
@@ -35,8 +32,7 @@ def extend_positions(model: PreTrainedModel, length: int, rope: Mapping[str, Any
 def extended_config(config: PreTrainedConfig, length: int, rope: Mapping[str, Any]) -> PreTrainedConfig:
     """Return a copy of the text config with ``rope`` merged in, for at least ``length`` positions.
 
-    Raises:
-        UserError: the model has no RoPE, or not of this kind.
+    Raises ``UserError``: the model has no RoPE, or not of this kind.
     """
     text = copy.deepcopy(config.get_text_config())
     current = getattr(text, "rope_parameters", None)

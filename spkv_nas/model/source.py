@@ -17,15 +17,7 @@ from typing import Any
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath, read_json
-from spkv_nas.model.weight_files import (
-    ADAPTER,
-    FILE,
-    INDEX,
-    adapter_message,
-    check_format,
-    index_names,
-    is_index,
-)
+from spkv_nas.model import weight_files
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONFIG = "config.json"
@@ -50,15 +42,14 @@ def resolve(path_or_id: StrPath) -> Path:
 def check_checkpoint(path_or_id: str | Path) -> None:
     """Check, without torch, that a model folder with a config exists. Ids are looked up in the cache or online.
 
-    Raises:
-        UserError: something is missing, which the message names.
+    Raises ``UserError``: something is missing, which the message names.
     """
     folder = _local(path_or_id)
     if folder is None:
         return
     if not folder.is_dir():
         raise UserError(f"cannot load model {path_or_id}: a checkpoint is a folder, but this is a file and no folder")
-    check_format(folder)
+    weight_files.check_format(folder)
     read_model_config(folder / _CONFIG)
 
 
@@ -149,7 +140,7 @@ def config_folder(source: str) -> Path:
     # Check a folder
     if Path(source).exists():
         if Path(source).is_dir():
-            check_format(Path(source))
+            weight_files.check_format(Path(source))
         return Path(source)
     # Look a repository up
     if _ID.fullmatch(split_revision(source)[0]) is None:
@@ -173,9 +164,9 @@ def _check_adapter(source: str, *, is_reachable: bool) -> None:
 
     name, revision = split_revision(source)
     with suppress(OSError):
-        file = cached_file(name, ADAPTER, revision=revision, local_files_only=not is_reachable)
+        file = cached_file(name, weight_files.ADAPTER, revision=revision, local_files_only=not is_reachable)
         if file is not None:
-            raise UserError(adapter_message(source, Path(file)))
+            raise UserError(weight_files.adapter_message(source, Path(file)))
 
 
 def model_folder(source: str, explicit: str | None = None) -> Path:
@@ -205,8 +196,8 @@ def model_folder(source: str, explicit: str | None = None) -> Path:
     # Download the companion files, then the weights with all shards
     for companion in _COMPANIONS:
         get(companion)
-    candidates = (FILE, INDEX) if explicit is None else (explicit,)
+    candidates = (weight_files.FILE, weight_files.INDEX) if explicit is None else (explicit,)
     weights = next((file for file in candidates if get(file) is not None), None)
-    if weights is not None and is_index(weights):
-        cached_files(name, index_names(folder / weights), revision=commit)
+    if weights is not None and weight_files.is_index(weights):
+        cached_files(name, weight_files.index_names(folder / weights), revision=commit)
     return folder

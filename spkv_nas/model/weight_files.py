@@ -225,10 +225,8 @@ def _write_generation(model: PreTrainedModel, file: Path) -> None:
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a tokenizer's files: those that it was loaded from if it loads from them unchanged, or else new ones.
 
-    The model's config, which selects the class that loads them, must be in ``folder`` already.
-
-    Raises:
-        UserError: the disk is full, the folder cannot be written, or the tokenizer would change when it is loaded.
+    The model's config, which selects the class that loads them, must be in ``folder`` already. Raises ``UserError``:
+    the disk is full, the folder cannot be written, or the tokenizer would change when it is loaded.
     """
     with saving(folder):
         # Carry the files over, unless they name code, which stays behind

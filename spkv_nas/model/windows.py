@@ -13,11 +13,9 @@ from spkv_nas.artifacts.gate_config import GLOBAL, suitable_window
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import layout_window, takes_sinks
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attach import check_heads, detach, dry_run, hook_layers, restored
+from spkv_nas.model import attach, config_section, modes
 from spkv_nas.model.attention import LayerState, attention_layers, layer_state, layer_states
-from spkv_nas.model.config_section import checkpoint_layout, gate_config, write_section
 from spkv_nas.model.learned_sinks import LearnedSinks, layer_learned_sinks
-from spkv_nas.model.modes import evaluation_mode, gate_mode
 
 
 def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None, sinks: int | None = None) -> None:
@@ -45,17 +43,17 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     """
     # Remove gates and hook the layers
     if any(state.gate_window is not None for state in layer_states(model)):
-        detach(model)
-    hook_layers(model)
+        attach.detach(model)
+    attach.hook_layers(model)
     layout = _with_reach(layout, window, sinks)
     # Check the layout against the model
     try:
         windows = layout_windows(model, layout)
     except UserError:
-        detach(model)
+        attach.detach(model)
         raise
     # Set the windows; learned sinks stay only with the layout that they were trained for
-    before = checkpoint_layout(model)
+    before = config_section.checkpoint_layout(model)
     keeps_learned = before is not None and before.content_hash == layout.content_hash
     for layer, row in zip(attention_layers(model).values(), windows, strict=True):
         state, learned = layer_state(layer), layer_learned_sinks(layer)
@@ -63,7 +61,7 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
         state.learned_sinks = keeps_learned and learned is not None
         if learned is not None and not keeps_learned:
             del layer.learned_sinks
-    write_section(model, layout)
+    config_section.write_section(model, layout)
 
 
 def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = None) -> None:
@@ -79,13 +77,13 @@ def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = 
     Raises:
         UserError: the model has no layout, or learned sinks of its own.
     """
-    layout = checkpoint_layout(model)
+    layout = config_section.checkpoint_layout(model)
     if layout is None:
         raise UserError("learned sinks are for local heads: this model has no layout")
     attach_learned_sinks(model)
     # Check that the model runs with learned sinks, or else remove them
     try:
-        dry_run(model)
+        attach.dry_run(model)
     except UserError:
         for layer in attention_layers(model).values():
             layer_state(layer).learned_sinks = False
@@ -97,7 +95,7 @@ def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = 
         learned = layer_learned_sinks(layer)
         if learned is not None and logits is not None:
             learned.assign(logits[index])
-    write_section(model, layout)
+    config_section.write_section(model, layout)
 
 
 def attach_learned_sinks(model: PreTrainedModel) -> None:
@@ -125,10 +123,10 @@ def layout_applied(
 
     Arguments and errors are those of ``apply_layout``; yields the model, without its wrapper.
     """
-    current, applied = checkpoint_layout(model), _with_reach(layout, window, sinks)
-    with restored(model):
+    current, applied = config_section.checkpoint_layout(model), _with_reach(layout, window, sinks)
+    with attach.restored(model):
         if current is None or current.content_hash != applied.content_hash:  # else with its learned sinks
-            detach(model)
+            attach.detach(model)
             apply_layout(model, applied)
         yield model
 
@@ -143,7 +141,7 @@ def _with_reach(layout: Layout, window: int | None, sinks: int | None) -> Layout
 def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
     """Return the window of every KV head, by layer. Raises ``UserError`` if the layout does not fit the model."""
     heads = [state.num_kv_heads for state in layer_states(model)]
-    check_heads("the layout", [layout.num_kv_heads] * layout.num_layers, heads)
+    attach.check_heads("the layout", [layout.num_kv_heads] * layout.num_layers, heads)
     return [
         tuple(layout_window(state, layout.window, is_global=head == GLOBAL) for head in row)
         for state, row in zip(layer_states(model), layout.heads, strict=True)
@@ -156,17 +154,17 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
 
     Layers with a native sliding window keep it, and learned sinks of a layout do not act. The model is in evaluation
     mode. Yields the layers' states in order, whose windows (``LayerState.set_windows``) and observers the block may
-    set.
-
-    Raises:
-        UserError: the model cannot be hooked (see ``attention.py``).
+    set. Raises ``UserError``: the model cannot be hooked (see ``attention.py``).
     """
     was_hooked = bool(attention_layers(model))
-    hook_layers(model)
+    attach.hook_layers(model)
     states = layer_states(model)
     # Remember windows and sinks, which open heads replace
     before = [(state.windows, state.sinks, state.learned_sinks) for state in states]
-    with evaluation_mode(model), gate_mode(model, "open") if gate_config(model) else nullcontext():
+    with (
+        modes.evaluation_mode(model),
+        modes.gate_mode(model, "open") if config_section.gate_config(model) else nullcontext(),
+    ):
         try:
             for state in states:
                 state.set_windows((state.checkpoint_window,) * state.num_kv_heads)  # windows override gates
@@ -175,7 +173,7 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
             for state, (windows, sinks, learned_sinks) in zip(states, before, strict=True):
                 state.windows, state.sinks, state.learned_sinks, state.observer = windows, sinks, learned_sinks, None
             if not was_hooked:
-                detach(model)
+                attach.detach(model)
 
 
 @contextmanager
@@ -192,13 +190,13 @@ def every_head_local(model: PreTrainedModel, window: int, sinks: int = 0) -> Ite
 
 def local_window(model: PreTrainedModel) -> int | None:
     """Return the window of a model's gates or layout, in keys; None if it has neither."""
-    described = gate_config(model) or checkpoint_layout(model)
+    described = config_section.gate_config(model) or config_section.checkpoint_layout(model)
     return None if described is None else described.window
 
 
 def local_sinks(model: PreTrainedModel) -> int:
     """Return the sink tokens of local heads of a model with a layout; 0 for any other model."""
-    layout = checkpoint_layout(model)
+    layout = config_section.checkpoint_layout(model)
     return 0 if layout is None else layout.sinks
 
 

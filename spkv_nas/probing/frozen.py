@@ -24,9 +24,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize, Result
 from spkv_nas.cost.formulas import PassMemory, fitting_pass
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.device_map import check_placed, memory_for_passes
 from spkv_nas.model.model_shape import model_size
+from spkv_nas.model.modes import recomputed
 from spkv_nas.probing.heads import HeadMeans, signal_table
 
 ROOM = 0.5  # share of the free memory that a forward and backward pass may use

@@ -122,7 +122,7 @@ def _of_recipe(file: Path, options: PlanOptions, reporter: Reporter) -> _Workflo
     check_dense(size, f"of recipe {file}")
     stages = Stages(
         size,
-        recipe.gates.of_model(size.heads.grid),
+        recipe.gates.of_model(),
         site,
         recipe.data.block_size,
         BATCH_SIZE,

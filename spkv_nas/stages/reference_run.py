@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spkv_nas.artifacts.density_tables import read_density_log
+from spkv_nas.base import distributed, files
 from spkv_nas.base.device import choose_device
-from spkv_nas.base.distributed import on_main
-from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import MAX_BYTES
 from spkv_nas.base.workspace import Workspace
@@ -51,7 +50,7 @@ def train_reference(
         reporter.caution(f"warning: {line}")
     # Count what is finished
     runs, variant = workspace.run_dir(recipe.name), Variant.sp_kv()
-    recipe = on_main(lambda: recipe.resolve_precision(choose_device(device)))
+    recipe = distributed.on_main(lambda: recipe.resolve_precision(choose_device(device)))
     dense = dense_run(recipe, runs)
     finished = [] if dense is None else [is_dense_trained(dense)]
     context = BranchContext.prepare(recipe, file.parent, runs, device=device, reporter=reporter)
@@ -59,7 +58,7 @@ def train_reference(
     reporter.reused(sum(finished), len(finished), "runs")
     # Train the SP-KV branch
     reference = context.train(variant).checkpoint
-    on_main(lambda: _show_training(reference, workspace.report_dir(recipe.name)))
+    distributed.on_main(lambda: _show_training(reference, workspace.report_dir(recipe.name)))
     return Trained(context.dense, reference)
 
 
@@ -82,14 +81,12 @@ def _read_recipe(file: Path, workspace: Workspace, device: str | None, dtype: st
 
 
 def _show_training(checkpoint: Path, folder: Path) -> None:
-    """Write ``density-evolution`` (.csv, figure) and ``heldout-log.csv`` of a run that was long enough to log them."""
+    """Write ``density-evolution`` (.csv, figure) of a run that was long enough to log it."""
     from spkv_nas.report.density_charts import density_evolution_chart
     from spkv_nas.report.plot import save_chart
 
-    log, heldout = checkpoint / "density-log.csv", checkpoint / "heldout-log.csv"
+    log = checkpoint / "density-log.csv"
     if log.is_file():
         rows = read_density_log(log)
-        write_atomic(folder / "density-evolution.csv", read_text(log, "density log", max_bytes=MAX_BYTES))
+        files.write_atomic(folder / "density-evolution.csv", files.read_text(log, "density log", max_bytes=MAX_BYTES))
         save_chart(folder, density_evolution_chart(rows))
-    if heldout.is_file():
-        write_atomic(folder / "heldout-log.csv", read_text(heldout, "held-out log", max_bytes=MAX_BYTES))

@@ -29,17 +29,10 @@ def training_arguments(
     device: str | None = None,
     seed: int | None = None,
 ) -> TrainingArguments:
-    """Build the ``TrainingArguments`` of one run.
+    """Build the ``TrainingArguments`` of a phase, with checkpoints and logs in ``folder``.
 
-    Args:
-        recipe: the recipe.
-        phase: the recipe's dense or branch phase.
-        folder: folder for checkpoints and logs.
-        device: device to train on; chosen automatically by default.
-        seed: seed of the data order; defaults to the recipe's.
-
-    Raises:
-        UserError: there is no such device, or a batch cannot be divided evenly among ranks.
+    ``seed`` is that of the data order; it defaults to the recipe's. Raises ``UserError``: there is no such device, or a
+    batch cannot be divided evenly among ranks.
     """
     # Micro-batch size: a divisor of this rank's share of the batch
     sharded = recipe.sharding != "none" and num_processes() > 1
@@ -92,10 +85,8 @@ def _micro_batch_size(recipe: Recipe, phase: DenseConfig | BranchConfig, rank_bl
 def make_optimizer(model: nn.Module, args: TrainingArguments, options: GatesConfig) -> torch.optim.Optimizer:
     """Create the AdamW variant ``args.optim`` with separate options for predictors.
 
-    Vectors, such as those of norms and learned sinks, are not decayed.
-
-    Raises:
-        UserError: the optimizer does not support this device, or cannot be imported.
+    Vectors, such as those of norms and learned sinks, are not decayed. Raises ``UserError``: the optimizer does not
+    support this device, or cannot be imported.
     """
     # Parameter groups: (parameters, learning-rate multiplier, weight decay)
     predictors = predictor_parameters(model)

@@ -11,22 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.checkpoint import load, saved_dtype
+from spkv_nas.model import attach, checkpoint, modes, rope, windows
 from spkv_nas.model.distillation import Distillation, copied_teacher, shared_teacher
 from spkv_nas.model.gates import predictors
-from spkv_nas.model.model_shape import config_shape
-from spkv_nas.model.modes import turn_off_dropout
-from spkv_nas.model.rope import extended_config
-from spkv_nas.model.windows import add_learned_sinks, apply_layout
+from spkv_nas.training import lora, run_files
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.corpus import Corpus
-from spkv_nas.training.dense import new_model
 from spkv_nas.training.extension import Extension
-from spkv_nas.training.lora import adapter_switch, add_adapters
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run_files import OPTIMIZER_STATE
 from spkv_nas.training.variants import Kind, Variant
 
 
@@ -63,15 +56,12 @@ def set_up(
 ) -> BranchSetup:
     """Set up the branch of a variant; ``seed`` initializes new predictors, ``sink_logits`` learned sinks.
 
-    Raises:
-        UserError: the layout or the gates do not fit the model, or it has no RoPE to extend.
+    Raises ``UserError``: the layout or the gates do not fit the model, or it has no RoPE to extend.
     """
     phase, gates = recipe.branch, recipe.gates
-    if variant.kind is Kind.SP_KV and gates.training == "from-scratch":
-        return _from_scratch(recipe, corpus, seed)
     # Load the dense model, and schedule its branch
     model = dense_model(recipe, dense, variant)
-    state = Path(dense) / OPTIMIZER_STATE  # not used with adapters, which leave these weights frozen
+    state = Path(dense) / run_files.OPTIMIZER_STATE  # not used with adapters, which leave these weights frozen
     setup = BranchSetup(
         model=model,
         phase=phase,
@@ -87,7 +77,7 @@ def set_up(
     # Apply the variant, with the dense model as its teacher if the recipe distills
     apply_variant(model, recipe, variant, seed, sink_logits)
     if phase.distill is not None:
-        teacher = distillation(recipe, variant, model, lambda: load(dense, dtype=torch.float32)[0])
+        teacher = distillation(recipe, variant, model, lambda: checkpoint.load(dense, dtype=torch.float32)[0])
         setup = replace(setup, distillation=teacher)
     if variant.kind is not Kind.SP_KV:
         return setup
@@ -106,23 +96,21 @@ def apply_variant(
     """Apply a variant to a dense model: a layout's windows and learned sinks, or gates with new predictors.
 
     Weights that are not trained are frozen, and LoRA adapters are added if the recipe has them. Learned sinks start
-    from ``sink_logits``, [Hq] by layer; None: from 0, for trial steps.
-
-    Raises:
-        UserError: the layout, the gates or the adapters do not fit the model.
+    from ``sink_logits``, [Hq] by layer; None: from 0, for trial steps. Raises ``UserError``: the layout, the gates or
+    the adapters do not fit the model.
     """
     if variant.layout is not None:
-        apply_layout(model, variant.layout)
+        windows.apply_layout(model, variant.layout)
     # Freeze weights that are not trained
     if _is_frozen(recipe, variant):
         model.requires_grad_(False)
     elif recipe.lora is not None:
-        add_adapters(model, recipe.lora, seed)
+        lora.add_adapters(model, recipe.lora, seed)
     # Add sinks and predictors after the adapters, which freeze all weights and must not extend predictors
     if learns_sinks(recipe, variant):
-        add_learned_sinks(model, sink_logits)
+        windows.add_learned_sinks(model, sink_logits)
     if variant.kind is Kind.SP_KV:
-        attach_gates(model, recipe.gates.of_model(config_shape(model.config).grid), seed=seed)
+        attach.attach_gates(model, recipe.gates.of_model(), seed=seed)
         if recipe.gates.start_from is not None:
             _copy_predictors(recipe.gates.start_from, model)
 
@@ -133,8 +121,8 @@ def dense_model(recipe: Recipe, dense: Path | str, variant: Variant) -> PreTrain
     It trains without dropout: SP-KV attention has none, and a model is to learn from its own predictions.
     """
     bfloat16 = not learns_all(recipe, variant) and recipe.precision == "bfloat16"
-    model, _ = load(dense, dtype=frozen_dtype(dense, bfloat16=bfloat16))
-    turn_off_dropout(model)
+    model, _ = checkpoint.load(dense, dtype=frozen_dtype(dense, bfloat16=bfloat16))
+    modes.turn_off_dropout(model)
     return model
 
 
@@ -144,7 +132,7 @@ def frozen_dtype(dense: Path | str, *, bfloat16: bool) -> torch.dtype:
     That is bfloat16 if they are stored in it and ``bfloat16`` says that the run computes in it, otherwise float32.
     Trained weights are always float32.
     """
-    return torch.bfloat16 if bfloat16 and saved_dtype(dense) == torch.bfloat16 else torch.float32
+    return torch.bfloat16 if bfloat16 and checkpoint.saved_dtype(dense) == torch.bfloat16 else torch.float32
 
 
 def distillation(
@@ -165,7 +153,7 @@ def distillation(
     if learns_all(recipe, variant):
         teacher = copied_teacher(dense(), student, bfloat16=recipe.precision == "bfloat16")
     elif recipe.lora is not None and not _is_frozen(recipe, variant):
-        teacher = shared_teacher(student, adapter_switch(student))
+        teacher = shared_teacher(student, lora.adapter_switch(student))
     else:
         teacher = shared_teacher(student)
     return Distillation(teacher, options.weight, options.temperature)
@@ -186,37 +174,16 @@ def _is_frozen(recipe: Recipe, variant: Variant) -> bool:
     return variant.kind is Kind.SP_KV and recipe.gates.training == "frozen-model"
 
 
-def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> BranchSetup:
-    """Set up gates from the first step: the dense phase and the branch are one run (paper, "Training from scratch")."""
-    assert recipe.dense is not None
-    gates, decay = recipe.gates, recipe.branch.steps
-    steps = recipe.dense.steps + decay
-    model = new_model(recipe, corpus.tokenizer)
-    apply_variant(model, recipe, Variant.sp_kv(), seed)
-    return BranchSetup(
-        model=model,
-        phase=recipe.branch.model_copy(update={"steps": steps}),
-        schedule=LearningRateSchedule(
-            steps, recipe.dense.warmup_steps, recipe.branch.decay_steps, recipe.branch.final_learning_rate
-        ),
-        gates=GateSchedule(steps, gates.soft_fraction, gates.anneal_steps, gates.mode, decay),
-        extension=_extension(recipe, model, recipe.dense.steps),
-    )
-
-
-def _extension(recipe: Recipe, model: PreTrainedModel, before: int = 0) -> Extension | None:
-    """Return the branch's extension to longer blocks, or None, after checking that the model supports it.
-
-    ``before`` is the number of steps of the same run before the branch.
-    """
-    extension = Extension.of(recipe.branch.extend, recipe.branch.steps, before)
+def _extension(recipe: Recipe, model: PreTrainedModel) -> Extension | None:
+    """Return the branch's extension to longer blocks, or None, after checking that the model supports it."""
+    extension = Extension.of(recipe.branch.extend, recipe.branch.steps)
     if extension is not None:
-        extended_config(model.config, extension.block_size, extension.rope)
+        rope.extended_config(model.config, extension.block_size, extension.rope)
     return extension
 
 
 def _copy_predictors(source: str, model: PreTrainedModel) -> None:
-    reference, _ = load(source, dtype=torch.float32)
+    reference, _ = checkpoint.load(source, dtype=torch.float32)
     trained = predictors(reference)
     try:
         for name, module in predictors(model).items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,45 +17,26 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.checkpoints import RUN_RECORD
+from spkv_nas.base import files, manifest, version
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes, on_main
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_json, write_json
-from spkv_nas.base.manifest import (
-    WEIGHT_ENDINGS,
-    check_manifest,
-    is_complete,
-    read_manifest,
-    write_manifest,
-)
-from spkv_nas.base.progress import SILENT, Progress, Reporter
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.base.schema import Recorded, validate
-from spkv_nas.base.version import environment
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.heldout import RULE
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.checkpoint import check_savable, checkpoint_hash, load_on
 from spkv_nas.model.source import commit_of
-from spkv_nas.training.arguments import training_arguments
+from spkv_nas.training import arguments, dataset, lora, run_files, sharding
 from spkv_nas.training.branch_setup import BranchSetup, learns_sinks, set_up
-from spkv_nas.training.callbacks import ExtensionCallback, HeldoutCallback
+from spkv_nas.training.callbacks import ExtensionCallback
 from spkv_nas.training.corpus import Corpus, load_corpus
-from spkv_nas.training.dataset import training_data
 from spkv_nas.training.dense import dense_checkpoint
 from spkv_nas.training.initial_sinks import measure_initial_sinks
-from spkv_nas.training.lora import merge_adapters
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run_files import (
-    check_text,
-    remove_checkpoints,
-    run_lock,
-    save_run,
-    write_density_log,
-    write_heldout_log,
-)
-from spkv_nas.training.sharding import spare_passes, whole_weights
 from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
 from spkv_nas.training.variants import Kind, Variant
 
@@ -114,52 +95,71 @@ class BranchContext:
     ) -> BranchContext:
         """Tokenize the text and train the dense model, or reuse earlier results; call ``join_processes`` first.
 
-        Args:
-            recipe: the recipe; ``precision: auto`` is resolved for the device of rank 0.
-            base: folder that the recipe's relative paths start from.
-            runs: folder of checkpoints and caches.
-            device: device to train on; chosen automatically by default.
-            reporter: receives messages and progress.
+        ``precision: auto`` is resolved for the device of rank 0. The recipe's relative paths start from ``base``.
         """
         recipe = on_main(lambda: recipe.resolve_precision(choose_device(device)))
         corpus = load_corpus(recipe, base, runs, reporter=reporter)
         dense = dense_checkpoint(recipe, corpus, runs, device=device, reporter=reporter)
         return cls(recipe, corpus, dense, runs, device, reporter)
 
-    def folder(self, variant: Variant, seed: int | None = None) -> Path:
-        """Return the folder of a branch, trained or not; ``seed`` defaults to the recipe's."""
-        return branch_folder(self.recipe, self.dense, self.runs, variant, self._seed(seed), origin=self._origin)
-
     @cached_property
     def _origin(self) -> str:
         return checkpoint_hash(self.dense)
 
+    def _seed(self, seed: int | None) -> int:
+        return self.recipe.seed if seed is None else seed
+
+    def folder(self, variant: Variant, seed: int | None = None) -> Path:
+        """Return the folder of a branch, trained or not; ``seed`` defaults to the recipe's."""
+        return branch_folder(self.recipe, self.dense, self.runs, variant, self._seed(seed), origin=self._origin)
+
     def load_dense(self) -> PreTrainedModel:
         """Load the dense checkpoint for evaluation, in float32 if the recipe trains in it, else in its stored dtype."""
-        return load_dense(self.recipe, self.dense, self.device)
+        dtype = "float32" if self.recipe.precision == "float32" else None
+        return load_on(self.dense, choose_device(self.device), dtype)[0]
 
     def is_trained(self, variant: Variant, seed: int | None = None) -> bool:
         """Return True if a branch has finished; ``seed`` defaults to the recipe's."""
         final_folder = self.folder(variant, seed) / "final"
         return on_main(lambda: is_finished(final_folder))
 
-    def train(self, variant: Variant, seed: int | None = None) -> Branch:
-        """Train a branch, or read it if it has finished; ``seed`` defaults to the recipe's."""
-        folder = self.folder(variant, seed)
-        self.reporter.detail(f"{variant.name}: {folder}")
-        return train_branch(
-            self.recipe,
-            self.corpus,
-            self.dense,
-            folder,
-            variant,
-            seed=self._seed(seed),
-            device=self.device,
-            reporter=self.reporter,
-        )
+    def train(self, variant: Variant, seed: int | None = None, folder: Path | None = None) -> Branch:
+        """Train and evaluate a branch; an interrupted run resumes, a finished one is read.
 
-    def _seed(self, seed: int | None) -> int:
-        return self.recipe.seed if seed is None else seed
+        Args:
+            variant: attention of the branch.
+            seed: seed of the data order and of new predictors; defaults to the recipe's.
+            folder: folder of the run; by default named by all that determines the result.
+
+        Raises:
+            UserError: the run was begun on another text, cannot be set up, or cannot be written.
+        """
+        folder = folder or self.folder(variant, seed)
+        self.reporter.detail(f"{variant.name}: {folder}")
+        final = folder / "final"
+        on_main(lambda: run_files.check_text(folder, self.corpus.text))
+        if not on_main(lambda: is_finished(final)):
+            # Look again with the lock, as another process may have finished the run meanwhile
+            with run_files.run_lock(folder, self.reporter.announce):
+                if not on_main(lambda: is_finished(final)):
+                    _train(self, folder, variant, self._seed(seed))
+        on_main(lambda: run_files.remove_checkpoints(folder))
+        return read_branch(final)
+
+
+def train_branch(
+    recipe: Recipe,
+    corpus: Corpus,
+    dense: Path,
+    folder: Path,
+    variant: Variant,
+    *,
+    seed: int | None = None,
+    device: str | None = None,
+    reporter: Reporter = SILENT,
+) -> Branch:
+    """Train a branch of the dense checkpoint in ``folder``, as ``BranchContext.train``."""
+    return BranchContext(recipe, corpus, dense, folder.parent, device, reporter).train(variant, seed, folder)
 
 
 def branch_folder(
@@ -186,112 +186,63 @@ def branch_key(recipe: Recipe, origin: str, variant: Variant, seed: int) -> str:
     return f"{variant.key}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}-seed{seed}"
 
 
-def train_branch(
-    recipe: Recipe,
-    corpus: Corpus,
-    dense: Path | str,
-    folder: Path,
-    variant: Variant,
-    *,
-    seed: int | None = None,
-    device: str | None = None,
-    reporter: Reporter = SILENT,
-) -> Branch:
-    """Train and evaluate one branch of the dense checkpoint; an interrupted run resumes, a finished one is read.
-
-    Args:
-        recipe: the recipe, with its precision resolved.
-        corpus: the recipe's text.
-        dense: the dense checkpoint.
-        folder: folder of the run.
-        variant: attention of the branch.
-        seed: seed of the data order and of new predictors; defaults to the recipe's.
-        device: device to train on; chosen automatically by default.
-        reporter: shows progress, and announces waiting for another process that trains the same run.
-
-    Raises:
-        UserError: the run was begun on another text, cannot be set up, or cannot be written.
-    """
-    final = folder / "final"
-    on_main(lambda: check_text(folder, corpus.text))
-    if not on_main(lambda: is_finished(final)):
-        # Look again with the lock, as another process may have finished the run meanwhile
-        with run_lock(folder, reporter.announce):
-            if not on_main(lambda: is_finished(final)):
-                _train(recipe, corpus, dense, folder, variant, recipe.seed if seed is None else seed, device, reporter)
-    on_main(lambda: remove_checkpoints(folder))
-    return read_branch(final)
-
-
 def is_finished(final: Path) -> bool:
     """Return True if the branch in ``final`` was trained and evaluated to the end."""
-    return is_complete(final, (RUN_RECORD, _NLL))
+    return manifest.is_complete(final, (RUN_RECORD, _NLL))
 
 
-def _train(
-    recipe: Recipe,
-    corpus: Corpus,
-    dense: Path | str,
-    folder: Path,
-    variant: Variant,
-    seed: int,
-    device: str | None,
-    reporter: Reporter,
-) -> None:
+def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) -> None:
     """Train and evaluate a branch, and write the subfolder ``final`` of ``folder``."""
     # Train
+    recipe, corpus, reporter = context.recipe, context.corpus, context.reporter
     longer = longer_heldout(recipe, corpus)
-    sink_logits = on_main(lambda: initial_sinks(recipe, corpus, dense, variant, device))
+    sink_logits = on_main(lambda: initial_sinks(context, variant))
 
     def begin(recipe: Recipe) -> SPKVTrainer:
-        setup = set_up(recipe, corpus, dense, variant, seed, sink_logits)
+        setup = set_up(recipe, corpus, context.dense, variant, seed, sink_logits)
         on_main(lambda: check_savable(setup.model, corpus.tokenizer))
-        return _trainer(recipe, corpus, setup, folder, variant, seed, device, reporter)
+        return _trainer(replace(context, recipe=recipe), setup, folder, variant, seed)
 
     trainer = train_in_fitting_passes(recipe, begin, recipe.least_blocks(recipe.branch))
     trained_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     if recipe.lora is not None:
-        merge_adapters(trainer.model)
+        lora.merge_adapters(trainer.model)
+
+    def measure(blocks: TokenBlocks, where: str = "") -> Evaluation:
+        tau, size = recipe.gates.tau if variant.kind is Kind.SP_KV else None, recipe.evaluation.batch_size
+        with reporter.bar(f"{variant.name}, held-out text{where}") as progress:
+            sharding.spare_passes(trainer.model, blocks, size)
+            return evaluate(trainer.model, blocks, tau, batch_size=size, progress=progress)
+
     # Evaluate on held-out text, in longer blocks too if the branch extends them
-    with reporter.bar(f"{variant.name}, held-out text") as progress:
-        measured = _evaluate(trainer.model, recipe, corpus.heldout, variant, progress)
+    measured = measure(corpus.heldout)
     record = _record(variant, trainer.args.max_steps, measured, recipe, seed, trained_parameters)
     if longer is not None:
-        with reporter.bar(f"{variant.name}, held-out text in blocks of {longer.block_size}") as progress:
-            extended = _evaluate(trainer.model, recipe, longer, variant, progress)
+        extended = measure(longer, f" in blocks of {longer.block_size}")
         record["extended"] = {"block_size": longer.block_size, **_heldout(extended)}
     # Write the checkpoint, the results and the logs
-    weights = whole_weights(trainer.model)
+    weights = sharding.whole_weights(trainer.model)
 
     def finish() -> None:
         with new_folder(folder / "final") as new:
-            save_run(trainer, corpus.tokenizer, weights, new)
+            run_files.save_run(trainer, corpus.tokenizer, weights, new)
             measured.nll.save(new / _NLL)
             if longer is not None:
                 extended.nll.save(new / _EXTENDED_NLL)
-            write_heldout_log(trainer.state, new / "heldout-log.csv")
-            write_density_log(trainer.state, new / "density-log.csv")
-            write_json(new / RUN_RECORD, record)
-            write_manifest(new)
+            run_files.write_density_log(trainer.state, new / "density-log.csv")
+            files.write_json(new / RUN_RECORD, record)
+            manifest.write_manifest(new)
 
     on_main(finish)
 
 
-def _trainer(
-    recipe: Recipe,
-    corpus: Corpus,
-    setup: BranchSetup,
-    folder: Path,
-    variant: Variant,
-    seed: int,
-    device: str | None,
-    reporter: Reporter,
-) -> SPKVTrainer:
+def _trainer(context: BranchContext, setup: BranchSetup, folder: Path, variant: Variant, seed: int) -> SPKVTrainer:
     """Build the trainer of a branch, with its callbacks."""
+    recipe, corpus = context.recipe, context.corpus
     trainer = SPKVTrainer(
         model=setup.model,
-        args=training_arguments(recipe, setup.phase, folder, device=device, seed=seed + 1),
-        train_dataset=training_data(recipe, corpus, setup.phase, seed + 1, setup.extension),
+        args=arguments.training_arguments(recipe, setup.phase, folder, device=context.device, seed=seed + 1),
+        train_dataset=dataset.training_data(recipe, corpus, setup.phase, seed + 1, setup.extension),
         schedule=setup.schedule,
         gates=setup.gates,
         gate_options=recipe.gates,
@@ -300,38 +251,24 @@ def _trainer(
         compiles=recipe.compile,
         distillation=setup.distillation,
         title=variant.name,
-        reporter=reporter,
+        reporter=context.reporter,
     )
-    # Extend blocks, and evaluate soft and hard gates during training, if the recipe asks for it
     if setup.extension is not None:
         trainer.add_callback(ExtensionCallback(setup.extension))
-    if setup.gates is not None and recipe.evaluation.every is not None:
-        part = corpus.heldout.spread(max(1, recipe.evaluation.max_tokens // corpus.heldout.block_size))
-        trainer.add_callback(HeldoutCallback(trainer, part, recipe.evaluation.every))
     return trainer
 
 
-def load_dense(recipe: Recipe, dense: Path | str, device: str | None) -> PreTrainedModel:
-    """Load a dense checkpoint to measure it: in float32 if the recipe trains in it, else in its stored dtype."""
-    model, _ = load_on(dense, choose_device(device), "float32" if recipe.precision == "float32" else None)
-    return model
-
-
-def initial_sinks(
-    recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, device: str | None
-) -> list[Tensor] | None:
+def initial_sinks(context: BranchContext, variant: Variant) -> list[Tensor] | None:
     """Measure the learned sinks [Hq] by layer from which a branch starts; return None for a branch without them."""
-    if not learns_sinks(recipe, variant):
+    if variant.layout is None or not learns_sinks(context.recipe, variant):
         return None
-    assert variant.layout is not None
-    return measure_initial_sinks(load_dense(recipe, dense, device), variant.layout, corpus.train)
+    return measure_initial_sinks(context.load_dense(), variant.layout, context.corpus.train)
 
 
 def longer_heldout(recipe: Recipe, corpus: Corpus) -> TokenBlocks | None:
     """Cut the held-out text into the longer blocks of ``branch.extend``; return None without it.
 
-    Raises:
-        UserError: the text is shorter than one block.
+    Raises ``UserError``: the text is shorter than one block.
     """
     extend = recipe.branch.extend
     if extend is None:
@@ -343,16 +280,6 @@ def longer_heldout(recipe: Recipe, corpus: Corpus) -> TokenBlocks | None:
             f"{extend.block_size}\ngive more text, a larger data.heldout or a smaller branch.extend.block_size"
         )
     return longer
-
-
-def _evaluate(
-    model: PreTrainedModel, recipe: Recipe, blocks: TokenBlocks, variant: Variant, progress: Progress
-) -> Evaluation:
-    """Evaluate a model on held-out blocks, at the recipe's tau with gates; must be called on all ranks."""
-    tau = recipe.gates.tau if variant.kind is Kind.SP_KV else None
-    size = recipe.evaluation.batch_size
-    spare_passes(model, blocks, size)
-    return evaluate(model, blocks, tau, batch_size=size, progress=progress)
 
 
 def _record(
@@ -369,7 +296,7 @@ def _record(
         "processes": num_processes(),
         "recipe": recipe.model_dump(mode="json"),
         **({} if commit is None else {"model_commit": commit}),
-        "environment": environment(),
+        "environment": version.environment(),
     }
 
 
@@ -385,12 +312,13 @@ def _heldout(measured: Evaluation) -> dict[str, Any]:
 def read_branch(final: Path) -> Branch:
     """Read a finished branch from its folder, without its weights.
 
-    Raises:
-        UserError: a file other than the weights is damaged.
+    Raises ``UserError``: a file other than the weights is damaged.
     """
-    check_manifest(final, [name for name in read_manifest(final) if not name.endswith(WEIGHT_ENDINGS)])
+    manifest.check_manifest(
+        final, [name for name in manifest.read_manifest(final) if not name.endswith(manifest.WEIGHT_ENDINGS)]
+    )
     file = final / RUN_RECORD
-    record = validate(_RunRecord, read_json(file, "run record"), f"run record {file}")
+    record = validate(_RunRecord, files.read_json(file, "run record"), f"run record {file}")
     longer = final / _EXTENDED_NLL
     extended = DocumentNLL.read(longer) if longer.is_file() else None
     return Branch(final, DocumentNLL.read(final / _NLL), record.heldout_density, record.steps, extended)

@@ -1,4 +1,4 @@
-"""Trainer callbacks: gate phases, longer blocks, held-out evaluation, logging, trackers, progress and interruption."""
+"""Trainer callbacks: gate phases, longer blocks, logging, trackers, progress and interruption."""
 
 from __future__ import annotations
 
@@ -13,19 +13,13 @@ from transformers.trainer_callback import ExportableState
 from spkv_nas.base.distributed import num_processes, sum_over_processes
 from spkv_nas.base.interrupt import Pending
 from spkv_nas.base.progress import Bar, no_progress
-from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.nll import document_nll
-from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.model import gates, modes, rope
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.distillation import Distillation
-from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.model.modes import gate_mode, set_gate_mode, set_price
 from spkv_nas.model.price import KeyBenefitEstimator, Price
-from spkv_nas.model.rope import extend_positions
 from spkv_nas.training.extension import Extension
 from spkv_nas.training.gates_config import GatesConfig
 from spkv_nas.training.phases import GateSchedule
-from spkv_nas.training.sharding import spare_passes
 
 
 class InterruptCallback(TrainerCallback):
@@ -168,8 +162,8 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         """Set the gate mode and the price, and start measuring where needed."""
         assert self._tracker is not None
         phase, options = self._schedule.at(state.global_step), self._options
-        set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min)
-        set_price(kwargs["model"], 0.0 if phase.frozen else self.price / args.gradient_accumulation_steps)
+        modes.set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min)
+        modes.set_price(kwargs["model"], 0.0 if phase.frozen else self.price / args.gradient_accumulation_steps)
         if self._controller is not None or (state.global_step + 1) % args.logging_steps == 0:
             self._tracker.start()
         if self._controller is not None and not self._controller.is_measured and not phase.frozen:
@@ -190,7 +184,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
             self._benefits = None
         # Leave frozen predictors out of the update, else adjust the price
         if self.frozen(state.global_step):
-            for parameter in predictor_parameters(kwargs["model"]):
+            for parameter in gates.predictor_parameters(kwargs["model"]):
                 parameter.grad = None
         elif self._controller is not None and measured is not None:
             self._controller.move(float(np.nanmean(measured)), kwargs["optimizer"].param_groups[0]["lr"])
@@ -214,36 +208,8 @@ class ExtensionCallback(TrainerCallback):
     ) -> None:
         """Extend positions once, from the step of the extension on."""
         if not self._done and state.global_step >= self._extension.step:
-            extend_positions(kwargs["model"], self._extension.block_size, self._extension.rope)
+            rope.extend_positions(kwargs["model"], self._extension.block_size, self._extension.rope)
             self._done = True
-
-
-class HeldoutCallback(TrainerCallback):
-    """Callback that logs held-out NLL with soft and hard gates, and density with hard gates, every few steps."""
-
-    def __init__(self, trainer: Trainer, blocks: TokenBlocks, every: int) -> None:
-        """Evaluate on ``blocks`` every ``every`` steps."""
-        self._trainer, self._blocks, self._every = trainer, blocks, every
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Evaluate and log if the step is due."""
-        if state.global_step % self._every:
-            return
-        self._trainer.check_finite()  # names the step, which a failing evaluation could not
-        # Evaluate with soft gates, then with hard ones
-        model, size = kwargs["model"], args.per_device_train_batch_size
-        with gate_mode(model, "soft"):
-            spare_passes(model, self._blocks, size)
-            soft = document_nll(model, self._blocks, batch_size=size)
-        spare_passes(model, self._blocks, size)
-        hard = evaluate(model, self._blocks, batch_size=size)
-        assert hard.density is not None
-        # Log, which resets should_log and would skip the log line of the step's loss
-        should_log = control.should_log
-        self._trainer.log(
-            {"heldout_soft_nll": soft.mean, "heldout_hard_nll": hard.nll.mean, "heldout_density": hard.density}
-        )
-        control.should_log = should_log
 
 
 class EndWandbRun(TrainerCallback):

@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
+from spkv_nas.base import distributed, extras, locks, manifest, replace
 from spkv_nas.base.device import choose_device
-from spkv_nas.base.distributed import blocks_per_process, connect, on_main
-from spkv_nas.base.extras import check_installed
-from spkv_nas.base.locks import locked
-from spkv_nas.base.manifest import check_manifest, is_complete, write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.replace import new_folder
 from spkv_nas.cost.formulas import OPTIMIZERS
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.config import AUTO, EOS, NO_SEPARATOR, DataConfig
@@ -24,8 +20,7 @@ from spkv_nas.data.ruler.haystacks import Essays
 from spkv_nas.data.sources import documents
 from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
 from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
-from spkv_nas.model.checkpoint import checkpoint_hash, load_on, load_tokenizer
-from spkv_nas.model.weight_files import save_tokenizer
+from spkv_nas.model import checkpoint, weight_files
 from spkv_nas.training.recipe import OFFLOAD, Recipe
 
 if TYPE_CHECKING:
@@ -74,44 +69,38 @@ class Corpus:
 def join_processes(recipe: Recipe, device: str | None = None) -> None:
     """Check the recipe's requirements and connect the ranks of torchrun; call before reading or training anything.
 
-    Raises:
-        UserError: there is no such device, a library that the recipe needs is missing, or batches cannot be divided
-            evenly among ranks.
+    Raises ``UserError``: there is no such device, a library that the recipe needs is missing, or batches cannot be
+    divided evenly among ranks.
     """
     # Check the device and the packages
     choose_device(device)
     for tracker in recipe.report_to:
-        check_installed(tracker, "report_to")
+        extras.check_installed(tracker, "report_to")
     if (package := OPTIMIZERS[recipe.optimizer].package) is not None:
-        check_installed(package, f"optimizer: {recipe.optimizer}")
+        extras.check_installed(package, f"optimizer: {recipe.optimizer}")
     if recipe.lora is not None:
-        check_installed("peft", "lora")
+        extras.check_installed("peft", "lora")
     # Check that every batch can be divided among the ranks
     for phase in (recipe.dense, recipe.branch):
         if phase is not None:
-            blocks_per_process(phase.batch_size, recipe.least_blocks(phase))
-    connect(device, offloads=recipe.sharding == OFFLOAD)
+            distributed.blocks_per_process(phase.batch_size, recipe.least_blocks(phase))
+    distributed.connect(device, offloads=recipe.sharding == OFFLOAD)
 
 
 def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter = SILENT) -> Corpus:
     """Load the recipe's text as token blocks, tokenized once and cached under ``folder``.
 
-    A BPE tokenizer is trained and cached there too, if the recipe asks for one.
-
-    Args:
-        recipe: the recipe.
-        base: folder that the recipe's relative paths start from.
-        folder: folder of the caches.
-        reporter: shows progress, and announces waiting for another process that tokenizes the same text.
+    A BPE tokenizer is trained and cached there too, if the recipe asks for one. The recipe's relative paths start from
+    ``base``.
     """
     stretch = recipe.heldout_stretch
 
     def prepare() -> tuple[str, DataConfig, SeparatorReport, Path]:
-        with locked(folder, "reads and tokenises the text", reporter.announce):
+        with locks.locked(folder, "reads and tokenises the text", reporter.announce):
             # Load the tokenizer, or train the recipe's own
             source = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model.path
             source = source or str(_own_tokenizer(recipe, base, folder, reporter))
-            tokenizer = load_tokenizer(source)
+            tokenizer = checkpoint.load_tokenizer(source)
             # Choose the separator, and tokenize the text unless it is cached
             separator = recipe_separator(recipe, tokenizer, base, folder, reporter)
             data = recipe.data.model_copy(update={"separator": separator.best})
@@ -119,9 +108,9 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
             return source, data, separator, split
 
     # Prepare on rank 0, then read on all ranks
-    source, data, separator, blocks = on_main(prepare)
+    source, data, separator, blocks = distributed.on_main(prepare)
     parts = read_split(blocks, data, stretch=stretch)
-    return Corpus(load_tokenizer(source), *parts, separator, read_essays(recipe, base))
+    return Corpus(checkpoint.load_tokenizer(source), *parts, separator, read_essays(recipe, base))
 
 
 def recipe_separator(
@@ -129,14 +118,7 @@ def recipe_separator(
 ) -> SeparatorReport:
     """Return what stands after a document of a recipe's text: the recipe's, or what its dense model knows best.
 
-    A model that the recipe trains learns EOS. Must be called on one rank.
-
-    Args:
-        recipe: the recipe.
-        tokenizer: its tokenizer.
-        base: folder that the recipe's relative paths start from.
-        folder: folder of the caches.
-        reporter: receives what was measured.
+    A model that the recipe trains learns EOS. Must be called on one rank; results are cached in ``folder``.
     """
     data, source = recipe.data, recipe.model.path
     if data.separator != AUTO:
@@ -145,17 +127,16 @@ def recipe_separator(
         return SeparatorReport(NO_SEPARATOR if tokenizer.eos_token_id is None else EOS)
 
     def measure() -> SeparatorReport:
-        model, _ = load_on(str(source), choose_device(None))
+        model, _ = checkpoint.load_on(str(source), choose_device(None))
         return measure_separator(model, tokenizer, documents(data.sources, base), data.block_size, data.bos)
 
-    return shared_separator(folder / SEPARATORS, checkpoint_hash(str(source)), measure, reporter)
+    return shared_separator(folder / SEPARATORS, checkpoint.checkpoint_hash(str(source)), measure, reporter)
 
 
 def read_essays(recipe: Recipe, base: Path) -> Essays | None:
     """Read the essays that RULER samples of the recipe's mixture hide needles in; None if they use noise.
 
-    Raises:
-        UserError: a file cannot be read.
+    Raises ``UserError``: a file cannot be read.
     """
     haystack = recipe.data.mix.ruler.haystack if recipe.data.mix is not None else []
     return Essays.read([str(base / file) for file in haystack], "data.mix.ruler.haystack") if haystack else None
@@ -171,11 +152,11 @@ def _own_tokenizer(recipe: Recipe, base: Path, folder: Path, reporter: Reporter)
     assert recipe.tokenizer is not None
     assert recipe.tokenizer.vocab_size is not None
     final = tokenizer_folder(recipe, folder)
-    if not is_complete(final):
+    if not manifest.is_complete(final):
         with reporter.bar("training the tokenizer"):
             tokenizer = train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base, recipe.tokenizer.bos)
-        with new_folder(final) as new:
-            save_tokenizer(tokenizer, new)
-            write_manifest(new)
-    check_manifest(final)
+        with replace.new_folder(final) as new:
+            weight_files.save_tokenizer(tokenizer, new)
+            manifest.write_manifest(new)
+    manifest.check_manifest(final)
     return final

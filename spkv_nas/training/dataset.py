@@ -53,15 +53,7 @@ class OrderedDataset(Dataset[Item]):
     def __init__(
         self, text: TokenBlocks, order: BlockOrder, mixture: Mixture, samples: RulerBlocks | None, length: int
     ) -> None:
-        """Combine blocks of ``text`` in ``order`` with ``samples`` where ``mixture`` places them.
-
-        Args:
-            text: training text.
-            order: order of the text blocks.
-            mixture: positions of the samples.
-            samples: sample blocks; None without samples.
-            length: number of blocks in the run.
-        """
+        """Combine blocks of ``text`` in ``order`` with ``samples`` where ``mixture`` places them, ``length`` in all."""
         self._text, self._order, self._mixture, self._samples = BlockDataset(text), order, mixture, samples
         self._length = length
 
@@ -165,8 +157,7 @@ def ruler_blocks(
 ) -> RulerBlocks | None:
     """Return the samples that a recipe mixes into its text, in blocks like those of ``text``; None without a mixture.
 
-    Raises:
-        UserError: a task does not fit in a block.
+    Raises ``UserError``: a task does not fit in a block.
     """
     if recipe.data.mix is None:
         return None
@@ -183,17 +174,9 @@ def ruler_blocks(
 def mixed_heldout(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, essays: Essays | None, text: TokenBlocks, num_blocks: int
 ) -> TokenBlocks:
-    """Return held-out text, mixed with RULER samples as the recipe's training text is.
+    """Return ``num_blocks`` blocks of held-out text and RULER samples, mixed as the recipe's training text is.
 
-    Args:
-        recipe: a recipe with a mixture.
-        tokenizer: tokenizer of the text.
-        essays: haystacks of the samples.
-        text: held-out text.
-        num_blocks: number of blocks of text and samples together, at most those of the text.
-
-    Raises:
-        UserError: a task does not fit in a block.
+    Raises ``UserError``: a task does not fit in a block.
     """
     samples = ruler_blocks(recipe, tokenizer, essays, text, recipe.seed)
     assert samples is not None

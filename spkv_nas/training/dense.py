@@ -20,29 +20,14 @@ from transformers import (
     set_seed,
 )
 
-from spkv_nas.base.distributed import on_main
+from spkv_nas.base import distributed, manifest, replace
 from spkv_nas.base.errors import UserError, first_line, shortened
-from spkv_nas.base.manifest import is_complete, write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.replace import new_folder
-from spkv_nas.model.checkpoint import check_savable
-from spkv_nas.model.config_limits import check_counts
-from spkv_nas.model.model_shape import check_keys, check_size, config_size
-from spkv_nas.model.source import resolve
-from spkv_nas.training.arguments import training_arguments
+from spkv_nas.model import checkpoint, config_limits, model_shape, source
+from spkv_nas.training import arguments, dataset, run_files, sharding
 from spkv_nas.training.corpus import Corpus, tokenizer_folder
-from spkv_nas.training.dataset import training_data
 from spkv_nas.training.phases import LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run_files import (
-    OPTIMIZER_STATE,
-    check_text,
-    optimizer_tensors,
-    run_lock,
-    save_optimizer_state,
-    save_run,
-)
-from spkv_nas.training.sharding import whole_weights
 from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
 
 
@@ -52,7 +37,7 @@ def dense_checkpoint(
     """Return the folder of the checkpoint that branches start from, after training it if needed."""
     folder = dense_run(recipe, runs)
     if folder is None:
-        return resolve(str(recipe.model.path))
+        return source.resolve(str(recipe.model.path))
     return train_dense(recipe, corpus, folder, device=device, reporter=reporter)
 
 
@@ -64,29 +49,21 @@ def dense_run(recipe: Recipe, runs: Path) -> Path | None:
 
 def is_dense_trained(folder: Path) -> bool:
     """Return True if a dense run has finished."""
-    return on_main(lambda: is_complete(folder / "final", (OPTIMIZER_STATE,)))
+    return distributed.on_main(lambda: manifest.is_complete(folder / "final", (run_files.OPTIMIZER_STATE,)))
 
 
 def train_dense(
     recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | None = None, reporter: Reporter = SILENT
 ) -> Path:
-    """Train the recipe's dense model up to the decay; an interrupted run resumes, a finished one is reused.
+    """Train the recipe's dense model up to the decay, and return its checkpoint.
 
-    Args:
-        recipe: the recipe, with its precision resolved.
-        corpus: the recipe's text.
-        folder: folder of the run.
-        device: device to train on; chosen automatically by default.
-        reporter: shows progress, and announces waiting for another process that trains the same run.
-
-    Returns:
-        Folder of the finished checkpoint.
+    An interrupted run resumes, a finished one is reused. The recipe's precision must be resolved.
     """
     tokenizer = tokenizer_folder(recipe, folder.parent)
-    on_main(lambda: check_text(folder, corpus.training_text, tokenizer, key="training_text"))
+    distributed.on_main(lambda: run_files.check_text(folder, corpus.training_text, tokenizer, key="training_text"))
     if not is_dense_trained(folder):
         # Look again with the lock, as another process may have finished the run meanwhile
-        with run_lock(folder, reporter.announce):
+        with run_files.run_lock(folder, reporter.announce):
             if not is_dense_trained(folder):
                 _train(recipe, corpus, folder, device, reporter)
     return folder / "final"
@@ -99,11 +76,11 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
 
     def begin(recipe: Recipe) -> SPKVTrainer:
         model = new_model(recipe, corpus.tokenizer)
-        on_main(lambda: check_savable(model, corpus.tokenizer))
+        distributed.on_main(lambda: checkpoint.check_savable(model, corpus.tokenizer))
         return SPKVTrainer(
             model=model,
-            args=training_arguments(recipe, phase, folder, device=device),
-            train_dataset=training_data(recipe, corpus, phase, recipe.seed),
+            args=arguments.training_arguments(recipe, phase, folder, device=device),
+            train_dataset=dataset.training_data(recipe, corpus, phase, recipe.seed),
             schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
             recomputes=recipe.gradient_checkpointing,
             compiles=recipe.compile,
@@ -113,23 +90,25 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
 
     # Train, then gather weights and moments on rank 0
     trainer = train_in_fitting_passes(recipe, begin)
-    weights, moments = whole_weights(trainer.model), optimizer_tensors(trainer.optimizer, trainer.model)
+    weights, moments = (
+        sharding.whole_weights(trainer.model),
+        run_files.optimizer_tensors(trainer.optimizer, trainer.model),
+    )
 
     def finish() -> None:
-        with new_folder(folder / "final") as new:
-            save_run(trainer, corpus.tokenizer, weights, new)
-            save_optimizer_state(moments, new)
-            write_manifest(new)
+        with replace.new_folder(folder / "final") as new:
+            run_files.save_run(trainer, corpus.tokenizer, weights, new)
+            run_files.save_optimizer_state(moments, new)
+            manifest.write_manifest(new)
 
     # Write the checkpoint once
-    on_main(finish)
+    distributed.on_main(finish)
 
 
 def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Build the config of the recipe's new model (``model.config``), with the tokenizer's vocabulary size.
 
-    Raises:
-        UserError: no model can be built from it; names the key that prevents it.
+    Raises ``UserError``: no model can be built from it; names the key that prevents it.
     """
     # Start from the tokenizer's and the text's values, which the recipe can override
     options: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
@@ -152,23 +131,22 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 
 def _buildable(options: Mapping[str, Any], recipe: Recipe) -> PreTrainedConfig:
     """Return the config with these keys and values; any error means that no model can be built from it."""
-    check_counts(options, _about(recipe))  # before AutoConfig, which allocates lists of these lengths
+    config_limits.check_counts(options, _about(recipe))  # before AutoConfig, which allocates lists of these lengths
     config: PreTrainedConfig = AutoConfig.for_model(**options)
-    check_keys(config, recipe.model.config or {}, _about(recipe))
-    config_size(config)
+    model_shape.check_keys(config, recipe.model.config or {}, _about(recipe))
+    model_shape.config_size(config)
     return config
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Initialize the recipe's new model with random weights.
 
-    Raises:
-        UserError: the model cannot be built or run, or is too large for memory.
+    Raises ``UserError``: the model cannot be built or run, or is too large for memory.
     """
     # Check the size before memory is allocated
     config = new_config(recipe, tokenizer)
     bytes_per_parameter = 4 if torch.cuda.is_available() else 16  # with a GPU, AdamW's state is there
-    check_size(config, bytes_per_parameter, _about(recipe))
+    model_shape.check_size(config, bytes_per_parameter, _about(recipe))
     set_seed(recipe.seed)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -78,8 +78,8 @@ class Extension:
     rope: dict[str, Any]
 
     @classmethod
-    def of(cls, config: ExtendConfig | None, steps: int, before: int = 0) -> Extension | None:
-        """Return the extension of a branch of ``steps`` steps, after ``before`` other steps of the run, or None."""
+    def of(cls, config: ExtendConfig | None, steps: int) -> Extension | None:
+        """Return the extension of a branch of ``steps`` steps, or None."""
         if config is None:
             return None
-        return cls(before + min(round(config.at * steps), steps - 1), config.block_size, config.rope.parameters)
+        return cls(min(round(config.at * steps), steps - 1), config.block_size, config.rope.parameters)

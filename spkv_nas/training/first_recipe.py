@@ -105,8 +105,7 @@ class Draft:
     def of(cls, name: str, model: str, sources: tuple[str, ...], size: ModelSize, text: TextSize, device: str) -> Draft:
         """Create the draft with the largest block that model, text and device allow.
 
-        Raises:
-            UserError: there is too little text.
+        Raises ``UserError``: there is too little text.
         """
         if text.tokens < _MIN_BLOCKS * _SMALLEST_BLOCK:
             raise _too_little(size, text)

@@ -16,13 +16,9 @@ from spkv_nas.base.limits import MAX_STEPS
 class GatesConfig(GateConfig):
     """Set up the gates of the SP-KV reference, and their training (paper: multiplier 5, soft for 75 %, then hard)."""
 
-    layers: list[int] | None = Field(
-        None, min_length=1, description="layers with gates; heads of all other layers are global"
-    )
-    training: Literal["continued", "from-scratch", "frozen-model"] = Field(
+    training: Literal["continued", "frozen-model"] = Field(
         "continued",
-        description="continued: from the dense checkpoint; from-scratch: dense phase and branch in one run; "
-        "frozen-model: train only the predictors, with soft gates throughout",
+        description="continued: train the model too; frozen-model: the predictors alone, with soft gates throughout",
     )
     mode: Literal["soft", "sampled"] = Field(
         "soft", description="soft, or sampled: Bernoulli gates with straight-through gradients"
@@ -41,26 +37,14 @@ class GatesConfig(GateConfig):
     start_from: str | None = Field(None, description="checkpoint to initialise the predictors from")
 
     @model_validator(mode="after")
-    def _one_grid(self) -> GatesConfig:
-        if self.heads is not None and self.layers is not None:
-            raise ValueError("set only one of 'heads', 'layers' and 'layout': each selects the heads with gates")
+    def _clamps_samples(self) -> GatesConfig:
         if self.p_min and self.mode != "sampled":
             raise ValueError("p_min requires mode: sampled")
         return self
 
-    def of_model(self, grid: tuple[int, int]) -> GateConfig:
-        """Return the gate configuration for a model of ``grid`` (layers, KV heads).
-
-        Raises:
-            UserError: ``layers`` names a layer that the model does not have.
-        """
-        heads = self.heads
-        if self.layers is not None:
-            heads = [(GATED if layer in self.layers else GLOBAL) * grid[1] for layer in range(grid[0])]
-            outside = [layer for layer in self.layers if not 0 <= layer < grid[0]]
-            if outside:
-                raise UserError(f"gates.layers: layer {outside[0]} does not exist; the model has {grid[0]} layers")
-        return GateConfig(**{**self.model_dump(include=set(GateConfig.model_fields)), "heads": heads})
+    def of_model(self) -> GateConfig:
+        """Return the gate configuration of the model."""
+        return GateConfig(**self.model_dump(include=set(GateConfig.model_fields)))
 
 
 def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str, Any]:

@@ -23,13 +23,9 @@ _LOWER_RATE = 3.0  # factor by which to reduce a harmful learning rate
 
 
 def compare_control(control: DocumentNLL, dense: DocumentNLL, recipe: Recipe, reporter: Reporter) -> None:
-    """Announce how much retraining changed the control's held-out NLL, and warn with a remedy if it did harm.
+    """Announce how much retraining changed the held-out NLL of full attention, and warn with a remedy if it did harm.
 
-    Args:
-        control: NLL of full attention after retraining.
-        dense: NLL of the unchanged dense model on the same text.
-        recipe: recipe of the retraining.
-        reporter: receives the announcement or the warning.
+    ``control`` is its NLL after retraining, ``dense`` that of the unchanged dense model on the same text.
     """
     # Measure the change, and judge it only on enough documents
     change = paired_difference(control, dense)

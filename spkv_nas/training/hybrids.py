@@ -18,30 +18,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from spkv_nas.artifacts import comparison, proposal, result_tables
 from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
-from spkv_nas.artifacts.comparison import (
-    COLUMNS,
-    DENSE,
-    EXTENDED,
-    FULL_ATTENTION,
-    SP_KV,
-    check_layout_names,
-    write_comparison,
-)
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.proposal import distinct
-from spkv_nas.artifacts.result_tables import ALARM, inputs_of, keep_earlier
-from spkv_nas.base.distributed import on_main
+from spkv_nas.base import distributed, records, replace, version
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.records import write_record
-from spkv_nas.base.replace import replacing
-from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.evaluation import comparison_documents, ranking
 from spkv_nas.evaluation.alarms import Circumstances, alarm, control_alarm, packing_warning
-from spkv_nas.evaluation.comparison_documents import FILE, write_documents
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
-from spkv_nas.evaluation.ranking import rank_correlation
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.training.branches import Branch, BranchContext
@@ -73,14 +59,14 @@ class Comparison:
     @property
     def heldout(self) -> DocumentNLL:
         """Return the held-out NLL by document of the unchanged dense model."""
-        return self.documents[DENSE]
+        return self.documents[comparison.DENSE]
 
     @property
     def correlations(self) -> dict[str, dict[str, Any] | None]:
         """Return the rank correlations of coverage (-1 is best) and zero-shot NLL (+1) with ΔNLL after retraining."""
         layouts = self.rows[self.rows["num_global"].notna()]
         return {
-            predictor: rank_correlation(layouts[column], layouts["delta_nll_percent"])
+            predictor: ranking.rank_correlation(layouts[column], layouts["delta_nll_percent"])
             for predictor, column in (("coverage", "coverage_percent"), ("zero-shot NLL", "zero_shot_delta_percent"))
         }
 
@@ -99,32 +85,22 @@ def train_by_recipe(
 ) -> Comparison:
     """Train full attention, SP-KV and every layout by a recipe, and write the report after each run.
 
-    Args:
-        recipe: recipe of the dense checkpoint and its branches.
-        layouts: layouts by name.
-        table: head scores for coverage; its name becomes the report's.
-        workspace: workspace for runs and reports.
-        base: folder that the recipe's relative paths start from.
-        num_seeds: number of repetitions, each with its own data order and initial predictors.
-        reference: True to train the SP-KV reference too.
-        device: device to train on; chosen automatically by default.
-        reporter: receives a line for each run that starts, and its progress.
-
-    Raises:
-        UserError: a layout does not fit the scores, or has the name of a baseline.
+    ``table``, the head scores for coverage, gives the report its name. The recipe's relative paths start from ``base``.
+    Other arguments are those of ``compare``. Raises ``UserError``: a layout does not fit the scores, or has the name of
+    a baseline.
     """
     # Check everything that can fail before training starts
     join_processes(recipe, device)
     workspace.check_writable()
     covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # raises if a layout does not fit
-    check_layout_names(layouts)
+    comparison.check_layout_names(layouts)
     # Prepare the text and the dense model
     context = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
 
-    trained = {name: layouts[name] for name in distinct(layouts)}
+    trained = {name: layouts[name] for name in proposal.distinct(layouts)}
 
     def write(compared: Comparison) -> None:
-        on_main(partial(_write, workspace, compared, context, table, trained))
+        distributed.on_main(partial(_write, workspace, compared, context, table, trained))
 
     return compare(
         context,
@@ -186,11 +162,11 @@ def compare(
         models.append(TrainedModel(name, seed, variant.layout.hash if variant.layout else "", branch.checkpoint))
         # Compare what is finished
         rows = comparison_rows(finished, variants, covered, untrained, recipe, names)
-        documents = {DENSE: untrained[DENSE]}
+        documents = {comparison.DENSE: untrained[comparison.DENSE]}
         documents |= {name: _mean([b.nll for b in branches]) for name, branches in finished.items() if branches}
         # Check the gain of the control, unless the recipe trains the model itself
         if not sentence and recipe.dense is None:
-            sentence = control_alarm(circumstances, documents[FULL_ATTENTION], documents[DENSE])
+            sentence = control_alarm(circumstances, documents[comparison.FULL_ATTENTION], documents[comparison.DENSE])
         compared = Comparison(rows, tuple(models), folder, documents, sentence)
         finished_run(compared)
     return compared
@@ -198,15 +174,15 @@ def compare(
 
 def _report_harm(name: str, branch: Branch, untrained: dict[str, DocumentNLL], context: BranchContext) -> None:
     """Announce the change of the control by retraining, or warn about a layout that became worse."""
-    if name == FULL_ATTENTION:
-        compare_control(branch.nll, untrained[DENSE], context.recipe, context.reporter)
+    if name == comparison.FULL_ATTENTION:
+        compare_control(branch.nll, untrained[comparison.DENSE], context.recipe, context.reporter)
     elif name in untrained:
         caution_if_worse(name, branch.nll, untrained[name], context.reporter)
 
 
 def _distinct(layouts: dict[str, Layout], reporter: Reporter) -> dict[str, tuple[str, ...]]:
     """Group the names of equal layouts by the first of them, and announce the duplicates."""
-    names = distinct(layouts)
+    names = proposal.distinct(layouts)
     for first, *duplicates in names.values():
         if duplicates:
             reporter.announce(f"{', '.join(duplicates)}: same layout as {first}, trained and counted once")
@@ -216,11 +192,12 @@ def _distinct(layouts: dict[str, Layout], reporter: Reporter) -> dict[str, tuple
 def hybrid_variants(layouts: dict[str, Layout], *, reference: bool = True) -> dict[str, Variant]:
     """Return the variants to train, by name: full attention, SP-KV if ``reference``, and the layouts.
 
-    Raises:
-        UserError: a layout has the name of one of the baselines.
+    Raises ``UserError``: a layout has the name of one of the baselines.
     """
-    check_layout_names(layouts)
-    baselines = {FULL_ATTENTION: Variant.full_attention()} | ({SP_KV: Variant.sp_kv()} if reference else {})
+    comparison.check_layout_names(layouts)
+    baselines = {comparison.FULL_ATTENTION: Variant.full_attention()} | (
+        {comparison.SP_KV: Variant.sp_kv()} if reference else {}
+    )
     return baselines | {name: Variant.hybrid(layout) for name, layout in layouts.items()}
 
 
@@ -242,7 +219,7 @@ def zero_shot_scores(
         [None, *layouts.values()],
         heldout,
         batch_size=context.recipe.evaluation.batch_size,
-        cache=on_main(partial(cache_folder, context.runs / "zero-shot", model, context.dense, heldout)),
+        cache=distributed.on_main(partial(cache_folder, context.runs / "zero-shot", model, context.dense, heldout)),
         reporter=context.reporter,
     )
     dense, by_layout = scores[0], dict(zip(layouts, scores[1:], strict=True))
@@ -252,7 +229,7 @@ def zero_shot_scores(
     warnings = (sentence and f"warning: {sentence}", packing_warning(context.corpus.separator, heldout))
     for warning in filter(None, warnings):
         context.reporter.caution(warning)
-    return {DENSE: dense, **by_layout}, circumstances, sentence
+    return {comparison.DENSE: dense, **by_layout}, circumstances, sentence
 
 
 def comparison_rows(
@@ -274,10 +251,10 @@ def comparison_rows(
         names: all names of each layout, by the first (``artifacts.proposal.distinct``).
     """
     # Unchanged dense model
-    dense, controls = untrained[DENSE], finished[FULL_ATTENTION]
+    dense, controls = untrained[comparison.DENSE], finished[comparison.FULL_ATTENTION]
     rows: list[dict[str, Any]] = [
         {
-            "strategy": DENSE,
+            "strategy": comparison.DENSE,
             "density_percent": 100.0,
             "coverage_percent": 100.0,
             **_nll_columns(dense, dense, _mean([branch.nll for branch in controls])),
@@ -298,7 +275,7 @@ def comparison_rows(
                 "strategy": name,
                 "density_percent": 100.0 * variant.density(branches[0].density),
                 "coverage_percent": 100.0 * covered.get(name, 1.0),
-                **_nll_columns(nll, dense, nll if name == FULL_ATTENTION else control),
+                **_nll_columns(nll, dense, nll if name == comparison.FULL_ATTENTION else control),
                 "num_global": None if variant.layout is None else variant.layout.num_global,
                 "num_seeds": count,
                 "steps": recipe.branch.steps,
@@ -307,8 +284,8 @@ def comparison_rows(
                 "note": f"also {', '.join(same)}" if (same := names.get(name, ())[1:]) else "",
             }
         )
-    extended = EXTENDED if any(name in row for row in rows for name in EXTENDED) else ()
-    return pd.DataFrame(rows, columns=[*COLUMNS, *extended])
+    extended = comparison.EXTENDED if any(name in row for row in rows for name in comparison.EXTENDED) else ()
+    return pd.DataFrame(rows, columns=[*comparison.COLUMNS, *extended])
 
 
 def _nll_columns(nll: DocumentNLL, dense: DocumentNLL, control: DocumentNLL) -> dict[str, float]:
@@ -329,17 +306,17 @@ def _extended_columns(branches: list[Branch], baselines: list[Branch]) -> dict[s
     baseline = _mean([branch.extended for branch in baselines[: len(longer)] if branch.extended is not None])
     change = paired_difference(nll, baseline)
     values = (nll.mean, np.nan, np.nan) if branches is baselines else (nll.mean, change.percent, change.standard_error)
-    return dict(zip(EXTENDED, values, strict=True))
+    return dict(zip(comparison.EXTENDED, values, strict=True))
 
 
 def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str, float]:
     """Return NLL without training and its change from the unchanged dense model; NaN for SP-KV."""
-    if name == FULL_ATTENTION:
-        return {"zero_shot_nll": untrained[DENSE].mean, "zero_shot_delta_percent": np.nan}
+    if name == comparison.FULL_ATTENTION:
+        return {"zero_shot_nll": untrained[comparison.DENSE].mean, "zero_shot_delta_percent": np.nan}
     score = untrained.get(name)  # None for SP-KV, which has no predictors before training
     if score is None:
         return {"zero_shot_nll": np.nan, "zero_shot_delta_percent": np.nan}
-    change = paired_difference(score, untrained[DENSE])
+    change = paired_difference(score, untrained[comparison.DENSE])
     return {"zero_shot_nll": score.mean, "zero_shot_delta_percent": change.percent}
 
 
@@ -352,29 +329,31 @@ def _write(
     sinks = {name: layout.sinks for name, layout in layouts.items()}
     content = {
         "probe": table.name,
-        **({} if compared.alarm is None else {ALARM: compared.alarm}),
+        **({} if compared.alarm is None else {result_tables.ALARM: compared.alarm}),
         "separator": context.corpus.separator.as_mapping(),
         "heldout": {
             "tokens": int(compared.heldout.num_tokens.sum()),
             "documents": compared.heldout.num_documents,
             "effective_documents": round(compared.heldout.effective_documents, 1),
         },
-        "windows": {SP_KV: recipe.gates.window, **{name: layout.window for name, layout in layouts.items()}},
+        "windows": {comparison.SP_KV: recipe.gates.window, **{name: layout.window for name, layout in layouts.items()}},
         **({"sinks": sinks} if any(sinks.values()) else {}),
         "rank_correlation": correlations["coverage"],
         "zero_shot_rank_correlation": correlations["zero-shot NLL"],
         "recipe": recipe.model_dump(mode="json"),
-        "environment": environment(),
+        "environment": version.environment(),
     }
     # Replace all files at once, keeping a result of other inputs beside them
-    inputs = inputs_of({"recipe": content["recipe"], "layouts": [each.content for each in layouts.values()]})
-    tables = ["comparison.csv", "checkpoints.csv", FILE]
-    with replacing(compared.folder) as new:
-        write_comparison(new / "comparison.csv", compared.rows)
-        write_documents(new / FILE, compared.documents)
+    inputs = result_tables.inputs_of(
+        {"recipe": content["recipe"], "layouts": [each.content for each in layouts.values()]}
+    )
+    tables = ["comparison.csv", "checkpoints.csv", comparison_documents.FILE]
+    with replace.replacing(compared.folder) as new:
+        comparison.write_comparison(new / "comparison.csv", compared.rows)
+        comparison_documents.write_documents(new / comparison_documents.FILE, compared.documents)
         write_checkpoints(new, compared.models, workspace.root)
-        write_record(new / "comparison.yaml", {"inputs": inputs, **content})
-        keep_earlier(compared.folder, new, "comparison.yaml", tables, inputs, context.reporter)
+        records.write_record(new / "comparison.yaml", {"inputs": inputs, **content})
+        result_tables.keep_earlier(compared.folder, new, "comparison.yaml", tables, inputs, context.reporter)
 
 
 def _mean(parts: list[DocumentNLL]) -> DocumentNLL:

@@ -11,21 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.defaults import FIRST_STEPS
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.distributed import on_main
+from spkv_nas.base import distributed, replace, schema
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath
 from spkv_nas.base.progress import Progress, Reporter
-from spkv_nas.base.replace import new_folder
-from spkv_nas.base.schema import validate
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.micro_batch import check_blocks
-from spkv_nas.evaluation.score import by_name
-from spkv_nas.model.checkpoint import read_size, save
-from spkv_nas.model.config_section import checkpoint_layout, gate_config
+from spkv_nas.evaluation import micro_batch, score
+from spkv_nas.model import checkpoint, config_section
+from spkv_nas.training import first_recipe, harm
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.corpus import Corpus, join_processes
-from spkv_nas.training.first_recipe import finished_model_rate
-from spkv_nas.training.harm import WARMUP_SHARE
 from spkv_nas.training.hybrids import Comparison, compare
 from spkv_nas.training.recipe import Recipe
 
@@ -79,11 +74,11 @@ def train_hybrids(
     """
     _check(model, blocks, heldout)
     # Write the dense model that all runs start from
-    named, runs, corpus = dict(by_name(layouts)), Path(folder), Corpus(tokenizer, blocks, heldout)
-    on_main(lambda: _write(model, tokenizer, runs / "dense"))
+    named, runs, corpus = dict(score.by_name(layouts)), Path(folder), Corpus(tokenizer, blocks, heldout)
+    distributed.on_main(lambda: _write(model, tokenizer, runs / "dense"))
     # Train and compare
     training: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}
-    training |= {"warmup_steps": round(WARMUP_SHARE * steps), "distill": {"weight": distill} if distill else None}
+    training |= {"warmup_steps": round(harm.WARMUP_SHARE * steps), "distill": {"weight": distill} if distill else None}
     recipe = _recipe(runs / "dense", corpus, training, seed).resolve_precision(model.device.type)
     join_processes(recipe, model.device.type)
     context = BranchContext(recipe, corpus, runs / "dense", runs, model.device.type, Reporter.of(progress))
@@ -92,10 +87,10 @@ def train_hybrids(
 
 def _check(model: PreTrainedModel, blocks: TokenBlocks, heldout: TokenBlocks) -> None:
     """Raise ``UserError`` unless the model is dense, and both texts have blocks of one length that fit it."""
-    if gate_config(model) is not None or checkpoint_layout(model) is not None:
+    if config_section.gate_config(model) is not None or config_section.checkpoint_layout(model) is not None:
         raise UserError("layouts are retrained from a dense model: call spkv_nas.detach(model) first")
     for part in (blocks, heldout):
-        check_blocks(model, part)
+        micro_batch.check_blocks(model, part)
     if blocks.block_size != heldout.block_size:
         raise UserError(
             f"the blocks have {blocks.block_size} tokens, the held-out ones {heldout.block_size}: build both with the "
@@ -105,14 +100,16 @@ def _check(model: PreTrainedModel, blocks: TokenBlocks, heldout: TokenBlocks) ->
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the dense model, in place of an earlier one."""
-    with new_folder(folder) as new:
-        save(model, tokenizer, new)
+    with replace.new_folder(folder) as new:
+        checkpoint.save(model, tokenizer, new)
 
 
 def _recipe(dense: Path, corpus: Corpus, training: dict[str, Any], seed: int) -> Recipe:
     """Return the recipe of the runs, which names the text by its hash. Raises ``UserError`` for an invalid setting."""
     if training["learning_rate"] is None:
-        training["learning_rate"] = finished_model_rate(read_size(str(dense)).without_embeddings)
+        training["learning_rate"] = first_recipe.finished_model_rate(
+            checkpoint.read_size(str(dense)).without_embeddings
+        )
     settings = {
         "name": "hybrids",
         "seed": seed,
@@ -121,4 +118,4 @@ def _recipe(dense: Path, corpus: Corpus, training: dict[str, Any], seed: int) ->
         "branch": training,
         "evaluation": {"batch_size": training["batch_size"]},
     }
-    return validate(Recipe, settings, "train_hybrids")
+    return schema.validate(Recipe, settings, "train_hybrids")

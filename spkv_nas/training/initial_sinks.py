@@ -13,9 +13,7 @@ from spkv_nas.artifacts.local_layers import takes_sinks
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.learned_sinks import native_sinks_error
-from spkv_nas.model.model_shape import config_shape
-from spkv_nas.model.windows import full_attention
+from spkv_nas.model import learned_sinks, model_shape, windows
 
 TOKENS = 8192  # training tokens to measure on
 
@@ -48,8 +46,8 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
         )
     # Add up the means of blocks by layer
     part = blocks.spread(max(1, TOKENS // blocks.block_size))
-    num_heads = config_shape(model.config).num_heads
-    with full_attention(model) as states:
+    num_heads = model_shape.config_shape(model.config).num_heads
+    with windows.full_attention(model) as states:
         sums = [torch.zeros(num_heads, dtype=torch.float64) for _ in states]
         for state, total in zip(states, sums, strict=True):
             if takes_sinks(state, layout.window):
@@ -69,7 +67,7 @@ def _adder(total: Tensor, layout: Layout, native: int) -> Callable[..., None]:
 
     def add(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
         if sink_logits is not None:
-            raise native_sinks_error()
+            raise learned_sinks.native_sinks_error()
         query = q[0, :, queries].cpu().double().mean(1)  # [Hq, D]; the mean of scores is the score of the mean
         key = k[0, :, hidden].cpu().double().repeat_interleave(len(query) // k.shape[1], 0)
         total.add_((query * key).sum(-1), alpha=scale)

@@ -21,14 +21,8 @@ from spkv_nas.training.recipe import LoraConfig
 def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None:
     """Freeze a model's weights and add float32 LoRA adapters to its linear layers, with no initial effect.
 
-    Args:
-        model: model to adapt, in place.
-        options: the recipe's section ``lora``.
-        seed: seed of the adapters' initial weights.
-
-    Raises:
-        UserError: the model has none of the layers that ``options.targets`` names, or one shares its weight with
-            another module, which merging would change too.
+    Raises ``UserError``: the model has none of the layers that ``options.targets`` names, or one shares its weight with
+    another module, which merging would change too.
     """
     import peft
     from peft.tuners.tuners_utils import cast_adapter_dtype

@@ -25,21 +25,18 @@ class GatePhase:
 class GateSchedule:
     """Schedule of soft or sampled gates, followed by (optionally annealed) hard gates, over ``steps`` steps.
 
-    The hard phase is the last ``1 - soft_fraction`` of the decay. The decay is the whole run unless ``decay_steps`` is
-    set (training from scratch).
+    The hard phase is the last ``1 - soft_fraction`` of the run.
     """
 
     steps: int
     soft_fraction: float = 0.75
     anneal_steps: int = 0
     mode: str = "soft"
-    decay_steps: int | None = None
 
     @property
     def soft_steps(self) -> int:
         """Return the number of steps during which the predictor is trained."""
-        decay = self.steps if self.decay_steps is None else self.decay_steps
-        return self.steps - decay + round(decay * self.soft_fraction)
+        return round(self.steps * self.soft_fraction)
 
     def at(self, step: int) -> GatePhase:
         """Return the phase of training step ``step``, counted from 0."""

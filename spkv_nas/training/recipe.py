@@ -15,10 +15,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from spkv_nas.artifacts.histogram import threshold_logit
+from spkv_nas.base import files, limits
 from spkv_nas.base.device import training_precision
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_yaml
-from spkv_nas.base.limits import MAX_BATCH, MAX_RANK, MAX_SEED, MAX_STEPS, MAX_WHOLE
 from spkv_nas.base.names import MAX_CHARACTERS
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.cost.formulas import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
@@ -30,6 +29,7 @@ from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.gates_config import GatesConfig, gates_of_layout
 
 OFFLOAD = "fsdp-offload"
+_REMOVED = {"gates": {"layers": None}, "evaluation": {"every": None, "max_tokens": 65536}}
 _LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
 
 
@@ -75,10 +75,10 @@ class TokenizerConfig(Section):
 class DenseConfig(Section):
     """Train a new dense model: the stable phase, at a constant learning rate."""
 
-    steps: int = Field(3000, ge=1, le=MAX_STEPS, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, le=MAX_BATCH, description="blocks per step, summed over all processes")
+    steps: int = Field(3000, ge=1, le=limits.MAX_STEPS, description="optimizer steps")
+    batch_size: int = Field(8, ge=1, le=limits.MAX_BATCH, description="blocks per step, summed over all processes")
     learning_rate: float = Field(2e-3, gt=0.0, description="constant learning rate after warm-up")
-    warmup_steps: int = Field(100, ge=0, le=MAX_STEPS, description="steps of linear warm-up")
+    warmup_steps: int = Field(100, ge=0, le=limits.MAX_STEPS, description="steps of linear warm-up")
     weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0.0, description="norm to which gradients are clipped")
 
@@ -86,7 +86,7 @@ class DenseConfig(Section):
 class LoraConfig(Section):
     """Train low-rank adapters of linear layers, and the gates' predictors, while the weights are frozen."""
 
-    rank: int = Field(16, ge=1, le=MAX_RANK, description="rank of the adapters")
+    rank: int = Field(16, ge=1, le=limits.MAX_RANK, description="rank of the adapters")
     alpha: float = Field(32.0, gt=0.0, description="scale of the adapters: they are multiplied by alpha / rank")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout of an adapter's input")
     targets: Literal["all-linear"] | list[str] = Field(
@@ -95,13 +95,9 @@ class LoraConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Measure held-out NLL, after training and while an SP-KV branch trains."""
+    """Measure held-out NLL after training."""
 
-    batch_size: int = Field(8, ge=1, le=MAX_BATCH, description="blocks per forward pass in evaluation")
-    every: int | None = Field(
-        None, ge=1, le=MAX_STEPS, description="also evaluate every N steps while an SP-KV branch trains"
-    )
-    max_tokens: int = Field(65536, ge=1, le=MAX_WHOLE, description="held-out tokens for evaluations during training")
+    batch_size: int = Field(8, ge=1, le=limits.MAX_BATCH, description="blocks per forward pass")
 
 
 class Recipe(Section):
@@ -116,7 +112,9 @@ class Recipe(Section):
         max_length=MAX_CHARACTERS,
         description="name of the results in probes/, layouts/, reports/ and runs/",
     )
-    seed: int = Field(0, ge=0, le=MAX_SEED, description="random seed of new weights, predictors and the data order")
+    seed: int = Field(
+        0, ge=0, le=limits.MAX_SEED, description="random seed of new weights, predictors and the data order"
+    )
     model: ModelConfig = Field(description="model, or a level of the scaling ladder, such as micro-0")
     tokenizer: TokenizerConfig | None = Field(None, description="tokenizer; default: the model's")
     data: DataConfig = Field(description="text, and how to cut it into blocks")
@@ -127,11 +125,13 @@ class Recipe(Section):
         None, description="train low-rank adapters (LoRA), merged into the weights at the end"
     )
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="evaluation of held-out NLL")
-    checkpoint_every: int = Field(200, ge=1, le=MAX_STEPS, description="steps between checkpoints of a run")
+    checkpoint_every: int = Field(200, ge=1, le=limits.MAX_STEPS, description="steps between checkpoints of a run")
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         [], description="experiment trackers to log to; TensorBoard files are in the run's folder"
     )
-    micro_batch_size: int | None = Field(None, ge=1, le=MAX_BATCH, description="blocks per forward and backward pass")
+    micro_batch_size: int | None = Field(
+        None, ge=1, le=limits.MAX_BATCH, description="blocks per forward and backward pass"
+    )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )
@@ -168,8 +168,6 @@ class Recipe(Section):
             raise ValueError("a new model (model.config) needs a 'dense' section that trains it")
         if self.model.path is not None and self.dense is not None:
             raise ValueError("with model.path the model is the dense checkpoint: leave 'dense' out")
-        if self.gates.training == "from-scratch":
-            self._check_from_scratch()
         if self.sharding != "none" and OPTIMIZERS[self.optimizer].package:
             raise ValueError(
                 f"optimizer: {self.optimizer} does not support shards: with sharding: {self.sharding} leave it out"
@@ -210,8 +208,6 @@ class Recipe(Section):
     def _check_distillation(self) -> None:
         if self.branch.distill is None:
             return
-        if self.gates.training == "from-scratch":
-            raise ValueError("branch.distill needs a dense checkpoint: leave gates.training: from-scratch out")
         if self.sharding != "none":
             raise ValueError(f"branch.distill does not work with sharding: {self.sharding}; leave one of them out")
 
@@ -225,19 +221,10 @@ class Recipe(Section):
         """Return the number of consecutive tokens that held-out blocks keep together: the longest block's length."""
         return self.least_blocks(self.branch) * self.data.block_size
 
-    def _check_from_scratch(self) -> None:
-        if self.dense is None:
-            raise ValueError("gates.training: from-scratch needs a new model (model.config and 'dense')")
-        if self.lora is not None:
-            raise ValueError("gates.training: from-scratch learns all weights: leave 'lora' out")
-        for key in ("batch_size", "learning_rate", "weight_decay", "max_grad_norm"):
-            if getattr(self.dense, key) != getattr(self.branch, key):
-                raise ValueError(f"gates.training: from-scratch is one run: dense.{key} and branch.{key} must be equal")
-
     @classmethod
     def read(cls, path: Path) -> Recipe:
         """Read and validate a recipe file. Raises ``UserError`` if the file cannot be read, or a key is wrong."""
-        return cls.parse(read_yaml(path, "recipe"), path.parent, f"recipe {path}")
+        return cls.parse(files.read_yaml(path, "recipe"), path.parent, f"recipe {path}")
 
     @classmethod
     def parse(cls, data: Any, base: Path, where: str) -> Recipe:
@@ -262,7 +249,7 @@ class Recipe(Section):
         """Hash the recipe, or the given sections: the first 16 hexadecimal digits of the SHA-256.
 
         The hash names finished runs, so it must not change between versions for recipes that train the same: the price
-        is hashed as the paper's weight, and keys added later are left out if they have their default.
+        is hashed as the paper's weight, later keys are left out at their default, and removed keys count at theirs.
         """
         # Leave out later keys at their defaults
         data = self.model_dump(mode="json", include=set(sections) if sections else None)
@@ -270,8 +257,12 @@ class Recipe(Section):
         for section, key in (("data", "mix"), ("branch", "extend")):
             if section in data and data[section][key] is None:
                 del data[section][key]
+        # Count removed keys at their defaults
         if (distill := data.get("branch", {}).get("distill")) is not None:
-            distill["hidden"] = 0.0  # a removed key at its default
+            distill["hidden"] = 0.0
+        for section, removed in _REMOVED.items():
+            if section in data:
+                data[section] |= removed
         # Hash the version of mixed samples, and the price as the paper's weight
         if data.get("data", {}).get("mix") is not None:
             data["data"]["mix"]["samples_version"] = VERSION
@@ -282,8 +273,7 @@ class Recipe(Section):
     def with_precision(self, dtype: str | None) -> Recipe:
         """Return the recipe with ``precision`` set to ``dtype``, or unchanged if that is None.
 
-        Raises:
-            UserError: ``dtype`` is neither float32 nor bfloat16.
+        Raises ``UserError``: ``dtype`` is neither float32 nor bfloat16.
         """
         if dtype is None:
             return self

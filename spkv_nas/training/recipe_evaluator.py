@@ -63,16 +63,7 @@ class RecipeEvaluator:
         device: str | None = None,
         reporter: Reporter = SILENT,
     ) -> RecipeEvaluator:
-        """Tokenize the text and train the dense model, or reuse earlier results; concurrent workers wait for the first.
-
-        Args:
-            recipe: the recipe.
-            base: folder that the recipe's relative paths start from.
-            runs: folder of checkpoints and caches.
-            max_tokens: maximum number of held-out tokens for selection.
-            device: device to use; chosen automatically by default.
-            reporter: receives messages and progress.
-        """
+        """Prepare as ``BranchContext.prepare``; concurrent workers wait for the first."""
         join_processes(recipe, device)
         context = BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)
         return cls(context, max_tokens=max_tokens)
@@ -99,11 +90,7 @@ class RecipeEvaluator:
 
     @property
     def num_selection_tokens(self) -> int:
-        """Return the number of held-out tokens used for scores and short retrainings.
-
-        Raises:
-            UserError: there is too little held-out text.
-        """
+        """Return the number of held-out tokens for scores and short retrainings. Raises ``UserError`` without any."""
         return self._chosen_on.tokens.size
 
     @property
@@ -118,10 +105,7 @@ class RecipeEvaluator:
 
     @property
     def evaluation_tokens(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each held-out document used for full retrainings, int64 [documents].
-
-        These documents are not used for selection.
-        """
+        """Return the tokens of each held-out document that is not used for selection, int64 [documents]."""
         heldout = self._context.corpus.heldout
         counts = np.bincount(heldout.document.ravel(), minlength=len(heldout.documents))
         unseen_counts: NDArray[np.int64] = counts[~self._selection_documents]
@@ -141,11 +125,7 @@ class RecipeEvaluator:
 
     @cached_property
     def _scored_on(self) -> TokenBlocks:
-        """Return the text that layouts are scored on without training.
-
-        It is the text used for selection, mixed with RULER samples if the recipe's training text is, so that heads
-        that answers need count.
-        """
+        """Return the text used for selection, mixed with RULER samples if the recipe's training text is."""
         text, corpus, recipe = self._chosen_on, self._context.corpus, self._context.recipe
         if recipe.data.mix is None:
             return text
@@ -206,10 +186,7 @@ class RecipeEvaluator:
         return changes_alarm(Circumstances.of(self._model, self._scored_on, full, separator), changes)
 
     def run_name(self, layout: Layout | None) -> str:
-        """Return the name of the full retraining's folder, which encodes everything that determines its result.
-
-        ``layout`` is None for full attention.
-        """
+        """Return the name of the full retraining's folder, which encodes everything that determines its result."""
         return self._context.folder(_variant(layout)).name
 
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
@@ -224,11 +201,7 @@ class RecipeEvaluator:
             self._controls.add(fidelity)
 
     def control(self, fidelity: Retraining) -> PairedDifference:
-        """Return the change of NLL of full attention by retraining, relative to the unchanged dense model.
-
-        Raises:
-            UserError: the branch's folder is missing.
-        """
+        """Return the change of NLL of full attention by retraining, relative to the unchanged dense model."""
         return paired_difference(self._finished(fidelity, None), self._part(self._dense, fidelity))
 
     def retrained(
@@ -236,10 +209,7 @@ class RecipeEvaluator:
     ) -> list[PairedDifference]:
         """Return the change of NLL of each retrained layout relative to ``baseline``, on the fidelity's documents.
 
-        ``baseline`` is a retrained layout; None is full attention.
-
-        Raises:
-            UserError: a branch's folder is missing.
+        ``baseline`` None is full attention. Raises ``UserError`` if a branch's folder is missing.
         """
         full, *others = (self._finished(fidelity, layout) for layout in (baseline, *layouts))
         return [paired_difference(nll, full) for nll in others]

@@ -18,13 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerState
 
-from spkv_nas.base.distributed import is_lost_process, on_main, process_index
+from spkv_nas.base import distributed, files, manifest, tables
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.locks import FolderLock
-from spkv_nas.base.manifest import MANIFEST, check_manifest, is_complete
 from spkv_nas.base.progress import Announce, silent
-from spkv_nas.base.tables import write_csv
 from spkv_nas.model.checkpoint import save_files
 from spkv_nas.training.sharding import like, whole
 
@@ -35,12 +32,6 @@ _PATIENCE = 600.0  # seconds to wait for a lock before other ranks hear from ran
 KEPT = 2  # checkpoints to keep: the newest, and one to fall back on if it is damaged
 _TRAIN_LOG = ("step", "loss", "learning_rate", "density", "tokens_per_second")
 _DISTILLATION_LOG = ("nll", "kl")
-_HELDOUT_LOG = {  # CSV columns by key of the log history
-    "step": "step",
-    "heldout_soft_nll": "soft_nll",
-    "heldout_hard_nll": "hard_nll",
-    "heldout_density": "density",
-}
 _DENSITY_LOG = ("step", "layer", "kv_head", "density")
 
 
@@ -55,9 +46,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
     damaged: list[UserError] = []
     # Take the newest whose files match its manifest
     newest_first = sorted(_checkpoints(folder), key=_step, reverse=True)
-    for checkpoint in filter(is_complete, newest_first):
+    for checkpoint in filter(manifest.is_complete, newest_first):
         try:
-            check_manifest(checkpoint)
+            manifest.check_manifest(checkpoint)
         except UserError as error:
             damaged.append(error)
             continue
@@ -65,14 +56,16 @@ def newest_checkpoint(folder: Path) -> Path | None:
         return checkpoint
     # Explain why the run starts over
     if newest_first and not damaged:
-        damaged = [UserError(f"{newest_first[0]} is incomplete: it has no {MANIFEST}")]
+        damaged = [UserError(f"{newest_first[0]} is incomplete: it has no {manifest.MANIFEST}")]
     _warn_of(damaged, "there is no other checkpoint: starting over")
     return None
 
 
 def newest_step(folder: Path) -> int:
     """Return the step of the newest complete checkpoint without checking its hashes; 0 if there is none."""
-    return max((_step(checkpoint) for checkpoint in _checkpoints(folder) if is_complete(checkpoint)), default=0)
+    return max(
+        (_step(checkpoint) for checkpoint in _checkpoints(folder) if manifest.is_complete(checkpoint)), default=0
+    )
 
 
 def remove_newer(folder: Path, checkpoint: Path | None) -> None:
@@ -96,7 +89,7 @@ def remove_checkpoints(folder: Path) -> None:
 
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint, manifest first, so that an interrupted removal leaves it incomplete and not damaged."""
-    (checkpoint / MANIFEST).unlink(missing_ok=True)
+    (checkpoint / manifest.MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
@@ -118,7 +111,7 @@ def _warn_of(damaged: list[UserError], consequence: str) -> None:
 def run_lock(folder: Path, announce: Announce = silent) -> Iterator[None]:
     """Hold the lock of a run's folder; with torchrun, rank 0 holds it for all ranks."""
     lock = FolderLock(folder, "trains the same run")
-    while not on_main(lambda: lock.take(_PATIENCE, announce)):
+    while not distributed.on_main(lambda: lock.take(_PATIENCE, announce)):
         continue  # on_main reports to the other ranks each time, so that their collectives do not time out
     try:
         yield
@@ -127,21 +120,15 @@ def run_lock(folder: Path, announce: Announce = silent) -> Iterator[None]:
 
 
 def check_text(folder: Path, text: str, tokenizer: Path | None = None, *, key: str = "text") -> None:
-    """Record the hash of a run's text, or check that it has not changed.
+    """Record the hash of a run's text under ``key``, or check that it has not changed.
 
-    Args:
-        folder: folder of the run.
-        text: hash of the text.
-        tokenizer: folder of the tokenizer trained on the text, named in the error if it exists.
-        key: name of the hash; a record without this key, from another version, is replaced.
-
-    Raises:
-        UserError: the run was begun on another text.
+    The error names ``tokenizer``, the folder of the tokenizer that was trained on the text, if it exists. Raises
+    ``UserError``: the run was begun on another text.
     """
     file = folder / _TEXT
-    recorded = read_json(file, "note of a run's text").get(key) if file.is_file() else None
+    recorded = files.read_json(file, "note of a run's text").get(key) if file.is_file() else None
     if recorded is None:
-        write_json(file, {key: text})
+        files.write_json(file, {key: text})
     elif recorded != text:
         also = f" and {tokenizer.name} beside it" if tokenizer is not None and tokenizer.is_dir() else ""
         raise UserError(
@@ -156,7 +143,7 @@ def writing(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if is_lost_process(error) or isinstance(error, torch.OutOfMemoryError):
+        if distributed.is_lost_process(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         shutil.rmtree(checkpoint, ignore_errors=True)
         raise UserError(
@@ -168,13 +155,9 @@ def writing(checkpoint: Path) -> Iterator[None]:
 def save_run(
     trainer: Trainer, tokenizer: PreTrainedTokenizerBase, weights: dict[str, Tensor] | None, folder: Path
 ) -> None:
-    """Write the model and the training log of a finished run, without a manifest.
+    """Write the model and the training log of a finished run to a new folder, without a manifest.
 
-    Args:
-        trainer: trainer of the run.
-        tokenizer: tokenizer to save with the model.
-        weights: gathered weights of a sharded model (``whole_weights``); None to save the model's own.
-        folder: new folder (``base.replace.new_folder``).
+    ``weights`` are the gathered ones of a sharded model (``whole_weights``); None saves the model's own.
     """
     save_files(trainer.model, tokenizer, folder, weights)
     write_train_log(trainer.state, folder / "train-log.csv")
@@ -187,14 +170,7 @@ def write_train_log(state: TrainerState, path: Path) -> None:
     """
     rows = [entry for entry in state.log_history if "loss" in entry]
     parts = [part for part in _DISTILLATION_LOG if any(part in entry for entry in rows)]
-    write_csv(path, pd.DataFrame(rows).reindex(columns=[*_TRAIN_LOG, *parts]))
-
-
-def write_heldout_log(state: TrainerState, path: Path) -> None:
-    """Write the evaluations of ``HeldoutCallback`` as CSV, if there are any: step, soft_nll, hard_nll, density."""
-    rows = [entry for entry in state.log_history if "heldout_hard_nll" in entry]
-    if rows:
-        write_csv(path, pd.DataFrame(rows)[list(_HELDOUT_LOG)].rename(columns=_HELDOUT_LOG))
+    tables.write_csv(path, pd.DataFrame(rows).reindex(columns=[*_TRAIN_LOG, *parts]))
 
 
 def write_density_log(state: TrainerState, path: Path) -> None:
@@ -207,7 +183,7 @@ def write_density_log(state: TrainerState, path: Path) -> None:
         if not math.isnan(density)
     ]
     if rows:
-        write_csv(path, pd.DataFrame(rows, columns=list(_DENSITY_LOG)))
+        tables.write_csv(path, pd.DataFrame(rows, columns=list(_DENSITY_LOG)))
 
 
 def save_learned(model: nn.Module, checkpoint: Path) -> None:
@@ -251,7 +227,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             tensor = whole(torch.as_tensor(value))
-            if process_index() == 0:
+            if distributed.process_index() == 0:
                 tensors[f"{names[parameter]}::{key}"] = tensor.cpu().contiguous()
     return tensors
 

@@ -182,9 +182,7 @@ class Planner:
     def branch(self, name: str, variant: Variant, seed: int | None = None) -> PlannedRun:
         """Plan the branch of a variant, reusing its checkpoints if there are any."""
         recipe, seed = self.recipe, self.recipe.seed if seed is None else seed
-        phase: BranchConfig = recipe.branch
-        if variant.kind is Kind.SP_KV and recipe.gates.training == "from-scratch" and recipe.dense is not None:
-            phase = phase.model_copy(update={"steps": recipe.dense.steps + phase.steps})
+        phase = recipe.branch
         done = 0
         if self._has_dense:
             folder = branch_folder(recipe, self.dense_path, self._runs, variant, seed)
@@ -245,7 +243,7 @@ class Planner:
     def _stages(self) -> Stages:
         """Return the formulas of memory and FLOPs for the recipe's model on the device."""
         site = Site(self.device, math.inf, is_cpu=self.device == "cpu")
-        return Stages(self.size, self.recipe.gates.of_model(self.size.heads.grid), site, self.recipe.data.block_size, 1)
+        return Stages(self.size, self.recipe.gates.of_model(), site, self.recipe.data.block_size, 1)
 
     def _training(self, kind: Kind) -> Training:
         """Return how the branch of a kind of variant is trained."""
@@ -336,4 +334,4 @@ def _step_of(recipe: Recipe) -> list[object]:
     sections = ("model", "tokenizer", "data", "precision", "micro_batch_size", "gradient_checkpointing")
     hashed = recipe.content_hash(*sections, "lora", "optimizer")
     branch = recipe.branch
-    return [hashed, branch.batch_size, branch.distill, branch.sinks, gates, recipe.gates.layers, recipe.gates.mode]
+    return [hashed, branch.batch_size, branch.distill, branch.sinks, gates, recipe.gates.mode]

@@ -20,10 +20,9 @@ from transformers import PreTrainedModel
 from spkv_nas.base.distributed import is_sharded, pass_device
 from spkv_nas.data.batches import block_tokens, num_spare_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.gates import predictors
+from spkv_nas.model import gates, modes
 from spkv_nas.model.learned_sinks import learned_sinks
 from spkv_nas.model.loss import token_nll
-from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.training.recipe import OFFLOAD
 
 
@@ -40,7 +39,7 @@ def shard_added_modules(model: nn.Module, plugin: Any, *, bfloat16: bool) -> Non
     """
     if bfloat16:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*predictors(model).values(), *learned_sinks(model)):
+    for module in (*gates.predictors(model).values(), *learned_sinks(model)):
         if not isinstance(module, FSDPModule):
             fully_shard(module, offload_policy=plugin.cpu_offload)
 
@@ -56,7 +55,7 @@ def spare_passes(model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -
 
     The forward pass of a sharded model is a collective operation, so all ranks must run the same number of batches.
     """
-    with evaluation_mode(model):
+    with modes.evaluation_mode(model):
         for _ in range(num_spare_batches(blocks.num_blocks, batch_size)):
             token_nll(model, block_tokens(blocks, 0, batch_size, pass_device(model)))
 

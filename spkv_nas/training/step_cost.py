@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.cost.formulas import FLOAT32, OPTIMIZERS, Learns, num_adapter_parameters
 from spkv_nas.cost.stage_costs import Stages, Training
-from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.model_shape import vocabulary_size
+from spkv_nas.model.modes import recomputed
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branch_setup import frozen_dtype
 from spkv_nas.training.recipe import OFFLOAD, DenseConfig, Recipe

@@ -43,15 +43,9 @@ class TextSize:
 
 
 def count_text(sources: Iterable[str | SourceConfig], base: Path, tokenizer: PreTrainedTokenizerBase) -> TextSize:
-    """Count the documents and tokens of a text, up to ``MAX_CHARACTERS`` characters.
+    """Count the documents and tokens of a text, up to ``MAX_CHARACTERS`` characters; paths start from ``base``.
 
-    Args:
-        sources: sources of the text.
-        base: folder that relative paths start from.
-        tokenizer: tokenizer to count with.
-
-    Raises:
-        UserError: a source does not exist.
+    Raises ``UserError``: a source does not exist.
     """
     remaining = documents(sources, base)
     number = tokens = characters = 0

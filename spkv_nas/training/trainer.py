@@ -23,20 +23,17 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+from spkv_nas.base import manifest, memory
 from spkv_nas.base.distributed import num_processes, on_main, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, deferred
-from spkv_nas.base.manifest import write_manifest
-from spkv_nas.base.memory import empty_cache, is_short_of_memory
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.model.activation_checkpointing import recomputed
+from spkv_nas.model import modes, weight_files, weights
 from spkv_nas.model.compiled import compiled
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
-from spkv_nas.model.weight_files import default_generation
-from spkv_nas.model.weights import largest
-from spkv_nas.training.arguments import make_optimizer
+from spkv_nas.training import arguments, run_files, sharding
 from spkv_nas.training.callbacks import (
     DistillationCallback,
     EndWandbRun,
@@ -48,16 +45,6 @@ from spkv_nas.training.callbacks import (
 from spkv_nas.training.gates_config import GatesConfig
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run_files import (
-    load_learned,
-    load_optimizer_state,
-    newest_checkpoint,
-    remove_newer,
-    remove_older,
-    save_learned,
-    writing,
-)
-from spkv_nas.training.sharding import shard_added_modules, sharded_checkpoint
 
 _MAX_GROWTH = 1e4  # limit of weights, relative to the largest initial weight (at least 1)
 
@@ -137,19 +124,19 @@ class SPKVTrainer(Trainer):
                 f"the training text gives {len(self.train_dataset)} blocks, fewer than one batch of {batch}\n"
                 "give more text, a smaller block_size or a smaller batch_size"
             )
-        newest = on_main(lambda: newest_checkpoint(self._folder))
-        if newest is not None and sharded_checkpoint(newest) != bool(self.args.fsdp):
+        newest = on_main(lambda: run_files.newest_checkpoint(self._folder))
+        if newest is not None and sharding.sharded_checkpoint(newest) != bool(self.args.fsdp):
             raise UserError(
                 f"{newest} was written {'without' if self.args.fsdp else 'with'} sharding: fsdp, which this run cannot "
                 "read\ngo on as it was begun, or delete it to start over"
             )
-        on_main(lambda: remove_newer(self._folder, newest))
+        on_main(lambda: run_files.remove_newer(self._folder, newest))
         # Train, deferring signals to the end of a step
         with self._reporter.bar(self._title) as self._progress.bar, deferred() as pending:
             interrupt = InterruptCallback(pending)
             self.add_callback(interrupt)
             begin_pass = None if self._distillation is None else self._distillation.loss.begin_pass
-            recomputing = recomputed(self.model) if self._recomputes else nullcontext()
+            recomputing = modes.recomputed(self.model) if self._recomputes else nullcontext()
             compiling = compiled(self.model) if self._compiles else nullcontext()
             with loss_in_chunks(self.model, begin_pass), recomputing, compiling:
                 self.train(resume_from_checkpoint=str(newest) if newest else None)
@@ -171,16 +158,15 @@ class SPKVTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer with ``make_optimizer``, after preparing the model for sharding.
 
-        Raises:
-            UserError: the run is sharded but there is no GPU, or the optimizer is not available.
+        Raises ``UserError``: the run is sharded but there is no GPU, or the optimizer is not available.
         """
         model = model or self.model
         # Shard predictors and learned sinks before the optimizer refers to them
         if self.args.fsdp:
             if not self.is_fsdp_enabled:
                 raise UserError(f"sharding: fsdp needs GPUs; on {self.args.device.type} every process would hold all")
-            shard_added_modules(model, self.accelerator.state.fsdp_plugin, bfloat16=self.args.bf16)
-        self.optimizer = make_optimizer(model, self.args, self._gate_options)
+            sharding.shard_added_modules(model, self.accelerator.state.fsdp_plugin, bfloat16=self.args.bf16)
+        self.optimizer = arguments.make_optimizer(model, self.args, self._gate_options)
         # Remember the names of parameters, by which create_scheduler finds their shards
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._group_names = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
@@ -202,7 +188,7 @@ class SPKVTrainer(Trainer):
                 group["params"] = [sharded[name] for name in names]
         # Load the state that the run starts from
         if self.args.fsdp or self._optimizer_state is not None:
-            load_optimizer_state(optimizer, self.model, self._optimizer_state)
+            run_files.load_optimizer_state(optimizer, self.model, self._optimizer_state)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule.factor)
         self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -252,24 +238,24 @@ class SPKVTrainer(Trainer):
         if self._distillation is not None:
             self._distillation.take()
         folder = self._folder / f"checkpoint-{self.state.global_step}"
-        with writing(folder):
+        with run_files.writing(folder):
             super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
-        on_main(lambda: write_manifest(folder))
+        on_main(lambda: manifest.write_manifest(folder))
         # By step, after the new one is complete; transformers would go by file times
-        on_main(lambda: remove_older(self._folder))
+        on_main(lambda: run_files.remove_older(self._folder))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model, or only its trainable parameters if some are frozen: setup restores the others."""
         if all(parameter.requires_grad for parameter in self.model.parameters()):
-            with default_generation(self.model):
+            with weight_files.default_generation(self.model):
                 super()._save(output_dir, state_dict)
         elif self.args.should_save:
-            save_learned(self.model, Path(output_dir or self.args.output_dir))
+            run_files.save_learned(self.model, Path(output_dir or self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load what ``_save`` wrote."""
-        if not load_learned(self.model, Path(resume_from_checkpoint)):
+        if not run_files.load_learned(self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def check_finite(self) -> None:
@@ -304,7 +290,7 @@ class SPKVTrainer(Trainer):
 
     def _stop(self, what: str, value: float) -> None:
         """Raise ``TrainingStoppedError`` with the step and the last good checkpoint."""
-        checkpoint = newest_checkpoint(self._folder)
+        checkpoint = run_files.newest_checkpoint(self._folder)
         raise TrainingStoppedError(
             f"training stopped at step {self.state.global_step}: the {what} is {value:.6g}; nothing was saved with it\n"
             f"last good checkpoint: {checkpoint or 'none yet'}\n"
@@ -340,13 +326,13 @@ def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTraine
             trainer.train_or_resume()
             return trainer
         except Exception as error:
-            if size == least or not is_short_of_memory(error):
+            if size == least or not memory.is_short_of_memory(error):
                 raise
             if num_processes() > 1:  # the other ranks are waiting for this one
                 raise UserError(f"out of memory for {size} blocks per pass: set a smaller micro_batch_size") from error
         # Free the memory, and resume with half the blocks
         del trainer
-        empty_cache()
+        memory.empty_cache()
         fewer = max(size // 2, least)
         warnings.warn(f"out of memory for {size} blocks per pass: continuing with at most {fewer}", stacklevel=2)
         recipe = recipe.model_copy(update={"micro_batch_size": fewer})
@@ -355,4 +341,4 @@ def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTraine
 def _largest(value: Any) -> float:
     """Return the largest magnitude in a tensor or this rank's shard of it, NaN if one is; 0 for anything else."""
     local = value.to_local() if isinstance(value, DTensor) else value
-    return largest(local.detach()) if isinstance(local, Tensor) else 0.0
+    return weights.largest(local.detach()) if isinstance(local, Tensor) else 0.0

@@ -52,14 +52,7 @@ class Variant:
         return self.name if self.layout is None else f"{self.name}-{self.layout.content_hash}"
 
     def density(self, measured: float | None) -> float:
-        """Return the share of keys outside the window that are kept.
-
-        Args:
-            measured: density of the gates; None without gates.
-
-        Returns:
-            The share of global heads for a hybrid, the measured density for SP-KV, and 1 for full attention.
-        """
+        """Return the share of keys outside the window that are kept, for gates the ``measured`` one."""
         if self.layout is not None:
             return self.layout.num_global / self.layout.num_heads
         return 1.0 if measured is None else measured

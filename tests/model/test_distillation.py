@@ -16,13 +16,12 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerB
 from spkv_nas import Layout, apply_layout
 from spkv_nas.base import memory
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.distillation import Distillation, copied_teacher, shared_teacher
 from spkv_nas.model.loss import NO_TARGET, loss_in_chunks
-from spkv_nas.model.modes import evaluation_mode
+from spkv_nas.model.modes import evaluation_mode, recomputed
 from spkv_nas.model.windows import full_attention
 from spkv_nas.training.branch_setup import dense_model
 from spkv_nas.training.lora import adapter_switch, add_adapters

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from helpers import tiny_model
@@ -125,41 +123,6 @@ def test_a_conversation_continues(kind: str) -> None:
     result = generate(model, ids, mask, past_key_values=cache)
     assert torch.equal(result, generate(model, ids, mask, past_key_values=SPKVCache(model)))
     assert cache.get_seq_length() == result.shape[1] - 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "refusal"), [("gates", "a different window than the model"), ("mixed+4", "a model with another layout")]
-)
-def test_saved_and_loaded(kind: str, refusal: str, tmp_path: Path) -> None:
-    model = model_with(kind)
-    ids, mask = prompts()
-    cache = SPKVCache(model)
-    first = generate(model, ids, mask, past_key_values=cache)
-    cache.save(tmp_path / "cache.safetensors")
-    mask = torch.nn.functional.pad(mask, (0, 20), value=1)
-    expected = generate(model, first, mask, past_key_values=cache)
-    loaded = SPKVCache.load(model, tmp_path / "cache.safetensors")
-    assert torch.equal(generate(model, first, mask, past_key_values=loaded), expected)
-    other = tiny_model()
-    attach_gates(other, GateConfig(window=7), seed=0)
-    with pytest.raises(UserError, match=refusal):
-        SPKVCache.load(other, tmp_path / "cache.safetensors")
-    (tmp_path / "cut").write_bytes((tmp_path / "cache.safetensors").read_bytes()[:-100])
-    with pytest.raises(UserError, match="cannot read cache"):
-        SPKVCache.load(model, tmp_path / "cut")
-
-
-def test_a_saved_cache_needs_the_sink_tokens_of_its_layout(tmp_path: Path) -> None:
-    """A file without them was written for a layout that has none."""
-    for kind in ("mixed", "mixed+4"):
-        model, (ids, mask) = model_with(kind), prompts()
-        cache = SPKVCache(model)
-        generate(model, ids, mask, past_key_values=cache)
-        cache.save(tmp_path / kind)
-    for kind, other in (("mixed", "mixed+4"), ("mixed+4", "mixed")):
-        SPKVCache.load(model_with(kind), tmp_path / kind)
-        with pytest.raises(UserError, match="layer 0 has a different number of sink tokens than the model"):
-            SPKVCache.load(model_with(other), tmp_path / kind)
 
 
 @pytest.mark.parametrize("kind", ["gates", "mixed+4"])

@@ -39,14 +39,6 @@ class TestDecayFraction:
         longer = factors(recipe, corpus, dense, branch={"steps": 8, "warmup_steps": 4, "decay_fraction": 0.9})
         assert longer == factors(recipe, corpus, dense, branch={"steps": 8, "warmup_steps": 4})
 
-    def test_from_scratch_the_decay_is_a_share_of_the_branch(self, recipe: Recipe, corpus: Corpus, dense: Path) -> None:
-        """The dense phase and the branch are one run, of 6 and 8 steps, the last 4 of which decay."""
-        branch = {"steps": 8, "decay_fraction": 0.5, "weight_decay": 0.1}
-        rates = factors(recipe, corpus, dense, branch=branch, gates={"training": "from-scratch"})
-        assert len(rates) == 14
-        assert rates[2:11] == [1.0] * 9
-        assert rates[12] == pytest.approx(0.505)
-
     def test_records_and_hashes_without_the_key_stay_as_they_were(self) -> None:
         assert "decay_fraction" not in BranchConfig().model_dump()
         assert BranchConfig(decay_fraction=0.25).model_dump()["decay_fraction"] == 0.25

@@ -26,7 +26,6 @@ from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import (
     OPTIMIZER_STATE,
     write_density_log,
-    write_heldout_log,
     write_train_log,
 )
 from spkv_nas.training.variants import Variant
@@ -191,23 +190,19 @@ def test_logs_are_tables(tmp_path: Path) -> None:
     loss = {"loss": 1 / 3, "learning_rate": 1e-3, "tokens_per_second": 1234567.0}
     state.log_history = [
         {"step": 10, **loss},
-        {"step": 10, "heldout_soft_nll": 2.0, "heldout_hard_nll": 2.5, "heldout_density": 0.25},
         {"step": 1_234_567, **loss, "density": 0.5, "head_density": [[0.5, float("nan")], [0.25, 1.0]]},
     ]
     write_train_log(state, tmp_path / "train.csv")
-    write_heldout_log(state, tmp_path / "heldout.csv")
     write_density_log(state, tmp_path / "density.csv")
     assert (tmp_path / "train.csv").read_text() == (
         "step,loss,learning_rate,density,tokens_per_second\n"
         "10,0.333333,0.001,,1.23457e+06\n1234567,0.333333,0.001,0.5,1.23457e+06\n"
     )
-    assert (tmp_path / "heldout.csv").read_text() == "step,soft_nll,hard_nll,density\n10,2,2.5,0.25\n"
     assert (tmp_path / "density.csv").read_text() == (
         "step,layer,kv_head,density\n1234567,0,0,0.5000\n1234567,1,0,0.2500\n1234567,1,1,1.0000\n"
     )
     state.log_history = []
     write_train_log(state, tmp_path / "train.csv")
-    write_heldout_log(state, tmp_path / "none.csv")
     write_density_log(state, tmp_path / "none.csv")
     assert (tmp_path / "train.csv").read_text() == "step,loss,learning_rate,density,tokens_per_second\n"
     assert not (tmp_path / "none.csv").exists()

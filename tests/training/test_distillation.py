@@ -44,17 +44,11 @@ class TestRecipe:
             ({"branch": {"distill": {"weights": 1.0}}}, "weights"),
             ({"branch": {"distill": {}, "extend": {"block_size": 64}}}, "'distill' and 'extend' exclude each other"),
             ({"branch": {"distill": {}}, "sharding": "fsdp"}, "branch.distill does not work with sharding: fsdp"),
-            (
-                {"branch": {"distill": {}, "weight_decay": 0.1}, "gates": {"training": "from-scratch"}},
-                "needs a dense checkpoint",
-            ),
         ],
         ids=str,
     )
     def test_refused(self, changes: dict[str, Any], message: str, recipe: Recipe) -> None:
         data = merged(recipe.model_dump(), changes)
-        if "training" in data["gates"] and data["gates"]["training"] == "from-scratch":
-            data["dense"] |= {key: data["branch"][key] for key in ("batch_size", "learning_rate", "weight_decay")}
         with pytest.raises(UserError, match=message):
             Recipe.parse(data, Path(), "recipe")
 

@@ -207,23 +207,6 @@ class TestTraining:
             tokens = torch.randint(280, (1, 64), generator=torch.Generator().manual_seed(0))
             torch.testing.assert_close(logits(exported, tokens), logits(model, tokens))
 
-    @pytest.mark.filterwarnings("ignore:sequences of")  # the positions are not extended
-    def test_from_scratch_the_branch_grows(
-        self, train: Callable[..., Branch], recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The dense phase and the branch are one run, of 6 and 8 steps."""
-        seen: list[tuple[int, int]] = []
-        watched = "spkv_nas.training.callbacks.extend_positions"
-        monkeypatch.setattr(watched, lambda model, length, rope: seen.append((model.step, length)))
-        recipe = extended(recipe, gates={"training": "from-scratch"}, branch={"weight_decay": 0.1})
-
-        def note(self: object, args: object, state: Any, *_: object, **kwargs: Any) -> None:
-            kwargs["model"].step = state.global_step + 1
-
-        monkeypatch.setattr("spkv_nas.training.callbacks.TokenProgressCallback.on_step_end", note)
-        train("scratch", recipe)
-        assert seen == [(11, 64)]
-
 
 def test_the_table_has_both_lengths(recipe: Recipe) -> None:
     nlls = [DocumentNLL(np.array([2.0, 3.0, 4.0]) * scale, np.array([2, 2, 2])) for scale in (1.0, 1.1, 0.5, 0.6)]

@@ -22,12 +22,12 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import merged
 from spkv_nas.cost.stage_costs import Site, Stages
 from spkv_nas.evaluation.sweep import evaluate
-from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, read_size, save
 from spkv_nas.model.compiled import compiled
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.hooks import watch_logits
+from spkv_nas.model.modes import recomputed
 from spkv_nas.training.branch_setup import set_up
 from spkv_nas.training.branches import Branch, branch_key, train_branch
 from spkv_nas.training.corpus import Corpus
@@ -269,11 +269,6 @@ class TestLora:
     def test_missing_layers(self) -> None:
         with pytest.raises(UserError, match=r"lora.targets: .*no_such_layer"):
             add_adapters(tiny_model(), LoraConfig(targets=["no_such_layer"]), seed=0)
-
-    def test_not_from_scratch(self, recipe: Recipe) -> None:
-        data = merged(recipe.model_dump(), {"gates": {"training": "from-scratch"}, **LORA})
-        with pytest.raises(UserError, match="from-scratch learns all weights"):
-            Recipe.parse(data, Path(), "recipe")
 
 
 class TestFrozenWeights:

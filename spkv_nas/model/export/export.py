@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import manifest, replace
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath
-from spkv_nas.base.manifest import write_manifest
-from spkv_nas.base.replace import check_new, new_folder
 from spkv_nas.engines.registry import check_engine_name, objection, outcomes
+from spkv_nas.model import config_section, windows
 from spkv_nas.model.checkpoint import load, weight_files
-from spkv_nas.model.config_section import checkpoint_layout
 from spkv_nas.model.export.registry import AUTO, chosen_targets
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError
-from spkv_nas.model.windows import apply_layout
 
 _REMEDY = f"export to '{AUTO}', which takes a form that can express every layout"
 
@@ -100,10 +98,10 @@ def export(
     candidates = chosen_targets(to, options, engine)
     # Load the model and apply the layout
     out = Path(out)
-    new = check_new(out)
+    new = replace.check_new(out)
     model, tokenizer = load(checkpoint, mapped=True)
-    layout = _chosen(layout, checkpoint_layout(model), checkpoint)
-    apply_layout(model, layout)  # also checks the shape
+    layout = _chosen(layout, config_section.checkpoint_layout(model), checkpoint)
+    windows.apply_layout(model, layout)  # also checks the shape
     hybrid = Hybrid(model, tokenizer, layout, weight_files(checkpoint), link)
     # Write it as the first target that can express it
     rejected: dict[str, str] = {}
@@ -134,10 +132,10 @@ def _cells(target: ExportTarget, hybrid: Hybrid, engine: str | None) -> dict[str
 
 def _write(target: ExportTarget, hybrid: Hybrid, folder: Path) -> str:
     """Write and verify a hybrid in the form of a target, and return what was written. Raises ``TargetError``."""
-    with new_folder(folder) as unfinished:
+    with replace.new_folder(folder) as unfinished:
         written = target.write(hybrid, unfinished)
         verified = target.verify(hybrid, unfinished)
-        write_manifest(unfinished, written.hashes)
+        manifest.write_manifest(unfinished, written.hashes)
     return "; ".join(clause for clause in (written.form, verified, written.weights) if clause)
 
 

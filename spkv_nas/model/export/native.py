@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.local_layers import ConfigLayer, config_layers, layout_window, takes_sinks
 from spkv_nas.base.limits import MAX_WINDOW
-from spkv_nas.engines.engine import OLDER_ROPE_KEYS, form_name
-from spkv_nas.engines.registry import GUARD_KEYS, guards
+from spkv_nas.engines import engine, registry
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class NativeTarget(ExportTarget):
 
     def form(self, config: PreTrainedConfig, layout: Layout) -> str:
         """Return the model type of the architecture, and whether its layers are not those of its family."""
-        return form_name(_SUCCESSOR.get(config.model_type, config.model_type), layer_kinds(config, layout))
+        return engine.form_name(_SUCCESSOR.get(config.model_type, config.model_type), layer_kinds(config, layout))
 
     def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         """Return the config of the architecture. Raises ``TargetError`` if none can express the layout."""
@@ -104,7 +103,9 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     target = AutoConfig.for_model(_SUCCESSOR.get(kind, kind))
     target_keys = target.to_dict().keys() if kind in _SUCCESSOR else config.to_dict().keys()
     options: dict[str, Any] = {
-        key: value for key, value in config.to_dict().items() if key in target_keys and key not in ("spkv", *GUARD_KEYS)
+        key: value
+        for key, value in config.to_dict().items()
+        if key in target_keys and key not in ("spkv", *registry.GUARD_KEYS)
     }
     options |= {
         "model_type": target.model_type,
@@ -209,7 +210,9 @@ def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
     """
     from spkv_nas.base.files import write_atomic
 
-    content = {key: value for key, value in json.loads(config.to_json_string()).items() if key not in OLDER_ROPE_KEYS}
+    content = {
+        key: value for key, value in json.loads(config.to_json_string()).items() if key not in engine.OLDER_ROPE_KEYS
+    }
     # Add the RoPE settings of transformers 4
     rotary = getattr(config, "rope_parameters", None) or {}
     local, rotary = rotary.get(_SLIDING), rotary.get(_FULL, rotary)
@@ -221,7 +224,7 @@ def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
         content["rope_theta"] = rotary["rope_theta"]
         if rotary.get("rope_type", "default") != "default":
             content["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
-    content |= guards(form_name(config.model_type, config.layer_types))
+    content |= registry.guards(engine.form_name(config.model_type, config.layer_types))
     write_atomic(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 

@@ -12,10 +12,7 @@ from typing import Any
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.registry import Registry
-from spkv_nas.model.export.granite_swa import GRANITE_SWA
-from spkv_nas.model.export.mlx import MLX
-from spkv_nas.model.export.native import NATIVE
-from spkv_nas.model.export.spkv import SPKV
+from spkv_nas.model.export import granite_swa, mlx, native, spkv
 from spkv_nas.model.export.target import ExportTarget
 
 AUTO = "auto"  # choose the first target that can express the layout
@@ -24,17 +21,15 @@ TARGETS: Registry[ExportTarget] = Registry(
     "spkv_nas.export_targets",
     "export target",
     ExportTarget,  # type: ignore[type-abstract]
-    (NATIVE, GRANITE_SWA, SPKV, MLX),
+    (native.NATIVE, granite_swa.GRANITE_SWA, spkv.SPKV, mlx.MLX),
 )
 
 
 def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any], engine: str | None = None) -> list[ExportTarget]:
     """Return the targets that ``to`` names, in the order in which to try them, with their options.
 
-    "auto" names all built-in targets but those that are for another engine than ``engine``.
-
-    Raises:
-        UserError: there is no such target, or none of them has one of the options.
+    "auto" names all built-in targets but those that are for another engine than ``engine``. Raises ``UserError``: there
+    is no such target, or none of them has one of the options.
     """
     # Look the targets up
     if isinstance(to, ExportTarget):

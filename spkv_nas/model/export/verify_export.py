@@ -24,10 +24,9 @@ from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.memory import require
+from spkv_nas.model import model_shape, modes
 from spkv_nas.model.export.plain_logits import float32, parts
 from spkv_nas.model.export.target import TargetError
-from spkv_nas.model.model_shape import vocabulary_size
-from spkv_nas.model.modes import evaluation_mode
 
 BEYOND = 64  # number of tokens with keys outside the window
 TOLERANCE = 1e-5  # relative to the largest logit
@@ -72,8 +71,7 @@ class SubprocessResult:
 def expected(model: PreTrainedModel, window: int) -> ReferenceLogits:
     """Run a hooked model over random tokens that reach beyond the window, or as far as its positions allow.
 
-    Raises:
-        UserError: the largest layer of the model does not fit into memory in float32.
+    Raises ``UserError``: the largest layer of the model does not fit into memory in float32.
     """
     # Check memory
     began = time.monotonic()
@@ -84,9 +82,9 @@ def expected(model: PreTrainedModel, window: int) -> ReferenceLogits:
     # Draw tokens
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     length = max(2 * _STEPS, min(window + BEYOND, longest))
-    tokens = torch.randint(vocabulary_size(model), (1, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(model_shape.vocabulary_size(model), (1, length), generator=torch.Generator().manual_seed(0))
     # Run the model
-    with float32(model), evaluation_mode(model):
+    with float32(model), modes.evaluation_mode(model):
         inputs = tokens.to(model.device)
         logits = model(input_ids=inputs, use_cache=False, logits_to_keep=min(BEYOND, length)).logits[0].cpu()
     return ReferenceLogits(tokens[0].tolist(), logits, time.monotonic() - began)
