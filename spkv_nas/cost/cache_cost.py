@@ -38,7 +38,9 @@ class CacheCost:
         if self.sinks < 0:
             raise UserError(f"--sinks must be at least 0; found {self.sinks}")
         if self.dtype not in ITEM_BYTES:
-            raise UserError(f"--kv-dtype '{self.dtype}' is unknown; expected one of {', '.join(ITEM_BYTES)}")
+            raise UserError(
+                f"the data type '{self.dtype}' of keys and values is unknown; expected one of {', '.join(ITEM_BYTES)}"
+            )
 
     @property
     def global_head(self) -> int:
@@ -71,7 +73,7 @@ class CacheCost:
             raise UserError(
                 f"{format_bytes(limit)} is too small for a global KV head: {num_heads} local heads need "
                 f"{format_bytes(self.total(0, num_heads))}, a global head {format_bytes(extra)} more\n"
-                "use more memory, a shorter --context, a smaller --batch or another --kv-dtype"
+                "use more memory, a shorter --context, fewer sequences or a smaller data type"
             )
         return int(number)
 
@@ -118,7 +120,7 @@ class EngineCost(CacheCost):
             raise UserError(
                 f"{format_bytes(limit)} is too small in {self.serving.engine.title}: {self.batch} requests of "
                 f"{self.context:,} tokens need at least {format_bytes(least)} with 1 to {max(1, most)} global heads\n"
-                "use more memory, a shorter --context, a smaller --batch or another --kv-dtype"
+                "use more memory, a shorter --context, fewer sequences or a smaller data type"
             )
         return budget
 

@@ -111,6 +111,7 @@ class Serving:
     engine: PlannedEngine
     page_size: int  # tokens per page
     in_flight: int  # maximum tokens of all requests in the steps that are scheduled at one time
+    kv_dtype: str | None = None  # data type of keys and values; None: the model's
 
     def cache(self, grid: tuple[int, int], **sizes: Any) -> ServedCache:
         """Return the sizes of a model's cache in this engine, from the other fields of ``ServedCache``."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.base.registry import Registry
+from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.engines import known
 from spkv_nas.engines.cache import PlannedEngine, Serving
 from spkv_nas.engines.engine import UNTRIED, Cell, Engine, Outcome
@@ -51,22 +52,27 @@ def planned_engine(name: str) -> PlannedEngine:
 
 
 def read_serving(text: str) -> Serving:
-    """Return the engine and the settings of a text such as "vllm:page-size=32:in-flight-tokens=4096".
+    """Return the engine and the settings of a text such as "vllm:page-size=32:kv-dtype=float8".
 
     Raises:
-        UserError: as ``planned_engine``; a setting is unknown, or its value is not a positive number of tokens.
+        UserError: as ``planned_engine``; a setting is unknown, or its value is no such number or data type.
     """
     name, *words = text.split(":")
     engine = planned_engine(name)
-    settings = {"page-size": engine.page_size, "in-flight-tokens": engine.in_flight}
+    numbers, kv_dtype = {"page-size": engine.page_size, "in-flight-tokens": engine.in_flight}, None
     for word in words:
-        setting, _, number = word.partition("=")
-        if setting not in settings:
-            raise UserError(f"engine {name} has no setting '{setting}'; it has {', '.join(settings)}")
-        if not number.isdecimal() or not 1 <= int(number) <= MAX_WHOLE:
+        setting, _, value = word.partition("=")
+        if setting == "kv-dtype":
+            if value not in ITEM_BYTES:
+                raise UserError(f"--engine {text}: kv-dtype must be one of {', '.join(ITEM_BYTES)}")
+            kv_dtype = value
+        elif setting not in numbers:
+            raise UserError(f"engine {name} has no setting '{setting}'; it has {', '.join(numbers)}, kv-dtype")
+        elif not value.isdecimal() or not 1 <= int(value) <= MAX_WHOLE:
             raise UserError(f"--engine {text}: {setting} must be a number of tokens, 1 or more")
-        settings[setting] = int(number)
-    return Serving(engine, *settings.values())
+        else:
+            numbers[setting] = int(value)
+    return Serving(engine, *numbers.values(), kv_dtype)
 
 
 def checked_engines(*, converts: bool = True) -> tuple[str, ...]:

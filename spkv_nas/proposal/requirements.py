@@ -40,7 +40,8 @@ class Requirements:
         kv_bytes: memory for keys and values such as "2GiB", instead of a budget; requires ``context``.
         context: tokens per sequence.
         batch: number of sequences in the cache.
-        head_dim, kv_dtype: head dimension and dtype of the cache; default to the probe's.
+        head_dim, kv_dtype: head dimension and dtype of the cache; default to the probe's. A dtype that is a setting of
+            the engine precedes.
         serving: engine whose allocator counts the memory; requires ``context``. None: keys and values alone.
 
     Raises:
@@ -89,10 +90,11 @@ class Requirements:
         """
         if self.context is None:
             return None
-        # Read the cache from the probe's model
+        # Read the cache from the engine, the requirements, or the probe's model
+        served_dtype = None if self.serving is None else self.serving.kv_dtype
         cache_facts: dict[str, Any] = {
             "head_dim": self.head_dim or table.metadata.get("head_dim"),
-            "dtype": self.kv_dtype or table.metadata.get("dtype"),
+            "dtype": served_dtype or self.kv_dtype or table.metadata.get("dtype"),
         }
         for fact, value in cache_facts.items():
             if value is None:

@@ -148,9 +148,8 @@ def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requiremen
     return Requirements(
         Constraints(granularity="layer" if layerwise else options.granularity),
         context=choose_context(options.context, size.positions),
-        batch=options.batch,
         head_dim=size.shape.head_dim,
-        kv_dtype=options.kv_dtype or ("bfloat16" if dtype is None else dtype_name(dtype)),
+        kv_dtype="bfloat16" if dtype is None else dtype_name(dtype),
         serving=chosen_engine(options),
     )
 

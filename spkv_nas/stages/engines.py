@@ -7,7 +7,7 @@ from typing import Any
 
 from spkv_nas.artifacts.shape import HeadShape
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes, parse_context
+from spkv_nas.base.units import format_bytes, parse_bytes, parse_context
 from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache, Serving
 from spkv_nas.engines.registry import read_serving
 from spkv_nas.proposal.constraints import Constraints
@@ -53,7 +53,7 @@ class Served:
 
 
 def serve(
-    options: EngineOptions, heads: HeadShape, num_sliding: int, kv_dtype: str | None, kv_bytes: str | None, **sizes: int
+    options: EngineOptions, heads: HeadShape, num_sliding: int, kv_bytes: str | None, **sizes: int
 ) -> Served | None:
     """Return the cache of a model in the engine that options name, without rows; None without an engine.
 
@@ -70,7 +70,7 @@ def serve(
             f"{num_sliding} layers of the model have a sliding window by design, which --engine does not count: leave "
             "it out"
         )
-    cache = serving.cache(heads.grid, head_dim=heads.head_dim, dtype=kv_dtype or "bfloat16", **sizes)
+    cache = serving.cache(heads.grid, head_dim=heads.head_dim, dtype=serving.kv_dtype or "bfloat16", **sizes)
     return Served(serving.engine, cache, None if kv_bytes is None else parse_bytes(kv_bytes))
 
 
@@ -79,21 +79,12 @@ def chosen_engine(options: EngineOptions) -> Serving | None:
     return None if options.engine is None else read_serving(options.engine)
 
 
-def check_engine_options(options: EngineOptions, *, kv_bytes: str | None, kv_dtype: str | None = None) -> None:
+def check_engine_options(options: EngineOptions, kv_bytes: str | None) -> None:
     """Raise ``UserError`` if an option of the engine is wrong, or lacks an engine."""
-    engine = chosen_engine(options)
-    for name, value in (("--kv-bytes", kv_bytes), ("--kv-dtype", kv_dtype)):
-        if engine is None and value is not None:
-            raise UserError(f"{name} needs --engine")
+    if chosen_engine(options) is None and kv_bytes is not None:
+        raise UserError("--kv-bytes needs --engine")
     if kv_bytes is not None:
         parse_bytes(kv_bytes)
-    check_kv_dtype(kv_dtype)
-
-
-def check_kv_dtype(kv_dtype: str | None) -> None:
-    """Raise ``UserError`` for an unknown data type of keys and values."""
-    if kv_dtype is not None and kv_dtype not in ITEM_BYTES:
-        raise UserError(f"--kv-dtype '{kv_dtype}' is unknown; expected one of {', '.join(ITEM_BYTES)}")
 
 
 def read_constraints(options: LayerOptions) -> Constraints:
@@ -107,6 +98,5 @@ def read_requirements(options: ConstraintOptions) -> Requirements:
         read_constraints(options),
         context=None if options.context is None else parse_context(options.context),
         batch=options.batch,
-        kv_dtype=options.kv_dtype,
         serving=chosen_engine(options),
     )

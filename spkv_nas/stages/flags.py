@@ -135,15 +135,14 @@ EnginePython = Annotated[
 Context = Annotated[str, _CONTEXT]
 OptionalContext = Annotated[str | None, _CONTEXT]
 Batch = Annotated[int, Flag("Sequences in the KV cache.", low=1, high=MAX_BATCH, panel=MEMORY)]
-KvDtype = Annotated[str | None, Flag("Data type of keys and values: float32, bfloat16, float8, ...", panel=MEMORY)]
 KvBytes = Annotated[str | None, Flag("Memory for keys and values, such as 2GiB.", metavar="SIZE", panel=MEMORY)]
 EngineName = Annotated[
     str | None,
     Flag(
         "Count memory as the allocator of this serving engine does. Settings follow colons, as in "
-        "vllm:page-size=32:in-flight-tokens=64: tokens per page, and tokens scheduled at one time (vLLM's "
-        "max_num_batched_tokens, twice that with asynchronous scheduling).",
-        metavar="NAME[:SETTING=N...]",
+        "vllm:page-size=32:in-flight-tokens=64:kv-dtype=float8: tokens per page, tokens scheduled at one time (vLLM's "
+        "max_num_batched_tokens, twice that with asynchronous scheduling), and the data type of keys and values.",
+        metavar="NAME[:SETTING=VALUE...]",
         values=lambda: tuple(planned_engines()),
         panel=MEMORY,
     ),

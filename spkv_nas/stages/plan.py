@@ -70,7 +70,7 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
     result = Forecast.of(name, stages, costs, text, *remarks, _about_time(options))
     # Plan the cache in an engine
     sizes = {"window": stages.gates.window, "context": context}
-    served = serve(options, size.heads, size.num_sliding, options.kv_dtype, options.kv_bytes, **sizes)
+    served = serve(options, size.heads, size.num_sliding, options.kv_bytes, **sizes)
     if served is not None:
         budgets = steps(served.engine, served.cache, stride=size.heads.num_kv_heads)
         rows = (({"num_global": one.num_global, "instead_of": one.instead_of}, one.plan) for one in budgets)

@@ -18,7 +18,7 @@ from spkv_nas.base.units import ITEM_BYTES, format_microseconds
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.cost.formulas import Cost, cost, layout_density
 from spkv_nas.stages.attention_times import calibrate_command, read_times
-from spkv_nas.stages.engines import Served, serve
+from spkv_nas.stages.engines import Served, chosen_engine, serve
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.plan_attention import AttentionOptions
 from spkv_nas.stages.result import Result
@@ -53,7 +53,8 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     needed = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
     needed += sorted({window for window in native if window is not None and window < tokens})
     times, remedy = _times(options, subject, needed, tokens, reporter)
-    item = ITEM_BYTES[options.kv_dtype or "bfloat16"]
+    serving = chosen_engine(options)
+    item = ITEM_BYTES["bfloat16" if serving is None or serving.kv_dtype is None else serving.kv_dtype]
 
     def row(name: str, heads: Layout | float, density: float, window: int, sinks: int) -> Cost:
         by_layer = heads if isinstance(heads, Layout) else [heads] * shape.num_layers
@@ -97,8 +98,7 @@ def _served(
 ) -> Served | None:
     """Plan the caches of full attention, whose window does not matter, and of layouts in the engine of options."""
     shape = subject.shape
-    cache_options = (subject.num_sliding, options.kv_dtype, options.kv_bytes)
-    served = serve(options, shape, *cache_options, context=context, window=1)
+    served = serve(options, shape, subject.num_sliding, options.kv_bytes, context=context, window=1)
     if served is None:
         return None
     engine, cache = served.engine, served.cache

@@ -171,7 +171,7 @@ class TestCommand:
     @pytest.fixture
     def workspace(self, tmp_path: Path) -> Path:
         density = np.random.default_rng(0).random((6, 3)).round(4)
-        replace(make_table(density), metadata={"head_dim": 32}).write(tmp_path / "probes" / "p")
+        replace(make_table(density), metadata={"head_dim": 32, "dtype": "bfloat16"}).write(tmp_path / "probes" / "p")
         return tmp_path
 
     def propose(self, workspace: Path, *options: str) -> None:
@@ -204,11 +204,11 @@ class TestCommand:
         assert not list(folder.glob("*.yaml"))
 
     def test_memory_in_place_of_a_budget(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        memory = ["--kv-bytes", "1MiB", "--context", "1000", "--kv-dtype", "bfloat16"]
+        memory = ["--kv-bytes", "1MiB", "--context", "1000"]
         self.propose(workspace, *memory)
         assert Layout.read(workspace / "layouts" / "p" / "densest.yaml").num_global == 8
         assert "1MiB has room for 8 global heads: 1010.00 KiB" in " ".join(capsys.readouterr().out.split())
-        self.propose(workspace, "--budget", "8", "--context", "128k", "--kv-dtype", "bfloat16")
+        self.propose(workspace, "--budget", "8", "--context", "128k")
         assert "128.01 MiB of keys and values at 131,072 tokens x 1" in " ".join(capsys.readouterr().out.split())
 
     @pytest.mark.parametrize(
@@ -223,11 +223,10 @@ class TestCommand:
             (["--granularity=block"], "must be head or layer"),
             (["--head-costs=none.csv"], "head costs not found"),
             (["--kv-bytes=2GiB"], "needs --context"),
-            (["--kv-bytes=2GiB", "--context=1000"], "does not record the model's dtype"),
             (["--kv-bytes=2GiB", "--budget=4"], "not both"),
-            (["--kv-bytes=9", "--context=9", "--kv-dtype=int8"], "is too small for a global KV head"),
-            (["--kv-bytes=9GiB", "--context=9", "--kv-dtype=int3"], "expected one of float32"),
-            (["--kv-bytes=9GiB", "--context=0", "--kv-dtype=int8"], "at least 1 token; found 0"),
+            (["--kv-bytes=9", "--context=9"], "is too small for a global KV head"),
+            (["--engine=vllm:kv-dtype=int3", "--context=9"], "kv-dtype must be one of float32"),
+            (["--kv-bytes=9GiB", "--context=0"], "at least 1 token; found 0"),
             (["--budget=4", "--context=many"], "context 'many' is not a number of tokens"),
             (["--budget=9..2"], "is descending, from 9 to 2"),
             (["--budget=1..9", "--tau=match-budget"], "needs a single budget"),

@@ -73,12 +73,14 @@ class TestPlan:
         ("options", "message"),
         [
             (["--engine", "none"], f"unknown engine 'none'; expected one of {', '.join(planned_engines())}"),
-            (["--engine", "vllm:pages=16"], "engine vllm has no setting 'pages'; it has page-size, in-flight-tokens"),
+            (
+                ["--engine", "vllm:pages=16"],
+                "engine vllm has no setting 'pages'; it has page-size, in-flight-tokens, kv-dtype",
+            ),
             (["--engine", "vllm:page-size=0"], "page-size must be a number of tokens, 1 or more"),
             (["--engine", "vllm:in-flight-tokens=few"], "in-flight-tokens must be a number of tokens, 1 or more"),
             (["--kv-bytes", "1GiB"], "--kv-bytes needs --engine"),
-            (["--kv-dtype", "float8"], "--kv-dtype needs --engine"),
-            (["--engine", "vllm", "--kv-dtype", "float7"], "--kv-dtype 'float7' is unknown"),
+            (["--engine", "vllm:kv-dtype=float7"], "kv-dtype must be one of float32, bfloat16"),
             (["--engine", "vllm", "--kv-bytes", "much"], "'much' is not a size in bytes"),
         ],
     )
@@ -128,7 +130,6 @@ class TestPlanAttention:
 
         assert "--kv-bytes needs --engine" in refused("--kv-bytes", "1GiB")
         assert "unknown engine 'llamacpp'; expected one of vllm" in refused(*layouts, "--engine", "llamacpp")
-        assert "--kv-dtype 'int3' is unknown" in refused(*CPU, "--kv-dtype", "int3")
         Layout(("GLL",) * 21, window=128, strategy="mine", sinks=4).write(tmp_path / "sinks.yaml")
         assert "keeps at most 1 sink token" in refused(*CPU, "--layout", str(tmp_path / "sinks.yaml"))
 
@@ -138,13 +139,13 @@ class TestPropose:
     def workspace(self, tmp_path: Path) -> Path:
         """Write a probe of 21 layers x 3 KV heads."""
         density = np.random.default_rng(0).random((21, 3)).round(4)
-        replace(make_table(density), metadata={"head_dim": 64}).write(tmp_path / "probes" / "p")
+        replace(make_table(density), metadata={"head_dim": 64, "dtype": "bfloat16"}).write(tmp_path / "probes" / "p")
         return tmp_path
 
     @pytest.fixture
     def options(self, workspace: Path) -> list[str]:
         """Options of 10 requests of 32,768 tokens in vLLM on a CPU."""
-        served = [*CPU, "--context", "32k", "--batch", "10", "--kv-dtype", "bfloat16"]
+        served = [*CPU, "--context", "32k", "--batch", "10"]
         return ["-w", str(workspace), "--window", "128", *served]
 
     def propose(self, capsys: pytest.CaptureFixture[str], *options: str) -> str:

@@ -105,4 +105,3 @@ class ConstraintOptions(LayerOptions, EngineOptions):
 
     context: flags.OptionalContext = None
     batch: flags.Batch = 1
-    kv_dtype: flags.KvDtype = default(None, "the probe's")

@@ -38,8 +38,6 @@ class CriticalBudgetOptions(EngineOptions, DecisionOptions):
     probe: flags.OptionalProbe = default(None, f"{ONLY_PROBE}, or that of the layouts")
     granularity: flags.Granularity = default("head", note="Applies to a range of budgets.")
     context: flags.OptionalContext = default(None, LONGEST)
-    batch: flags.Batch = 1
-    kv_dtype: flags.KvDtype = default(None, "the model's")
 
 
 def check(options: CriticalBudgetOptions) -> None:
@@ -47,11 +45,11 @@ def check(options: CriticalBudgetOptions) -> None:
     from spkv_nas.base.errors import UserError
     from spkv_nas.proposal.budget import parse_budgets
     from spkv_nas.stages.checks import check_exist
-    from spkv_nas.stages.engines import check_engine_options
+    from spkv_nas.stages.engines import chosen_engine
     from spkv_nas.stages.lookup import chosen_table
 
     check_decision(options)
-    check_engine_options(options, kv_bytes=None)
+    chosen_engine(options)
     # Check the budgets or layout files: one of the two
     files = [text for text in options.budgets if is_layout(text)]
     check_exist(files, "layout")

@@ -47,7 +47,6 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
     context: flags.OptionalContext = default(None, LONGEST, note="Applies to generation.")
     hardware: flags.Hardware = default(None, "this machine, no times", note="It sets memory and speed.")
     devices: Devices = 1
-    kv_dtype: flags.KvDtype = default(None, "bfloat16", note="Applies to --engine.")
     kv_bytes: flags.KvBytes = default(None, note="Applies to --engine.")
     utilisation: Utilisation = default(0.4)
 
@@ -66,7 +65,7 @@ def check(options: PlanOptions) -> None:
         find_hardware(options.hardware)
     if options.context is not None:
         parse_context(options.context)
-    check_engine_options(options, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype)
+    check_engine_options(options, options.kv_bytes)
     if options.recipe is None:
         check_config(str(options.model))
         check_text(options.data or ())

@@ -28,7 +28,6 @@ class AttentionOptions(InWorkspace, EngineOptions):
     context: flags.OptionalContext = default(None, LONGEST)
     window: flags.Window = default(128, note="Applies to --density.")
     sinks: flags.OptionalSinks = default(None, "0", note="Applies to --density.")
-    kv_dtype: flags.KvDtype = default(None, "bfloat16")
     calibration: flags.CalibrationName = default(None, "the level's or model's, if one matches")
     kv_bytes: flags.KvBytes = default(None, note="Applies to --engine.")
 
@@ -39,10 +38,9 @@ def check(options: AttentionOptions) -> None:
     from spkv_nas.base.units import parse_context
     from spkv_nas.cost.formulas import visible_keys
     from spkv_nas.stages.checks import check_model_size
-    from spkv_nas.stages.engines import check_engine_options, check_kv_dtype
+    from spkv_nas.stages.engines import check_engine_options
 
-    check_engine_options(options, kv_bytes=options.kv_bytes)
-    check_kv_dtype(options.kv_dtype)
+    check_engine_options(options, options.kv_bytes)
     check_model_size(options.level, options.model)
     tokens = 1 if options.context is None else parse_context(options.context)
     if options.density is not None:
