@@ -23,7 +23,6 @@ from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.stages.evaluate.nll import nll
 from spkv_nas.stages.evaluate.sweep import sweep
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
-from spkv_nas.stages.options.evaluate.sweep import SweepOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.probe import probe
@@ -54,7 +53,7 @@ def measure_all(ground: Path, workspace: Path) -> Found:
         options: dict[str, Any] = {"model": gated, "max_tokens": tokens, "name": name, **subject}
         at_tau = nll(NLLOptions(**options)).evaluation
         result[name] = np.array([at_tau.density, *at_tau.nll.total, *at_tau.nll.num_tokens])
-        result[f"{name}, sweep"] = sweep(SweepOptions(**options, taus="0.2..0.8", num_taus=3)).rows
+        result[f"{name}, sweep"] = sweep(NLLOptions(**options, taus="0.2,0.5,0.8")).rows
     result["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).rows
     take("density", model=gated, ablation_tokens=200)
     take("learned", signal="density", steps=6, ablation_tokens=0)

@@ -16,12 +16,10 @@ from spkv_nas.stages.command_group import runner
 from spkv_nas.stages.evaluate.evaluation import Evaluation
 from spkv_nas.stages.options.evaluate.agreement import AgreementOptions
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
-from spkv_nas.stages.options.evaluate.sweep import SweepOptions
 
 NLL = Evaluation("nll", runner(NLLOptions), distributed=True)
-SWEEP = Evaluation("sweep", runner(SweepOptions), distributed=True)
 AGREEMENT = Evaluation("agreement", runner(AgreementOptions), distributed=True)
-EVALUATIONS = Registry("spkv_nas.evaluations", "evaluation", Evaluation, (NLL, SWEEP, AGREEMENT))
+EVALUATIONS = Registry("spkv_nas.evaluations", "evaluation", Evaluation, (NLL, AGREEMENT))
 DEFAULT = NLL.name  # evaluation of a plain ``spkv-nas evaluate``
 
 

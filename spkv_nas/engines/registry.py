@@ -72,7 +72,7 @@ def read_serving(text: str) -> Serving:
             raise UserError(f"--engine {text}: {setting} must be a number of tokens, 1 or more")
         else:
             numbers[setting] = int(value)
-    return Serving(engine, *numbers.values(), kv_dtype)
+    return Serving(engine, numbers["page-size"], numbers["in-flight-tokens"], kv_dtype)
 
 
 def checked_engines(*, converts: bool = True) -> tuple[str, ...]:

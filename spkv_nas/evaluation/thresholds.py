@@ -8,7 +8,6 @@ import numpy as np
 
 from spkv_nas.artifacts.defaults import TAU_POINTS
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MAX_REPEATS
 
 
 def check_tau(tau: float | None) -> None:
@@ -17,10 +16,10 @@ def check_tau(tau: float | None) -> None:
         raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
 
 
-def parse_taus(text: str, num_taus: int | None = None) -> list[float]:
-    """Parse a list of thresholds, such as ``0.1,0.5,0.9``, or a range such as ``0.01..0.99``; return them ascending.
+def parse_taus(text: str) -> list[float]:
+    """Parse thresholds, ascending: a list such as ``0.1,0.5,0.9``, or a range such as ``0.01..0.99``.
 
-    A range has ``num_taus`` thresholds, evenly spaced in logit. Raises ``UserError``, which names what is wrong.
+    A range has ``TAU_POINTS`` thresholds, evenly spaced in logit, endpoints included. Raises ``UserError``.
     """
     # Parse the ends of a range, or a list
     low, dots, high = text.partition("..")
@@ -36,17 +35,14 @@ def parse_taus(text: str, num_taus: int | None = None) -> list[float]:
         raise UserError(f"thresholds must lie in [0, 1]; found {outside[0]:g} in '{text}'")
     # Space a range evenly in logit
     if dots:
-        return _logit_spaced(taus[0], taus[1], TAU_POINTS if num_taus is None else num_taus)
-    # Check the list
-    if num_taus is not None:
-        raise UserError(f"--num-taus needs a range --taus LOW..HIGH; '{text}' is a list")
+        return _logit_spaced(taus[0], taus[1])
     if len(set(taus)) < 2:
         raise UserError(f"a sweep needs at least two thresholds; found '{text}'")
     return sorted(set(taus))
 
 
-def _logit_spaced(low: float, high: float, num_taus: int) -> list[float]:
-    """Return ``num_taus`` thresholds from ``low`` to ``high``, evenly spaced in logit."""
+def _logit_spaced(low: float, high: float) -> list[float]:
+    """Return ``TAU_POINTS`` thresholds from ``low`` to ``high``, evenly spaced in logit."""
     if low >= high:
         raise UserError(f"a range LOW..HIGH must be ascending; found {low:g}..{high:g}")
     if low == 0.0 or high == 1.0:
@@ -54,8 +50,6 @@ def _logit_spaced(low: float, high: float, num_taus: int) -> list[float]:
             f"a range is evenly spaced in logit(tau), so its ends must lie inside (0, 1); found {low:g}..{high:g}\n"
             "tau 0 (open gates) is always measured; to measure tau 1, give a list such as 0.5,0.9,1"
         )
-    if not 2 <= num_taus <= MAX_REPEATS:
-        raise UserError(f"--num-taus must be between 2 (the ends of the range) and {MAX_REPEATS}; found {num_taus}")
-    logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), num_taus)[1:-1]
+    logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), TAU_POINTS)[1:-1]
     between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits, as in the CSV
     return [low, *between, high]

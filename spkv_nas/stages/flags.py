@@ -46,10 +46,6 @@ _MAX_TOKENS = Flag("Use at most N tokens, taking one block from each document in
 _BLOCK_SIZE = Flag("Tokens per block (sequence) of --data.", low=2, high=MAX_BLOCK_SIZE)
 _WINDOW = Flag("Window of a local head: recent keys it sees, including the query's.", low=1, high=MAX_WINDOW)
 _CONTEXT = Flag("Sequence length in tokens; 1k is 1,024.", metavar="N|Nk", panel=MEMORY)
-_TAUS = Flag(
-    "Thresholds: a range, evenly spaced in logit, or a comma-separated list. Open gates are measured too.",
-    metavar="LOW..HIGH|LIST",
-)
 _GRANULARITY = Flag(
     "Choose single heads, or only whole layers.", metavar="head|layer", values=("head", "layer"), panel=MEMORY
 )
@@ -92,10 +88,9 @@ Signal = Annotated[
         values=SIGNALS.names,
     ),
 ]
-Taus = Annotated[str, _TAUS]
-OptionalTaus = Annotated[str | None, _TAUS]
-NumTaus = Annotated[
-    int | None, Flag("Number of thresholds in the range --taus LOW..HIGH, including its ends.", high=MAX_REPEATS)
+OptionalTaus = Annotated[
+    str | None,
+    Flag("Thresholds: a range, evenly spaced in logit, or a comma-separated list.", metavar="LOW..HIGH|LIST"),
 ]
 OptionalProbe = Annotated[str | None, _PROBE]
 

@@ -92,7 +92,7 @@ def _page(options: ReportOptions, table: HeadScores, reporter: Reporter) -> Path
 def _write_paper(
     folder: Path, table: HeadScores, layouts: Mapping[str, Layout], comparison: pd.DataFrame | None
 ) -> Path:
-    """Write the figures for a paper to ``paper/``, with results of ``train`` and ``evaluate sweep``."""
+    """Write the figures for a paper to ``paper/``, with results of ``train`` and ``evaluate --taus``."""
     evolution_file, sweep_file = folder / "density-evolution.csv", folder / "tau-sweep.csv"
     sweep_rows = None
     if sweep_file.is_file():

@@ -102,7 +102,7 @@ COMMANDS = {
         ),
         Command(
             "evaluate",
-            ("evaluate", "sweep", "--model", "{reference}", "--name", "tiny", "--taus", "0.2,0.6", *TEXT),
+            ("evaluate", "nll", "--model", "{reference}", "--name", "tiny", "--taus", "0.2,0.6", *TEXT),
             "train",
         ),
         Command("compare", ("compare", "tiny", "mine", "--budget", "2"), "probe-checkpoint"),

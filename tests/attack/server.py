@@ -39,7 +39,6 @@ HEAVY = (
     "spkv_nas.stages.probe",
     "spkv_nas.stages.propose",
     "spkv_nas.stages.evaluate.nll",
-    "spkv_nas.stages.evaluate.sweep",
     "spkv_nas.stages.score",
     "spkv_nas.stages.attention_times",
     "spkv_nas.contrib.reproduce.scaling.stage",

@@ -272,14 +272,14 @@ class TestCommand:
     def test_table_and_reuse(
         self, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        against = [*arguments, "--against", str(tmp_path / "dense"), "--name", "mine", "--draft-tokens", "2,1"]
+        against = [*arguments, "--against", str(tmp_path / "dense"), "--name", "mine"]
         main(against)
         printed = " ".join(capsys.readouterr().out.split())
         assert "greedy tokens" in printed
         assert "sampled at temperature 1" in printed
         table = tmp_path / "w" / "reports" / "mine" / "token-agreement.csv"
         rows = pd.read_csv(table)
-        assert rows["draft_tokens"].tolist() == [1, 2, 1, 2]
+        assert rows["draft_tokens"].tolist() == [1, 2, 4, 8] * 2
         assert rows["num_tokens"].nunique() == 1
         assert 0 < rows["agreement"].min() <= rows["acceptance"].max() < 1
         # A finished comparison is read, not computed again
@@ -290,9 +290,8 @@ class TestCommand:
         assert table.read_bytes() == written
 
     def test_a_checkpoint_against_itself(self, arguments: list[str], tmp_path: Path) -> None:
-        main([*arguments, "--against", str(tmp_path / "hybrid"), "--temperature", "0", "--name", "mine"])
-        rows = pd.read_csv(tmp_path / "w" / "reports" / "mine" / "token-agreement.csv")
-        assert rows["decoding"].unique().tolist() == [GREEDY]
+        main([*arguments, "--against", str(tmp_path / "hybrid"), "--name", "mine"])
+        rows = pd.read_csv(tmp_path / "w" / "reports" / "mine" / "token-agreement.csv").query("decoding == @GREEDY")
         assert rows["agreement"].tolist() == [1.0] * 4
         assert rows["tokens_per_pass"].tolist() == pytest.approx([2.0, 16 / 6, 4.0, 8.0], rel=1e-5)
 
@@ -301,7 +300,6 @@ class TestCommand:
         [
             ((), "needs --against: the dense model"),
             (("--against", "dense", "--new-tokens", "32"), "leaves no prompt in a block of 32 tokens"),
-            (("--against", "dense", "--draft-tokens", "2,x"), "is not a list of numbers from 1 to 1024"),
             (("--against", "larger"), "the model predicts 300 tokens and the dense model 320 (vocab_size)"),
         ],
     )

@@ -361,7 +361,6 @@ class TestFlags:
     @pytest.mark.parametrize(
         "arguments",
         [
-            ["evaluate", "sweep", "--taus", "0.1..0.9", "--num-taus", "1000000000"],
             ["propose", "--seed", "1" + "0" * 30],
             ["propose", "--num-random", "1000000000"],
             ["search", "--trials", "1000000000000"],

@@ -252,7 +252,7 @@ class TestBadInput:
     ) -> None:
         save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
         options = ["--data", recipe_file.parent / "text", "--workspace", tmp_path / "w"]
-        sweep = ("evaluate", "sweep", "--model", tmp_path / "dense", "--taus", "0.3,0.6", *options)
+        sweep = ("evaluate", "--model", tmp_path / "dense", "--taus", "0.3,0.6", *options)
         assert "no gates" in fails(capsys, *sweep)
         assert "--tau must lie in [0, 1]" in fails(
             capsys, "probe", "--model", tmp_path / "dense", "--signal", "density", "--tau", "2", *options

@@ -96,6 +96,10 @@ class TestMemory:
         with pytest.raises(UserError, match="--sinks must be at least 0"):
             replace(cost, sinks=-1)
 
+    def test_a_table_without_sizes_has_no_memory(self) -> None:
+        with pytest.raises(UserError, match="'p' does not record the model's head_dim, which the memory depends on"):
+            Requirements(context=9).cache_cost(make_table([[0.5]]), None)
+
     def test_a_context_within_the_window(self) -> None:
         short = CacheCost(context=64, batch=1, window=128, head_dim=8, dtype="float32")
         assert short.largest_budget(short.total(0, 10), 10) == 10

@@ -152,9 +152,9 @@ class TestName:
             "--workspace",
             workspace,
         ]
-        main(["evaluate", "sweep", *map(str, options)])
+        main(["evaluate", *map(str, options)])
         assert (workspace / "reports/mine/tau-sweep.csv").is_file()
-        main(["evaluate", "sweep", *map(str, options), "--name", "other"])
+        main(["evaluate", *map(str, options), "--name", "other"])
         assert (workspace / "reports/other/tau-sweep.csv").is_file()
         ruler = ["--lengths", "400", "--tasks", "niah_single_1", "--samples", "1"]
         main(["evaluate", "ruler", "--model", str(hybrid), *ruler, "--workspace", str(workspace)])

@@ -75,7 +75,7 @@ class TestPlan:
             (["--engine", "none"], f"unknown engine 'none'; expected one of {', '.join(planned_engines())}"),
             (
                 ["--engine", "vllm:pages=16"],
-                "engine vllm has no setting 'pages'; it has page-size, in-flight-tokens, kv-dtype",
+                "no setting 'pages'; it has page-size, in-flight-tokens, kv-dtype",
             ),
             (["--engine", "vllm:page-size=0"], "page-size must be a number of tokens, 1 or more"),
             (["--engine", "vllm:in-flight-tokens=few"], "in-flight-tokens must be a number of tokens, 1 or more"),

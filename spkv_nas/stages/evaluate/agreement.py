@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.defaults import AGREEMENT_TOKENS
+from spkv_nas.artifacts.defaults import AGREEMENT_TOKENS, DRAFT_TOKENS
 from spkv_nas.artifacts.result_tables import AGREEMENT
 from spkv_nas.base import distributed, version
 from spkv_nas.base.console import out, print_path
@@ -26,6 +26,8 @@ from spkv_nas.stages.checks import check
 from spkv_nas.stages.options.evaluate.agreement import AgreementOptions
 from spkv_nas.stages.printing import say_sample_count, with_error
 from spkv_nas.stages.result import Result
+
+_TEMPERATURE = 1.0  # of sampled continuations
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,9 @@ def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> Agreeme
     # Continue every prompt and compare the models
     samples = options.folders.run_dir(subject.name) / "agreement"
     comparison = _Comparison(model, dense, measured.blocks, new_tokens, options.seed, samples, reporter)
-    results = {GREEDY: comparison.measure(GREEDY, 0.0)}
-    if options.temperature:
-        results[SAMPLED] = comparison.measure(SAMPLED, options.temperature)
+    results = {GREEDY: comparison.measure(GREEDY, 0.0), SAMPLED: comparison.measure(SAMPLED, _TEMPERATURE)}
     # Write the table
-    rows = agreement_table(results, options.drafts)
+    rows = agreement_table(results, DRAFT_TOKENS)
     record = {
         **model.origin,
         "against": dense.origin,

@@ -22,6 +22,7 @@ from spkv_nas.evaluation.sweep import EvaluatedCheckpoint, Evaluation, checkpoin
 from spkv_nas.model import config_section, transformers_logging
 from spkv_nas.stages.checkpoints import check_pair, evaluated, load
 from spkv_nas.stages.checks import check
+from spkv_nas.stages.evaluate import sweep
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
 from spkv_nas.stages.printing import about_errors, about_selection, change, evaluation_document
 from spkv_nas.stages.result import Result
@@ -156,4 +157,6 @@ def _pair_document(pair: Pair) -> dict[str, Any]:
 
 def run(options: NLLOptions, reporter: Reporter) -> Result:
     """Run the command."""
+    if options.taus is not None:
+        return Result(sweep.sweep(options, reporter), sweep.show, sweep.document)
     return Result(nll(options, reporter), show, document)

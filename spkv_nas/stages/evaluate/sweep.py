@@ -17,8 +17,7 @@ from spkv_nas.evaluation.sweep import Evaluation, sweep_table, tau_sweep
 from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages import checkpoints, checks, printing
-from spkv_nas.stages.options.evaluate.sweep import SweepOptions
-from spkv_nas.stages.result import Result
+from spkv_nas.stages.options.evaluate.nll import NLLOptions
 from spkv_nas.stages.subject import measured_on
 
 
@@ -32,13 +31,13 @@ class SweepResult:
     folder: Path
 
 
-def sweep(options: SweepOptions, reporter: Reporter = SILENT) -> SweepResult:
+def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> SweepResult:
     """Measure NLL and density with open gates and at every threshold; must be called on all ranks."""
     quiet_transformers(reporter)
     checks.check(options)
     subject = checkpoints.evaluated(options)
     folder = options.folders.report_dir(subject.name)
-    taus = parse_taus(options.taus, options.num_taus)
+    taus = parse_taus(str(options.taus))
     # Measure
     measured = subject.load(reporter)
     with reporter.bar("evaluating") as progress:
@@ -78,8 +77,3 @@ def document(result: SweepResult) -> dict[str, Any]:
     """Return the evaluation with open gates, and every threshold's."""
     evaluation = printing.evaluation_document(result.evaluation)
     return {"name": result.name, **evaluation, "sweep": result.rows, "folder": result.folder}
-
-
-def run(options: SweepOptions, reporter: Reporter) -> Result:
-    """Run the command."""
-    return Result(sweep(options, reporter), show, document)

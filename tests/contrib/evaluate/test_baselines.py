@@ -345,12 +345,11 @@ class TestCommand:
             (["--density", "20%,120%"], "found '120%'"),
             (["--density", "nan"], "found 'nan'"),
             (["--sinks", "four"], "--sinks must be whole numbers of tokens; found 'four'"),
-            (["--tau", "0.5"], "--tau and --taus need --against"),
+            (["--taus", "0.5,0.6"], "--taus needs --against"),
             (
                 ["--window", "31", "--sinks", "4"],
                 "blocks of 32 tokens have no keys to prune beyond a window of 31 keys and 4 sinks",
             ),
-            (["--window", "8", "--chunk", "16"], "--chunk 16 is larger than the window of 8 keys"),
             (["--protocol", "mine", "--window", "20"], "--protocol must be exact or kvpress; found 'mine'"),
         ],
     )

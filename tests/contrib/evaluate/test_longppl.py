@@ -282,7 +282,11 @@ class TestTable:
 
 
 class TestCommand:
-    ANY = ("--alpha", "0", "--beta", "-1000")  # a random model's long context makes about half of all tokens likelier
+    @pytest.fixture(autouse=True)
+    def any_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A random model's long context makes about half of all tokens likelier."""
+        monkeypatch.setattr("spkv_nas.contrib.evaluate.longppl.reading.LONGPPL_ALPHA", 0.0)
+        monkeypatch.setattr("spkv_nas.contrib.evaluate.longppl.reading.LONGPPL_BETA", -1000.0)
 
     def test_two_checkpoints(
         self,
@@ -295,7 +299,7 @@ class TestCommand:
     ) -> None:
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
         workspace, others = tmp_path / "w", ["--against", str(tmp_path / "hybrid"), "--evaluator", str(checkpoint)]
-        command = ["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), *self.ANY, *others]
+        command = ["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), *others]
         command += ["-w", str(workspace)]
         main(command)
         output = " ".join(capsys.readouterr().out.split())
@@ -372,7 +376,7 @@ class TestCommand:
         self, checkpoint: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "other")
-        options = ["evaluate", "longppl", "--model", checkpoint, "--data", text, "-w", tmp_path / "w", *self.ANY]
+        options = ["evaluate", "longppl", "--model", checkpoint, "--data", text, "-w", tmp_path / "w"]
         assert "has a different tokenizer" in fails(capsys, *options, "--against", tmp_path / "other")
         main([str(one) for one in (*options, "--evaluator", tmp_path / "other")])
         assert pd.read_csv(tmp_path / "w" / "reports" / "mine" / "longppl.csv").loc[0, "num_keys"] > 100

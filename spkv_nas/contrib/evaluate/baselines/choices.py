@@ -49,21 +49,6 @@ def parse_sinks(text: str) -> list[int]:
     return sorted(_listed(text, _sinks))
 
 
-def check_sweep(tau: float | None, taus: str | None, num_taus: int | None) -> list[float] | None:
-    """Parse the options ``--tau``, ``--taus`` and ``--num-taus`` into thresholds; None without a sweep.
-
-    Raises ``UserError`` if a threshold is outside [0, 1], the range is malformed, or options exclude each other.
-    """
-    from spkv_nas.evaluation.thresholds import check_tau, parse_taus
-
-    if tau is not None and taus is not None:
-        raise UserError("give --tau for one threshold or --taus for several, not both")
-    if num_taus is not None and taus is None:
-        raise UserError("--num-taus needs a range --taus LOW..HIGH")
-    check_tau(tau)
-    return None if taus is None else parse_taus(taus, num_taus)
-
-
 def _listed(text: str, parse: Callable[[str], Value]) -> list[Value]:
     """Return the parsed values of a comma-separated list, without duplicates."""
     return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))

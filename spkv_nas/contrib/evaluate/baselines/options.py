@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from spkv_nas.artifacts.defaults import TAU_POINTS
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.contrib import defaults
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT, METHODS, PROTOCOLS
 from spkv_nas.stages import flags
@@ -25,7 +23,6 @@ Densities = Annotated[
 Sinks = Annotated[
     str, Flag("Comma-separated numbers of attention sinks: first keys of a block, always kept.", metavar="N|LIST")
 ]
-Chunk = Annotated[int | None, Flag("Tokens processed between two evictions.", low=1, high=MAX_WINDOW)]
 ReadingProtocol = Annotated[
     str,
     Flag(
@@ -51,29 +48,28 @@ class BaselinesOptions(SubjectOptions):
     densities: Densities = "20%,15%"
     window: flags.OptionalWindow = default(None, "the window of --against, else 1/16 of a block, at most 128")
     sinks: Sinks = "0,4"
-    chunk: Chunk = default(None, f"{defaults.BASELINE_CHUNK}, at most the window")
     protocol: ReadingProtocol = EXACT
     against: flags.Against = default(note="Must be an SP-KV checkpoint (with gates).")
-    tau: flags.Tau = default(None, CHECKPOINT_TAU, note="Applies to --against.")
-    taus: flags.OptionalTaus = default(note="Applies to --against.")
-    num_taus: flags.NumTaus = default(None, str(TAU_POINTS))
+    taus: flags.OptionalTaus = default(None, CHECKPOINT_TAU, note="Applies to --against.")
     seed: flags.Seed = default(0, note="Draws random keys and initializes kvzap's networks.")
 
 
 def check(options: BaselinesOptions) -> None:
     """Check the lists of settings, the checkpoints and the text."""
-    from spkv_nas.contrib.evaluate.baselines.choices import check_sweep, parse_densities, parse_methods, parse_sinks
+    from spkv_nas.contrib.evaluate.baselines.choices import parse_densities, parse_methods, parse_sinks
+    from spkv_nas.evaluation.thresholds import parse_taus
     from spkv_nas.model.source import check_checkpoint
     from spkv_nas.stages.subject import Subject
 
     parse_methods(options.methods)
     parse_densities(options.densities)
     parse_sinks(options.sinks)
-    check_sweep(options.tau, options.taus, options.num_taus)
+    if options.taus is not None:
+        parse_taus(options.taus)
     if options.against is not None:
         check_checkpoint(options.against)
-    elif options.tau is not None or options.taus is not None:
-        raise UserError("--tau and --taus need --against with an SP-KV checkpoint")
+    elif options.taus is not None:
+        raise UserError("--taus needs --against with an SP-KV checkpoint")
     Subject.of(options, DENSE, "prune on").check()
 
 

@@ -20,7 +20,6 @@ from spkv_nas.contrib.defaults import BASELINE_CHUNK, BASELINE_TOKENS
 from spkv_nas.contrib.evaluate.baselines.choices import (
     EXPECTED,
     KVZAP,
-    check_sweep,
     parse_densities,
     parse_methods,
     parse_sinks,
@@ -37,6 +36,7 @@ from spkv_nas.contrib.evaluate.baselines.run_baselines import (
     measure,
     measure_sp_kv,
 )
+from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.model import checkpoint, config_section, transformers_logging
 from spkv_nas.stages import checkpoints, checks, printing
 from spkv_nas.stages.options import DENSE
@@ -54,8 +54,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTabl
         parse_densities(options.densities),
         parse_sinks(options.sinks),
     )
-    sweep = check_sweep(options.tau, options.taus, options.num_taus)
-    taus = sweep if options.tau is None else [options.tau]
+    taus = None if options.taus is None else parse_taus(options.taus)
     # Load the models and the text
     subject = Subject.of(options, DENSE, "prune on")
     folder = options.folders.report_dir(subject.name)
@@ -65,7 +64,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTabl
     gated = None if options.against is None else _load_gated(options, measured)
     # Fix the protocol
     window = options.window or (suitable_window(measured.blocks.block_size) if gated is None else gated.gates.window)
-    chunk = min(BASELINE_CHUNK, window) if options.chunk is None else options.chunk
+    chunk = min(BASELINE_CHUNK, window)
     protocol = partial(Protocol, window, chunk=chunk, kind=options.protocol)
     for number in sinks:
         protocol(number).check(measured.blocks.block_size)

@@ -18,11 +18,6 @@ Evaluator = Annotated[
     str | None, Flag("Checkpoint that selects the key tokens; its gates are all open.", metavar="CHECKPOINT")
 ]
 ShortContext = Annotated[int | None, Flag("Length of the short context in tokens.", low=1, high=MAX_BLOCK_SIZE)]
-Stride = Annotated[int | None, Flag("Stride of the sliding short-context window.", low=1, high=MAX_BLOCK_SIZE)]
-Alpha = Annotated[
-    float | None, Flag("Minimum log-likelihood gain of long over short context, in nats.", low=0.0, high=1e6)
-]
-Beta = Annotated[float | None, Flag("Minimum log-likelihood under the full context.", low=-1e6, high=0.0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +34,6 @@ class LongPPLOptions(CheckpointOptions, SubjectOptions):
     )
     evaluator: Evaluator = default(None, "--against, or the model")
     short_context: ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a text")
-    stride: Stride = default(None, "1/4 of --short-context")
-    alpha: Alpha = default(None, f"{defaults.LONGPPL_ALPHA:g}")
-    beta: Beta = default(None, f"{defaults.LONGPPL_BETA:g}")
 
 
 def check(options: LongPPLOptions) -> None:

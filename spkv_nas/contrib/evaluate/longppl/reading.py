@@ -67,15 +67,8 @@ class Criterion:
     beta: float = LONGPPL_BETA
 
     @classmethod
-    def of(
-        cls,
-        length: int,
-        short: int | None = None,
-        stride: int | None = None,
-        alpha: float | None = None,
-        beta: float | None = None,
-    ) -> Criterion:
-        """Return the criterion for texts of at most ``length`` tokens, with defaults for what is None.
+    def of(cls, length: int, short: int | None = None) -> Criterion:
+        """Return the criterion for texts of at most ``length`` tokens, by default with a quarter for the short context.
 
         Raises ``UserError`` if the short context leaves nothing of a text.
         """
@@ -85,12 +78,7 @@ class Criterion:
                 f"the short context ({short} tokens) must be shorter than a text ({length} tokens)\n"
                 "use a smaller --short-context or a larger --block-size"
             )
-        return cls(
-            short=short,
-            stride=stride or max(1, short // _PART),
-            alpha=LONGPPL_ALPHA if alpha is None else alpha,
-            beta=LONGPPL_BETA if beta is None else beta,
-        )
+        return cls(short, max(1, short // _PART), LONGPPL_ALPHA, LONGPPL_BETA)
 
 
 @dataclass(frozen=True)

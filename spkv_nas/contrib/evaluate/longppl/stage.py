@@ -77,7 +77,7 @@ def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResu
     if length is None:
         positions = (read_size(source).positions for source in [evaluator, *(source for source, _ in sources)])
         length = min([LONGPPL_LENGTH, *(number for number in positions if number is not None)])
-    criterion = Criterion.of(length, options.short_context, options.stride, options.alpha, options.beta)
+    criterion = Criterion.of(length, options.short_context)
     texts, spans, evaluator_record = _keys(options, evaluator, length, criterion, samples, reporter)
     # Score them by each checkpoint
     results = [_readings(options, *source, texts, spans, length, samples, reporter) for source in sources]

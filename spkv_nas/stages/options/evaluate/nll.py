@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import default
+from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, check_checkpoints
 from spkv_nas.stages.options import SubjectOptions
 
@@ -14,14 +17,22 @@ class NLLOptions(CheckpointOptions, SubjectOptions):
 
     The checkpoint may be dense, a hybrid, or have gates. Without --data, the text is the held-out standard library text
     of the embedded models. With --against, the difference between both checkpoints is paired by document and written
-    to reports/NAME/evaluation.csv. The tokens of --data are kept in runs/NAME/blocks/.
+    to reports/NAME/evaluation.csv. With --taus, NLL and density of a checkpoint with gates at many thresholds are
+    written to reports/NAME/tau-sweep.csv, with a figure. The tokens of --data are kept in runs/NAME/blocks/.
     """
+
+    taus: flags.OptionalTaus = default(note="Open gates are measured too, as the baseline.")
 
 
 def check(options: NLLOptions) -> None:
-    """Check the threshold, the checkpoints and the text."""
+    """Check the thresholds, the checkpoints and the text."""
+    from spkv_nas.evaluation.thresholds import parse_taus
     from spkv_nas.stages.checkpoints import evaluated
 
     subject = evaluated(options)
     check_checkpoints(options)
+    if options.taus is not None:
+        parse_taus(options.taus)
+        if options.tau is not None or options.against is not None:
+            raise UserError("--taus compares thresholds of one checkpoint: remove --tau and --against")
     subject.check()
