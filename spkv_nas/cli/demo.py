@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
-from spkv_nas.base.flag import default
 from spkv_nas.base.progress import Reporter
-from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice
 from spkv_nas.stages.result import Result
@@ -27,16 +25,10 @@ class DemoOptions(InWorkspace, OnDevice):
     """Options of the ``demo`` command."""
 
     workspace: flags.Root = Path("demo")
-    dtype: flags.Dtype = default(None, "bfloat16 if the machine supports it natively, else float32")
-    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
 
 
 def check(options: DemoOptions) -> None:
-    """Check the precision and the folder to write to."""
-    from spkv_nas.base.assets import EMBEDDED
-    from spkv_nas.training.recipe import Recipe
-
-    Recipe.read(EMBEDDED / "demo.yaml").with_precision(options.dtype)
+    """Check the folder to write to."""
     options.folders.check_writable()
 
 
@@ -56,12 +48,12 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
 
     start = time.perf_counter()
     workspace: dict[str, Any] = {"workspace": options.workspace}
-    device_options: dict[str, Any] = {**workspace, "device": options.device, "dtype": options.dtype}
+    device_options: dict[str, Any] = {**workspace, "device": options.device}
     # Measure the heads twice: by the default signal, and by the recommended one
     yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, ablation_tokens=DEMO_ABLATION_TOKENS, **device_options), reporter)
-    yield probe(ProbeOptions(signal=RECOMMENDED, budget=options.budget, steps=DEMO_STEPS, **device_options), reporter)
+    yield probe(ProbeOptions(signal=RECOMMENDED, steps=DEMO_STEPS, **device_options), reporter)
     # Propose layouts by the default signal
-    yield propose(ProposeOptions(probe=DEFAULT_PROBE, budget=options.budget, num_random=1, **workspace), reporter)
+    yield propose(ProposeOptions(probe=DEFAULT_PROBE, num_random=1, **workspace), reporter)
     # Retrain some of them, and write the report
     folder = options.folders.layout_dir(DEFAULT_PROBE)
     layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]

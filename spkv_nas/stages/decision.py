@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spkv_nas.stages.checkpoints import Loaded
     from spkv_nas.stages.subject import Subject
 
+SEED = 0  # of the random order of samples
 EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
 
 
@@ -83,7 +84,7 @@ def prepare(
         lambda source: load(options, source, reporter)[0],
         (str(options.dtype), str(measuring_device(options.device))),
     )
-    setting = Setting(model, tokenizer, text, options.seed, checkpoint_hash(options.model), reporter)
+    setting = Setting(model, tokenizer, text, SEED, checkpoint_hash(options.model), reporter)
     trial = Trial.of(margins, setting, store, circumstances)
     name = options.name or probe_of(options.folders, chosen.values()) or subject.name
     return Compared(name, options.model, candidates, trial, selected, num_left_out)
@@ -107,7 +108,7 @@ def _text(
     # Shuffle it, without the documents that selected layouts
     text = text_in_random_order(
         whole,
-        seed=options.seed,
+        seed=SEED,
         selected=selected.documents,
         by=", ".join(selected.among(whole)),
         max_tokens=options.max_tokens,
@@ -131,7 +132,7 @@ def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
         "against": dense.pop("model"),
         **{f"against_{key}": value for key, value in dense.items()},
         "data": None if compared.num_left_out is None else options.data or "held-out text of the embedded models",
-        "seed": options.seed,
+        "seed": SEED,
         "nouns": compared.trial.nouns,
         "num_samples": compared.trial.num_samples,
         "left_out": {"documents": compared.num_left_out, "selected_by": list(compared.selected.by)},

@@ -116,7 +116,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("reproduce palindrome --name .hidden", "cannot name a file"),
     ("report --probe none", "no probe 'none'"),
     ("report --figures all", "--figures: expected paper"),
-    ("demo --dtype float8", "training knows float32 and bfloat16"),
+    ("demo --device tpu", "--device 'tpu' is unknown"),
     ("export {}/none.yaml --model {}/model --out {}/new", "layout not found"),
     ("export --model {}/model --out {}/layouts", "exists and is not an empty folder"),
     ("export --model {}/empty --out {}/new", "the folder has no config.json"),

@@ -34,7 +34,6 @@ class DecisionOptions(SubjectOptions):
     margin: Margin = "nll=1%"
     risk: Risk = "5%"
     max_tokens: flags.OptionalMaxTokens = default(None, "one block per document, at least 128 blocks")
-    seed: flags.Seed = 0
 
 
 def is_layout(candidate: str) -> bool:

@@ -51,7 +51,6 @@ class BaselinesOptions(SubjectOptions):
     protocol: ReadingProtocol = EXACT
     against: flags.Against = default(note="Must be an SP-KV checkpoint (with gates).")
     taus: flags.OptionalTaus = default(None, CHECKPOINT_TAU, note="Applies to --against.")
-    seed: flags.Seed = default(0, note="Draws random keys and initializes kvzap's networks.")
 
 
 def check(options: BaselinesOptions) -> None:
