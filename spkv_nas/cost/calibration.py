@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.local_layers import config_layers
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SHOWN, MAX_WINDOW
@@ -149,13 +148,7 @@ class Calibration:
         return float(np.interp(context, contexts, at_contexts))
 
     def layout_seconds(
-        self,
-        heads: Layout | Sequence[float],
-        context: int,
-        *,
-        window: int = 0,
-        sinks: int = 0,
-        native_windows: Sequence[int | None] = (),
+        self, heads: Layout | Sequence[float], context: int, *, window: int = 0, sinks: int = 0
     ) -> float:
         """Return the seconds of attention in all layers per decoded token: the sum of ``layer_seconds``.
 
@@ -164,11 +157,9 @@ class Calibration:
             context: tokens in the cache.
             window: w of the local heads.
             sinks: first tokens that local heads see besides.
-            native_windows: sliding window of each layer, None for full attention; empty: no layer has one.
 
         Raises:
-            UserError: as ``layer_seconds``, windows that differ from the measured one, or a layout with another number
-                of KV heads per layer.
+            UserError: as ``layer_seconds``, or a layout with another number of KV heads per layer.
         """
         # Read shares, window and sinks from a layout
         if isinstance(heads, Layout):
@@ -179,21 +170,11 @@ class Calibration:
                 )
             window, sinks = heads.window, heads.sinks
             heads = [row.count("G") / self.num_kv_heads for row in heads.heads]
-        native_windows = native_windows or [None] * len(heads)
-        marked = {layer.native_window: layer.is_always_local for layer in config_layers(native_windows)}
-        # Add up the layers, those of one kind at once
+        # Add up the layers, those of one share at once
         total = 0.0
-        for (native, share), number in Counter(zip(native_windows, heads, strict=True)).items():
-            if native is not None and native < context:  # no head sees beyond the native window
-                if share < 1.0 and not marked[native]:
-                    self.check_window(window)
-                seconds = self.layer_seconds(context, density=0.0, window=native)
-            elif marked[native]:  # a native window that the context does not fill
-                seconds = self.layer_seconds(context)
-            else:
-                density = _with_sinks(share, context, window=window, sinks=sinks)
-                seconds = self.layer_seconds(context, density=density, window=window)
-            total += number * seconds
+        for share, number in Counter(heads).items():
+            density = _with_sinks(share, context, window=window, sinks=sinks)
+            total += number * self.layer_seconds(context, density=density, window=window)
         return total
 
     @cached_property

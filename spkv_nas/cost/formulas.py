@@ -8,11 +8,10 @@ sees::
     bytes = 2 L Hkv D element_size keys               of one sequence
 
 Dense attention has density 1; the density of a layout is its share of global heads, and ``window`` here counts its
-sink tokens, too (``Layout.local_keys``). With window 0 these are the paper's equations, which neglect the window. Where
-layers have a native sliding window, ``keys`` is the mean over layers, and a layer that is local by design holds its
-window whatever the density. Kaplan's attention term is the mean over the positions of a causal sequence of ``context``
-tokens (4 L d_attn FLOPs per key for queries by keys and scores by values, with half the keys visible on average); a
-token decoded at the end of the context costs twice that term. The predictors, about 4 % of 2 N, are not counted.
+sink tokens, too. With window 0 these are the paper's equations, which neglect the window. Where layers have a native
+sliding window, ``keys`` is the mean over layers, and a layer that is local by design holds its window whatever the
+density. Kaplan's attention term is the mean over the positions of a causal sequence of ``context`` tokens; a token
+decoded at its end costs twice that term. The predictors, about 4 % of 2 N, are not counted.
 No formula predicts the time of attention: see ``spkv_nas.cost.calibration``.
 
 **Memory of passes** counts the values per token and layer that PyTorch's autograd and a Llama's code hold at once; d
@@ -30,10 +29,10 @@ and f are the channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h th
 Norms (2 d of what is kept, 4 d if all weights are trained) and predictors compute in float32, everything else in the
 dtype of the pass. In bfloat16 each linear layer casts its input; with float32 weights (autocast) the residual stream
 stays float32. With activation checkpointing, layers keep only their input, d, and one layer at a time is recomputed,
-after the logits have been freed. Logits are never held for all tokens, only for a chunk
-(``base.memory.CHUNK_BYTES``). Not counted are the activations that adapters keep by their rank, and the allocator's
-overhead. For other model families, what autograd keeps is within a tenth; for Gemma 3, which has twice the norms, it is
-a quarter more if all weights are trained. reports/LOG.md compares with measured peaks.
+after the logits have been freed. Logits are held for a chunk of tokens only (``base.memory.CHUNK_BYTES``). Not counted
+are the activations that adapters keep by their rank, and the allocator's overhead. For other families, what autograd
+keeps is within a tenth; for Gemma 3, with twice the norms, it is a quarter more if all weights are trained.
+reports/LOG.md compares with measured peaks.
 """
 
 from __future__ import annotations
@@ -159,7 +158,7 @@ def cost(
     native_windows: Sequence[int | None] = (),
     element_size: int = 2,
 ) -> Cost:
-    """Return the cost of attention, without times.
+    """Return the cost of attention, without times. Raises ``UserError`` as ``visible_keys``.
 
     Args:
         name: name of the model or layout.
@@ -169,20 +168,13 @@ def cost(
         window: visible recent keys of a local head, sink tokens included.
         native_windows: sliding window of each layer in the checkpoint, None for full attention; empty: none has one.
         element_size: bytes per number (2: bfloat16).
-
-    Raises:
-        UserError: as ``visible_keys``.
     """
     layers = config_layers(native_windows or [None])
     # Average the visible keys over the layers
-    keys = sum(  # no head sees beyond a native window
-        visible_keys(
-            min(context, layer.checkpoint_window),
-            density=density,
-            window=layout_window(layer, window, is_global=False),
-        )
-        for layer in layers
-    ) / len(layers)
+    reaches = [
+        (min(context, layer.checkpoint_window), layout_window(layer, window, is_global=False)) for layer in layers
+    ]
+    keys = sum(visible_keys(reach, density=density, window=local) for reach, local in reaches) / len(layers)
     # Average the growth of the cache, which stops where a window is full
     grows = [not layer.is_always_local and context <= layer.checkpoint_window for layer in layers]
     growth = density * sum(grows) / len(layers)
@@ -200,8 +192,7 @@ def cost(
 def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | None] = ()) -> float:
     """Return the share of global KV heads in a layout, among the layers that are not local by design.
 
-    Raises:
-        UserError: the layout has another grid than the model.
+    Raises ``UserError`` if the layout has another grid than the model.
     """
     check_grid(f"layout '{layout.strategy}'", layout.grid, "the model", shape.grid)
     counts = layout.global_mask.sum(1)
@@ -210,10 +201,7 @@ def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | 
 
 
 def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, learns: bool = False) -> int:
-    """Return the peak bytes of the logits of ``num_tokens`` and of their loss, with the gradient if ``learns``.
-
-    ``item`` is the bytes of a logit as the model computes it.
-    """
+    """Return the peak bytes of logits, of ``item`` bytes each, and of their loss, with the gradient if ``learns``."""
     copies = (8 if learns else 4) + (4 if item < FLOAT32 else 0)  # log-softmax, its gradient, the logits in float32
     return min(num_tokens, chunk_tokens(vocabulary)) * vocabulary * (item + copies)
 

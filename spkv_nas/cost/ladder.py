@@ -13,11 +13,10 @@ of the recipe override them. Numbers are from the paper's appendix "Scaling anal
 
 The micro ladder keeps these proportions at a head size of 8: a width of 16 (once 20) times the depth, 4 to 6 query
 heads per KV head, an FFN of 4 to 4.8 widths by the same rule in multiples of 64, and blocks of 512 tokens. Learning
-rate and batch size follow the power laws of DeepSeek LLM (arXiv 2401.02954, eq. 1), whose method the paper uses. The
-paper's own levels follow other power laws, 1.16 C^-0.148 within 0.5 % and 131 C^0.199 within 10 %, but these do not
-extrapolate six decades down. For ``micro-0`` they give a rate of 0.018 and 32,768 tokens per step, which end at an NLL
-of 4.26 on standard library text; 0.009 and 4,096, close to DeepSeek's, end at 3.86 (at 4,096, rates of 0.0045 and
-0.018: 3.89 and 3.98).
+rate 0.3118 C^-0.125 and batch size 0.292 C^0.3271, rounded to a multiple of 8 blocks, follow from the training FLOPs C
+by the power laws of DeepSeek LLM (arXiv 2401.02954, eq. 1), whose method the paper uses. The paper's own laws, 1.16
+C^-0.148 and 131 C^0.199, do not extrapolate six decades down: for ``micro-0`` they give a rate of 0.018 and 32,768
+tokens per step, which end at an NLL of 4.26 on standard library text; 0.009 and 4,096 tokens end at 3.86.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import csv
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -39,7 +38,13 @@ PAPER_BLOCK_SIZE = 8192
 TPP, WARMUP_TPP, DECAY_START_TPP = 160, 1, 140
 FINAL_LEARNING_RATE = 0.01  # share of the peak learning rate
 MICRO_BLOCK_SIZE = 512
-_MICRO = ((32, 2, 4, 1), (40, 2, 5, 1), (48, 3, 6, 1), (64, 4, 8, 2), (80, 5, 10, 2))  # width, layers, Hq, Hkv
+_MICRO = (  # width, layers, Hq, Hkv, tokens per step, learning rate
+    (32, 2, 4, 1, 4096, 0.00916),
+    (40, 2, 5, 1, 4096, 0.00808),
+    (48, 3, 6, 1, 8192, 0.00694),
+    (64, 4, 8, 2, 12288, 0.00566),
+    (80, 5, 10, 2, 16384, 0.00484),
+)
 
 
 @dataclass(frozen=True)
@@ -132,17 +137,27 @@ def ladder() -> dict[str, Level]:
     They are ``level-0`` .. ``level-10``, ``level-13``, ``llama-3-8b``, and ``micro-0`` .. ``micro-4``.
     """
     with PAPER_TABLE.open(newline="") as file:
-        paper = [_level(row) for row in csv.DictReader(file)]
-    micro = [_micro(number) for number in range(len(_MICRO))]
+        rows = list(csv.DictReader(file))
+    whole = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "batch_tokens")
+    paper = [
+        Level(
+            name=row["name"],
+            intermediate_size=ffn_width(int(row["hidden_size"])),
+            block_size=PAPER_BLOCK_SIZE,
+            learning_rate=float(row["learning_rate"]),
+            **{key: int(row[key]) for key in whole},
+        )
+        for row in rows
+    ]
+    micro = [
+        Level(f"micro-{number}", width, ffn_width(width, 64), layers, heads, kv_heads, MICRO_BLOCK_SIZE, tokens, rate)
+        for number, (width, layers, heads, kv_heads, tokens, rate) in enumerate(_MICRO)
+    ]
     return {level.name: level for level in [*paper, *micro]}
 
 
 def find_level(name: str) -> Level:
-    """Return a preset by name.
-
-    Raises:
-        UserError: there is none of that name; suggests the nearest or lists all.
-    """
+    """Return a preset by name. Raises ``UserError``, which suggests the nearest or lists all, if there is none."""
     if name not in ladder():
         matches = difflib.get_close_matches(name, ladder(), n=1, cutoff=0.8)
         raise UserError(
@@ -157,51 +172,13 @@ def peak_learning_rate(num_parameters: int) -> float:
 
 
 def predictor_learning_rate(num_parameters: int) -> float:
-    """Return the learning rate of new predictors: 5 times the peak rate, as in the paper, but at most 9e-3.
-
-    The embedded model was trained at 9e-3.
-    """
+    """Return the rate of new predictors: 5 times the peak, as in the paper, but at most the embedded model's 9e-3."""
     return min(5.0 * peak_learning_rate(num_parameters), 9e-3)
 
 
 def ffn_width(hidden_size: int, multiple_of: int = 1024) -> int:
     """Return Llama 3's FFN width: 1.3 * 2/3 * 4 times ``hidden_size``, rounded up to a multiple of ``multiple_of``."""
     return math.ceil(int(1.3 * (8 * hidden_size // 3)) / multiple_of) * multiple_of
-
-
-def _level(row: dict[str, str]) -> Level:
-    """Create a level of the paper from a row of its table."""
-    sizes = {key: int(row[key]) for key in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "batch_tokens")}
-    return Level(
-        name=row["name"],
-        intermediate_size=ffn_width(sizes["hidden_size"]),
-        block_size=PAPER_BLOCK_SIZE,
-        learning_rate=float(row["learning_rate"]),
-        **sizes,
-    )
-
-
-def _micro(number: int) -> Level:
-    """Create a level of the micro ladder, with batch size and learning rate from its training FLOPs."""
-    width, num_layers, num_heads, num_kv_heads = _MICRO[number]
-    level = Level(
-        name=f"micro-{number}",
-        hidden_size=width,
-        intermediate_size=ffn_width(width, multiple_of=64),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        block_size=MICRO_BLOCK_SIZE,
-        batch_tokens=0,
-        learning_rate=0.0,
-    )
-    # Apply the power laws of DeepSeek LLM to the training FLOPs
-    flops, step = level.train_flops, 8 * MICRO_BLOCK_SIZE  # the paper's batches are also multiples of 8 blocks
-    return replace(
-        level,
-        batch_tokens=step * max(1, round(0.2920 * flops**0.3271 / step)),
-        learning_rate=float(f"{0.3118 * flops**-0.1250:.3g}"),
-    )
 
 
 def _mapping(section: Any) -> dict[str, Any]:

@@ -81,11 +81,6 @@ def checked_engines(*, converts: bool = True) -> tuple[str, ...]:
     return tuple(name for name, program in programs.items() if converts or not program.converts)
 
 
-def compared_engines() -> dict[str, Engine]:
-    """Return the engines of which is known what they do with forms, by name."""
-    return {engine.name: engine for engine in ENGINES if engine.outcomes}
-
-
 def guards(form: str) -> dict[str, Any]:
     """Return keys of ``config.json`` that stop the loaders of engines which would ignore the windows of a form."""
     family = form.partition(" ")[0]
@@ -98,18 +93,12 @@ def guards(form: str) -> dict[str, Any]:
 
 def cells(form: str) -> dict[Engine, Cell]:
     """Return what each engine does with a form; not tried for a form that it does not list, such as a package's."""
-    return {engine: engine.outcomes.get(form, UNTRIED) for engine in compared_engines().values()}
+    return {engine: engine.outcomes.get(form, UNTRIED) for engine in ENGINES}
 
 
 def outcomes(form: str, config: PreTrainedConfig) -> dict[str, str]:
     """Return what each engine does with a form, such as "exact" or "refused", by name and version."""
-    return {engine.full_title: str(engine.cell(form, config)) for engine in compared_engines().values()}
-
-
-def check_engine_name(name: str | None) -> None:
-    """Raise ``UserError`` if an engine is named of which no outcome is known."""
-    if name is not None and name not in compared_engines():
-        raise UserError(f"unknown engine '{name}'; expected one of {', '.join(compared_engines())}")
+    return {engine.full_title: str(engine.cell(form, config)) for engine in ENGINES}
 
 
 def objection(form: str, config: PreTrainedConfig, name: str) -> str | None:

@@ -45,7 +45,6 @@ _BEYOND = 128  # tokens of the prompt beyond the window
 _STEPS = 32  # tokens to generate
 _SECONDS = 3600.0
 _MAIN = PROGRAMS / "main.py"  # which every program begins with
-_CLOSEST = 3  # layers whose heads are tried one by one
 
 Windows = tuple[tuple[int, ...], ...]  # of the heads, by layer
 
@@ -186,20 +185,15 @@ class _Reference:
     """Model that computes log-probabilities of fixed tokens with any windows."""
 
     def __init__(self, model: PreTrainedModel, layout: Layout, tokens: Tensor, *, is_native: bool) -> None:
-        """Store what runs.
+        """Store the model with its layout applied, and the tokens [1, T].
 
-        Args:
-            model: the model, with the layout applied.
-            layout: the layout.
-            tokens: tokens [1, T].
-            is_native: whether the model is of a native form. The windows in its config are a layout's then, and limit
-                no other layout, as those of a dense checkpoint would.
+        The windows in the config of a native form are a layout's, and limit no other layout, as those of a dense
+        checkpoint would.
         """
         self.model, self.layout, self.tokens, self.is_native = model, layout, tokens, is_native
         self.states: list[LayerState] = layer_states(model)
         self.learned = [state.learned_sinks for state in self.states]
         self.windows: Windows = tuple(state.head_windows(gated=False) for state in self.states)
-        # Use the windows of the layout alone, whatever a native form's config says
         if is_native:
             by_letter = {GLOBAL: GLOBAL_WINDOW, LOCAL: layout.window}
             self.windows = tuple(tuple(by_letter[letter] for letter in row) for row in layout.heads)
@@ -242,9 +236,7 @@ class _Reference:
     def run(self, windows: Windows, sinks: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the log-probability of each token after the first, and the likeliest tokens there: [T - 1] each.
 
-        Args:
-            windows: recent keys that each head sees.
-            sinks: sink tokens of local heads; None: those of the layout.
+        Without ``sinks``, local heads see those of the layout.
         """
         for state, row, learned in zip(self.states, windows, self.learned, strict=True):
             state.set_windows(row, self.layout.sinks if sinks is None else sinks)
@@ -255,44 +247,32 @@ class _Reference:
 
 def _findings(reference: _Reference, logprobs: Tensor, folder_layout: Layout | None) -> list[str]:
     """Say which layers the engine runs with other windows, by running the model with them."""
-    windows, tried = reference.windows, {reference.windows}
+    windows = reference.windows
 
-    def difference(changed: Windows) -> Tensor:
-        tried.add(changed)
-        return (reference.run(changed)[0] - logprobs).abs()
+    def explains(changed: Windows, sinks: int | None = None) -> bool:
+        is_other = changed != windows or sinks is not None
+        return is_other and _largest(reference.run(changed, sinks)[0] - logprobs) <= TOLERANCE
 
-    # What the folder says, and no windows at all
+    # What the folder says, no windows at all, and no sink tokens
     if folder_layout is not None:
         of_folder = tuple(layout_windows(reference.model, folder_layout))
-        if of_folder not in tried and float(difference(of_folder).max()) <= TOLERANCE:
+        if explains(of_folder):
             return [f"{line}, as the folder's config says" for line in reference.describe(of_folder)]
     for changed, name in ((reference.without_layout, "the dense checkpoint"), (reference.full_attention, "no windows")):
-        if changed not in tried and float(difference(changed).max()) <= TOLERANCE:
+        if explains(changed):
             return [f"the engine runs {name} in every layer"]
-    if reference.has_sinks and _largest(reference.run(windows, sinks=0)[0] - logprobs) <= TOLERANCE:
+    if reference.has_sinks and explains(windows, sinks=0):
         return ["the engine runs local heads without the sink tokens"]
-    # One layer with equal windows, then single heads of the layers where that came closest
-    closeness: dict[int, float] = {}
-    local = reference.layout.window
+    # One layer with equal windows, or with one head of the other kind
     for layer, row in enumerate(windows):
-        equal = {(window,) * len(row) for window in (local, reference.whole(layer))}
-        for changed in _changes(windows, layer, equal - {row}):
-            error = difference(changed)
-            if float(error.max()) <= TOLERANCE:
-                return reference.describe(changed)
-            closeness[layer] = min(closeness.get(layer, float("inf")), float(error.mean()))
-    for layer in sorted(closeness, key=closeness.__getitem__)[:_CLOSEST]:
-        row, whole = windows[layer], reference.whole(layer)
+        local, whole = reference.layout.window, reference.whole(layer)
         flipped = [whole if window < whole else local for window in row]
         alternatives = {(*row[:head], flipped[head], *row[head + 1 :]) for head in range(len(row))}
-        for changed in _changes(windows, layer, alternatives):
-            if float(difference(changed).max()) <= TOLERANCE:
+        for other in sorted(alternatives | {(local,) * len(row), (whole,) * len(row)}):
+            changed = (*windows[:layer], other, *windows[layer + 1 :])
+            if explains(changed):
                 return reference.describe(changed)
     return ["no change of the windows of one layer explains the difference"]
-
-
-def _changes(windows: Windows, layer: int, alternatives: set[tuple[int, ...]]) -> list[Windows]:
-    return [(*windows[:layer], row, *windows[layer + 1 :]) for row in sorted(alternatives)]
 
 
 def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int]:

@@ -7,16 +7,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+from rich.table import Table
+
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.defaults import SCORING_TOKENS
 from spkv_nas.artifacts.proposal import distinct
+from spkv_nas.base.console import caution, out, say
 from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.units import format_seconds
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.signals.density import DENSITY
-from spkv_nas.stages import forecast, planned_runs
+from spkv_nas.stages import forecast
 from spkv_nas.stages.commands import stage_module
 from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.lookup import chosen_recipe, chosen_table, find_proposal
@@ -37,7 +42,7 @@ def dry_run(options: Trains, reporter: Reporter = SILENT) -> Result:
     """Return the plan of a training command, or its forecast, without training."""
     planned = plan_of(options, reporter)
     if isinstance(planned, Plan):
-        return Result(planned, planned_runs.show, planned_runs.document)
+        return Result(planned, show_runs, document_runs)
     return Result(planned, forecast.show, forecast.document)
 
 
@@ -152,3 +157,22 @@ def planner_options(options: OnDevice, reporter: Reporter) -> dict[str, Any]:
     if num_processes() > 1:
         raise UserError("--dry-run does not run under torchrun: it times the steps of one process")
     return {"device": options.device, "announce": reporter.announce}
+
+
+def show_runs(plan: Plan) -> None:
+    """Print the runs of a plan, their steps, tokens and time, and its remarks."""
+    grid = Table("", "steps", "tokens", "time", "", title=f"{escape(plan.name)}: planned work")
+    for run in plan.runs:
+        steps = f"{run.steps:,}" if run.steps else "-"
+        grid.add_row(escape(run.name), steps, f"{run.tokens:,}", format_seconds(run.seconds), run.state)
+    out.print(grid)
+    tokens = sum(run.tokens for run in plan.runs)
+    total = f"{tokens:,} tokens, {format_seconds(plan.seconds)}" if tokens else "nothing left to do"
+    say("\n".join([f"total: {total}", *plan.remarks]))
+    if not plan.fits:
+        caution("the planned work does not fit in memory")
+
+
+def document_runs(plan: Plan) -> dict[str, Any]:
+    """Return the planned runs, their total time, and whether they fit in memory."""
+    return {**vars(plan), "seconds": plan.seconds, "fits": plan.fits}

@@ -34,7 +34,7 @@ from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.registry import STRATEGIES
-from spkv_nas.stages import planned_runs
+from spkv_nas.stages import dry_run
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.next_steps import after_init
@@ -203,13 +203,13 @@ def _recipe_name(model: str) -> str:
 
 def show(result: FirstRecipe) -> None:
     """Print the plan of a recipe's runs, and the recipe's path."""
-    planned_runs.show(result.plan)
+    dry_run.show_runs(result.plan)
     print_path("recipe", result.file)
 
 
 def document(result: FirstRecipe) -> dict[str, Any]:
     """Return the recipe's path and the plan of its runs."""
-    return {"recipe": result.file, "plan": planned_runs.document(result.plan)}
+    return {"recipe": result.file, "plan": dry_run.document_runs(result.plan)}
 
 
 def run(options: InitOptions, reporter: Reporter) -> Result:

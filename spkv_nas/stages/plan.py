@@ -111,31 +111,21 @@ def _of_recipe(file: Path, options: PlanOptions, reporter: Reporter) -> _Workflo
     """Train as a recipe says, then measure."""
     # Read the recipe and its model
     recipe, site = Recipe.read(file), _site(options)
-    planner = Planner(
-        recipe,
-        file.parent,
-        options.folders.run_dir(recipe.name),
-        announce=reporter.announce,
-        text=None if options.heldout_tokens is None else TextSize(1, options.heldout_tokens),
-    )
+    planner = Planner(recipe, file.parent, options.folders.run_dir(recipe.name), announce=reporter.announce)
     size = planner.size
     check_dense(size, f"of recipe {file}")
-    stages = Stages(
-        size,
-        recipe.gates.of_model(),
-        site,
-        recipe.data.block_size,
-        BATCH_SIZE,
-        ITEM_BYTES[options.dtype or "float32"],  # the dtype that training saves
-    )
+    item = ITEM_BYTES[options.dtype or "float32"]  # the dtype that training saves
+    gates = recipe.gates.of_model()
+    stages = Stages(size, gates, site, recipe.data.block_size, BATCH_SIZE, item)
     # List its trainings
-    trained = [
-        stages.train(name, _training(recipe, recipe.branch, size, site, gated=gated), gated=gated)
-        for name, gated in _BRANCHES
-    ]
+    phases: list[tuple[str, DenseConfig | BranchConfig, bool]]
+    phases = [(name, recipe.branch, gated) for name, gated in _BRANCHES]
     if recipe.dense is not None:
-        dense = _training(recipe, recipe.dense, size, site)
-        trained.insert(0, stages.train("train the dense model", dense, gated=False))
+        phases.insert(0, ("train the dense model", recipe.dense, False))
+    trained = [
+        stages.train(name, _training(recipe, phase, size, site, gated=gated), gated=gated)
+        for name, phase, gated in phases
+    ]
     tokens = options.heldout_tokens or planner.text.heldout(recipe.data)
     return recipe.name, stages, tokens, [*trained, *measuring_stages(stages, tokens)], ()
 
@@ -145,10 +135,8 @@ def _generated(stages: Stages, options: PlanOptions, context: int) -> Iterator[S
     size = stages.size
     heads = size.heads.num_layers * size.heads.num_kv_heads
     budget = parse_budget(options.budget, (size.num_full or size.heads.num_layers) * size.heads.num_kv_heads)
-    yield stages.generate(
-        f"generate at {context:,}", context, density=size.full_attention_share, window=size.sliding_window
-    )
-    name = f"generate, {budget} of {heads} global"
+    full, name = f"generate at {context:,}", f"generate, {budget} of {heads} global"
+    yield stages.generate(full, context, density=size.full_attention_share, window=size.sliding_window)
     yield stages.generate(name, context, density=budget / heads, window=stages.gates.window)
 
 
@@ -158,9 +146,8 @@ def _site(options: PlanOptions) -> Site:
         device = choose_device(options.device)
         return Site(device, available_bytes(device), devices=options.devices, is_cpu=device == "cpu")
     hardware = find_hardware(options.hardware)
-    return Site(
-        hardware.name, hardware.memory, options.utilisation * hardware.peak, hardware.bandwidth, options.devices
-    )
+    speed = options.utilisation * hardware.peak
+    return Site(hardware.name, hardware.memory, speed, hardware.bandwidth, options.devices)
 
 
 def _training(
@@ -176,19 +163,15 @@ def _about_time(options: PlanOptions) -> str:
     """Return a sentence on what the estimated times assume."""
     if options.hardware is None:
         return "time: unknown for this machine; choose a GPU with --hardware, or time training steps (init, --dry-run)"
-    device = find_hardware(options.hardware)
+    peak = find_hardware(options.hardware).peak / 1e12
     return (
-        f"time: assumes {options.utilisation:.0%} of the {device.peak / 1e12:,.0f} TFLOP/s peak in bfloat16 "
-        "(--utilisation); small models reach less, so times below 1 s are not shown. For a generated token: the least "
-        "time that reading weights and cache takes, if at least 1 ms"
+        f"time: assumes {options.utilisation:.0%} of the {peak:,.0f} TFLOP/s peak in bfloat16 (--utilisation), which "
+        "small models do not reach; for a generated token, the least time that reading weights and cache takes"
     )
 
 
 def show(result: PlanResult) -> None:
-    """Print the cost of every stage, and the memory of budgets in a serving engine.
-
-    About ``_SHOWN_BUDGETS`` are printed: those with smaller ones to skip, and others evenly.
-    """
+    """Print the cost of every stage, and the memory of about ``_SHOWN_BUDGETS`` budgets in a serving engine."""
     forecast.show(result.forecast)
     if (served := result.served) is None:
         return

@@ -17,12 +17,11 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import ITEM_BYTES, format_microseconds
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.cost.formulas import Cost, cost, layout_density
-from spkv_nas.stages.attention_times import calibrate_command, read_times
 from spkv_nas.stages.engines import Served, chosen_engine, serve
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.plan_attention import AttentionOptions
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.sized_model import SizedModel, choose_context
+from spkv_nas.stages.sized_model import SizedModel, calibrate_command, choose_context, read_times
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     layouts = [Layout.read(path) for path in options.layout or []]
     shares = [layout_density(shape, layout, native) for layout in layouts]
     needed = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
-    needed += sorted({window for window in native if window is not None and window < tokens})
     times, remedy = _times(options, subject, needed, tokens, reporter)
     serving = chosen_engine(options)
     item = ITEM_BYTES["bfloat16" if serving is None or serving.kv_dtype is None else serving.kv_dtype]
@@ -60,7 +58,7 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
         by_layer = heads if isinstance(heads, Layout) else [heads] * shape.num_layers
         seconds = None
         if times is not None:
-            seconds = times.layout_seconds(by_layer, tokens, window=window, sinks=sinks, native_windows=native)
+            seconds = times.layout_seconds(by_layer, tokens, window=window, sinks=sinks)
         reach = window + sinks
         counted = cost(name, shape, tokens, density=density, window=reach, native_windows=native, element_size=item)
         return replace(counted, decode_seconds=seconds, total_flops=None if subject.is_mixture else counted.total_flops)
@@ -83,9 +81,9 @@ def _times(
     name = options.calibration or subject.name
     calibrate = CalibrateOptions(level=options.level, model=options.model, name=name, workspace=options.workspace)
     if not options.calibration and not (options.folders.report_dir(name) / "calibration.yaml").is_file():
-        return None, calibrate_command(calibrate, windows, context)
+        return None, [] if any(subject.native_windows) else calibrate_command(calibrate, windows, context)
     try:
-        return read_times(calibrate, windows, context, subject.shape), []
+        return read_times(calibrate, windows, context, subject.shape, subject.native_windows), []
     except UserError as error:
         if options.calibration is not None:
             raise

@@ -27,12 +27,12 @@ from spkv_nas.search.driver import Search
 from spkv_nas.search.recommendation import Recommendation
 from spkv_nas.search.results import write_results
 from spkv_nas.search.trials import LayoutCost
-from spkv_nas.stages.attention_times import read_times
 from spkv_nas.stages.next_steps import after_search
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.search import SearchOptions, SearchSpecification, specify
 from spkv_nas.stages.printing import about_errors, change, show_alarm
 from spkv_nas.stages.result import Result
+from spkv_nas.stages.sized_model import read_times
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
 
@@ -143,14 +143,12 @@ def _decode_time(options: SearchOptions, specification: SearchSpecification, eva
     """Return the objective time, in seconds per decoded token. Raises ``UserError`` if ``calibrate`` has no times."""
     context, space = specification.context, specification.space
     assert context is not None  # ``specify`` requires it
-    native = space.table.native_windows
-    shorter = {window for window in native if window is not None and window < context}
     calibrate = CalibrateOptions(
         model=str(evaluator.dense), name=specification.name, device=options.device, workspace=options.workspace
     )
-    times = read_times(calibrate, [space.window, *sorted(shorter)], context, evaluator.shape)
+    times = read_times(calibrate, [space.window], context, evaluator.shape, space.table.native_windows)
     unit = f"decode seconds per token, {times.source}"
-    return LayoutCost(unit, lambda layout: times.layout_seconds(layout, context, native_windows=native))
+    return LayoutCost(unit, lambda layout: times.layout_seconds(layout, context))
 
 
 def show(result: SearchResult) -> None:

@@ -1,10 +1,11 @@
-"""Name a model's results, and describe models of which only the sizes matter: their name, sizes and context."""
+"""Name a model's results, and describe models by their sizes, context and the attention times that were measured."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spkv_nas.artifacts.checkpoints import run_origin
@@ -16,9 +17,12 @@ from spkv_nas.base.files import read_json
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import parse_context
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.cost.calibration import Calibration, default_contexts
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.evaluation.selected import probe_of
+from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.options import REFERENCE
+from spkv_nas.stages.options.calibrate import CalibrateOptions
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # folder of an unfinished run
 
@@ -107,3 +111,37 @@ def choose_context(text: str | None, positions: int | None, reporter: Reporter =
             f"positions are extended\nuse --context {positions} for the model's maximum"
         )
     return context
+
+
+def read_times(
+    options: CalibrateOptions, windows: Sequence[int], context: int, shape: Shape, native_windows: Sequence[int | None]
+) -> Calibration:
+    """Read the calibration that ``options`` would write, and check that it has the windows, context and heads.
+
+    Raises:
+        UserError: it does not exist or fit, and then suggests the command that measures it; or layers have a sliding
+            window by design, for which nothing is measured.
+    """
+    if any(native_windows):
+        raise UserError("attention times are not measured for models whose layers have a sliding window by design")
+    try:
+        calibration = Calibration.read(options.folders.report_dir(str(options.name)))
+        calibration.check_shape(shape)
+        for window in windows:
+            calibration.check_window(window)
+        calibration.check_context(context)
+    except UserError as error:
+        raise UserError("\n".join([str(error), *calibrate_command(options, windows, context)])) from error
+    return calibration
+
+
+def calibrate_command(options: CalibrateOptions, windows: Sequence[int], context: int) -> list[str]:
+    """Suggest the command that measures a calibration for a window and a context, unless windows differ."""
+    if len(set(windows)) > 1:
+        return []
+    for window in windows:
+        options = replace(options, window=window)
+    measured = default_contexts(parse_context(options.context))
+    if not measured[0] <= context <= measured[-1]:
+        options = replace(options, context=str(context))
+    return [next_line(command_line(options))]

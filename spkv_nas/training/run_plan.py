@@ -33,7 +33,6 @@ from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branch_setup import apply_variant, dense_model, distillation
 from spkv_nas.training.branches import branch_folder, is_finished
 from spkv_nas.training.dense import dense_run, is_dense_trained, new_config, new_model
-from spkv_nas.training.initial_sinks import TOKENS
 from spkv_nas.training.recipe import DenseConfig, Recipe
 from spkv_nas.training.run_files import newest_step
 from spkv_nas.training.step_cost import MAX_SECONDS, StepCost, estimate, how_trained, measure
@@ -73,7 +72,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Return True if the memory is sufficient."""
+        """Return whether the memory is sufficient."""
         return self.memory <= self.available
 
 
@@ -95,19 +94,7 @@ def merge_plans(name: str, plans: Sequence[Plan]) -> Plan:
 
 
 class Planner:
-    """Planner of the runs of one recipe.
-
-    Args:
-        recipe: the recipe.
-        base: folder that the recipe's relative paths start from.
-        runs: folder of its checkpoints and caches, which may not exist yet.
-        device: device to plan for; chosen automatically by default.
-        announce: receives a line for each measurement.
-        text: size of the text, if it is known.
-
-    Attributes:
-        available: free bytes on the device before any measurement.
-    """
+    """Planner of the runs of one recipe; what it needs is measured once, when it is needed."""
 
     def __init__(
         self,
@@ -119,16 +106,26 @@ class Planner:
         announce: Announce = silent,
         text: TextSize | None = None,
     ) -> None:
-        """Resolve the recipe for the device; everything else is measured when it is needed."""
+        """Resolve the recipe for the device.
+
+        Args:
+            recipe: the recipe.
+            base: folder that the recipe's relative paths start from.
+            runs: folder of its checkpoints and caches, which may not exist yet.
+            device: device to plan for; chosen automatically by default.
+            announce: receives a line for each measurement.
+            text: size of the text, if it is known.
+        """
         self.device, self._announce = choose_device(device), announce
         self.recipe = recipe.resolve_precision(self.device)
-        self.available = available_bytes(self.device)
+        self.available = available_bytes(self.device)  # before any measurement
         self._base, self._runs, self._text = base, runs, text
         self._costs: dict[Kind, StepCost] = {}
 
     def with_recipe(self, recipe: Recipe) -> Planner:
         """Create a planner for another recipe in the same folders, which reuses measurements that apply to it."""
-        text = self._text if _text_of(recipe) == _text_of(self.recipe) else None
+        sections = ("model", "tokenizer", "data")
+        text = self._text if recipe.content_hash(*sections) == self.recipe.content_hash(*sections) else None
         planner = Planner(recipe, self._base, self._runs, device=self.device, announce=self._announce, text=text)
         if _step_of(planner.recipe) == _step_of(self.recipe):
             planner._costs = self._costs
@@ -299,33 +296,16 @@ class Planner:
         cost = next(iter(self._costs.values()))
         method = "timed" if cost.is_measured else "estimated by FLOPs, at half the speed of a matrix product,"
         yield f"time: {method} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
-        if (extend := recipe.branch.extend) is not None:
-            yield f"attention takes longer than that in blocks of {extend.block_size:,} tokens (branch.extend)"
-        if recipe.branch.distill is not None:
-            yield "that includes a pass of the dense model, the teacher (branch.distill)"
-        if recipe.branch.sinks == "learned":
-            yield (
-                f"before training, a layout's learned sinks are measured on {TOKENS:,} training tokens (branch.sinks)"
-            )
-        # Memory
-        free = format_bytes(self.available)
-        if not needed:  # nothing is left to train
-            return
+        # Memory, if anything is left to train
         if needed > self.available:
+            least = format_bytes(min(self.memory(kind, 0) for kind in self._costs))
             yield (
-                f"memory: training takes about {format_bytes(needed)}, and {free} are free; "
-                "a smaller micro_batch_size or data.block_size takes less, but never under "
-                f"{format_bytes(min(self.memory(kind, 0) for kind in self._costs))}"
+                f"memory: training takes about {format_bytes(needed)}, and {format_bytes(self.available)} are free; "
+                f"a smaller micro_batch_size or data.block_size takes less, but never under {least}"
             )
-        else:
-            yield f"memory: about {format_bytes(needed)} of the {free} that are free"
-        if self.size.is_mixture:
-            yield "memory counts one expert per token and layer; a mixture that uses more keeps more activations"
-
-
-def _text_of(recipe: Recipe) -> str:
-    """Return a hash that changes with the text and its tokenization."""
-    return recipe.content_hash("model", "tokenizer", "data")
+        elif needed:
+            experts = ", for one expert per token and layer" if self.size.is_mixture else ""
+            yield f"memory: about {format_bytes(needed)} of the {format_bytes(self.available)} that are free{experts}"
 
 
 def _step_of(recipe: Recipe) -> list[object]:

@@ -40,7 +40,7 @@ HEAVY = (
     "spkv_nas.stages.propose",
     "spkv_nas.stages.evaluate.nll",
     "spkv_nas.stages.score",
-    "spkv_nas.stages.attention_times",
+    "spkv_nas.stages.sized_model",
     "spkv_nas.contrib.reproduce.scaling.stage",
     "spkv_nas.stages.export",
     "spkv_nas.training.trainer",

@@ -6,7 +6,6 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,24 +182,6 @@ class TestMeasuring:
         """Small layers use eight caches per number of global heads, a large layer one."""
         assert attention_timing._num_layers(CASE, 1024) == 8
         assert attention_timing._num_layers(LayerCase(32, 8, 128, "float32", 128, 1, "cpu"), 32768) == 1
-
-
-class TestNativeWindows:
-    """Only models whose native windows are the measured one have times."""
-
-    def test_layers_local_by_design_take_the_time_of_windows(self) -> None:
-        calibration = make_calibration()
-        layout = Layout(("GG", "GL", "GG"), 4)
-        assert calibration.layout_seconds(layout, 100, native_windows=(4, None, 4)) == pytest.approx(1 + 2 + 1)
-        assert calibration.layout_seconds(layout, 100, native_windows=(200, None, None)) == pytest.approx(4 + 2 + 4)
-
-    def test_a_window_of_all_layers_limits_global_heads(self) -> None:
-        assert make_calibration().layout_seconds(LAYOUT, 100, native_windows=(4, 4, 4)) == pytest.approx(3.0)
-
-    @pytest.mark.parametrize(("window", "native"), [(4, 8), (8, 4)])
-    def test_another_window_was_not_measured(self, window: int, native: int) -> None:
-        with pytest.raises(UserError, match="for window 4, not 8"):
-            make_calibration().layout_seconds(replace(LAYOUT, window=window), 100, native_windows=[native] * 3)
 
 
 def test_values_need_no_torch() -> None:

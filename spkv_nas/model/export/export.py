@@ -17,7 +17,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import manifest, replace
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath
-from spkv_nas.engines.registry import check_engine_name, objection, outcomes
+from spkv_nas.engines.registry import ENGINES, objection, outcomes
 from spkv_nas.model import config_section, windows
 from spkv_nas.model.checkpoint import load, weight_files
 from spkv_nas.model.export.registry import AUTO, chosen_targets
@@ -94,7 +94,8 @@ def export(
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
     # Choose the targets to try
-    check_engine_name(engine)
+    if engine is not None:
+        _ = ENGINES[engine]  # raises
     candidates = chosen_targets(to, options, engine)
     # Load the model and apply the layout
     out = Path(out)

@@ -88,16 +88,7 @@ class HeadwiseAttention(nn.Module):
         self.register_buffer("query_return", torch.tensor(queries).argsort(), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend.
-
-        Args:
-            query: [T, Hq * D].
-            key: [T, Hkv * D].
-            value: [T, Hkv * D].
-
-        Returns:
-            [T, Hq * D].
-        """
+        """Attend with queries [T, Hq * D] to keys and values [T, Hkv * D], and return [T, Hq * D]."""
         if len(self.parts) == 1:
             output: Tensor = self.parts[0](query, key, value)
             return output
@@ -121,12 +112,7 @@ class HeadwiseAttention(nn.Module):
 
     @torch.no_grad()
     def load_sinks(self, logits: Tensor, layer: ServedLayer) -> set[str]:
-        """Copy learned sinks, and return the names of the parameters.
-
-        Args:
-            logits: those of the local heads of all ranks, in order: [local KV heads * group].
-            layer: gives the windows of the KV heads of all ranks.
-        """
+        """Copy the learned sinks of all ranks' local heads [local KV heads * group]; return the parameters' names."""
         # Split the logits by local KV head
         local_heads = [head for head, window in enumerate(layer.windows) if layer.takes_sinks(window)]
         by_head = dict(zip(local_heads, torch.split(logits, self.group), strict=True))

@@ -49,9 +49,7 @@ def parts(windows: Windows, unit: int) -> list[Part]:
 def choose_unit(rows: Iterable[Windows], cache: ServedCache) -> int:
     """Return the number of heads of a unit, or 0 for pairs, whichever needs less cache for the longest request.
 
-    Args:
-        rows: windows of the heads of every layer, and with tensor parallelism of every rank.
-        cache: gives the window, and the sizes of pages and of the longest request.
+    ``rows`` are the windows of the heads of every layer, and with tensor parallelism of every rank.
     """
     rows = list(rows)
     counts = [len(part.heads) for row in rows for part in parts(row, 0)]

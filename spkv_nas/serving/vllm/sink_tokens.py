@@ -48,14 +48,8 @@ class SinkTokenAttention(nn.Module):
     ):
         """Make the attention over the window, and the cache of the first tokens.
 
-        Args:
-            num_queries: query heads.
-            head_size: D.
-            scale: factor of the scores.
-            prefix: name of the layer.
-            names: names the heads, as the end of names of caches.
-            vllm_config: config of the engine.
-            options: further arguments of ``Attention``, among them the number of KV heads and the window.
+        ``names`` names the heads at the end of the caches' names; ``options`` are further arguments of ``Attention``,
+        among them the number of KV heads and the window.
         """
         super().__init__()
         self.head_size, self.num_kv_heads = head_size, options["num_kv_heads"]
@@ -69,16 +63,7 @@ class SinkTokenAttention(nn.Module):
         self.first = SinkTokenCache(self.attention, f"{prefix}.S{names}", vllm_config)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend.
-
-        Args:
-            query: [T, Hq * D].
-            key: [T, Hkv * D].
-            value: [T, Hkv * D].
-
-        Returns:
-            [T, Hq * D].
-        """
+        """Attend with queries [T, Hq * D] to keys and values [T, Hkv * D], and return [T, Hq * D]."""
         # Look up the first token of each request
         key, value = (x.view(-1, self.num_kv_heads, self.head_size) for x in (key, value))
         first_key, first_value, sees_first = self.first(key, value)
@@ -116,13 +101,7 @@ class SinkTokenCache(nn.Module, AttentionLayerBase):
     """
 
     def __init__(self, attention: Any, name: str, vllm_config: Any):
-        """Register the layer.
-
-        Args:
-            attention: the attention over the window, whose KV heads and type of cache the layer has.
-            name: name of the layer.
-            vllm_config: config of the engine.
-        """
+        """Register the layer, with the KV heads and the type of cache of the ``attention`` over the window."""
         super().__init__()
         self.num_kv_heads, self.head_size = attention.num_kv_heads, attention.head_size
         self.dtype, self.layer_name = attention.kv_cache_torch_dtype, name
@@ -131,14 +110,9 @@ class SinkTokenCache(nn.Module, AttentionLayerBase):
         vllm_config.compilation_config.static_forward_context[name] = self
 
     def forward(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Return the first key and value of every token's request, and whether its window has the first token.
+        """Return the first key and value of every token's request, and 1 where its window has the first token, else 0.
 
-        Args:
-            key: [T, Hkv, D].
-            value: [T, Hkv, D].
-
-        Returns:
-            Three tensors [T, Hkv, D], the last of which is 1 or 0.
+        Keys, values and the three results are [T, Hkv, D].
         """
         output = key.new_empty(key.shape[0], 3 * self.num_kv_heads, self.head_size)
         operator = torch.ops.vllm.unified_attention_with_output

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from spkv_nas.base.entry import shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.engines.registry import check_engine_name, checked_engines, compared_engines
+from spkv_nas.engines.registry import ENGINES, checked_engines
 from spkv_nas.model.export.registry import AUTO, TARGETS
 from spkv_nas.stages import flags
 from spkv_nas.stages.entry_flags import with_options_of
@@ -30,7 +30,7 @@ ForEngine = Annotated[
         "Write a form that this engine was seen to run as the hybrid, or fail.",
         ("--for",),
         metavar="ENGINE",
-        values=lambda: tuple(compared_engines()),
+        values=lambda: ENGINES.names,
     ),
 ]
 EngineOfCheck = Annotated[
@@ -82,7 +82,8 @@ def check(options: ExportOptions) -> None:
     from spkv_nas.stages.checks import check_exist
 
     # Check the engine and its environment
-    check_engine_name(options.engine)
+    if options.engine is not None:
+        _ = ENGINES[options.engine]  # raises
     if options.python is not None:
         if options.check_in is None:
             raise UserError("--python is the environment of the engine that --check names")

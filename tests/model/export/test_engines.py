@@ -20,7 +20,6 @@ from spkv_nas.engines.registry import (
     ENGINES,
     GUARD_KEYS,
     cells,
-    check_engine_name,
     guards,
     objection,
     outcomes,
@@ -162,7 +161,7 @@ def test_what_an_engine_would_run_wrong_is_not_for_it(monkeypatch: pytest.Monkey
     )
     assert objection("old", config, "mlx") is None
     with pytest.raises(UserError, match="unknown engine 'x'; expected one of vllm, transformers"):
-        check_engine_name("x")
+        objection("old", config, "x")
 
 
 @pytest.mark.usefixtures("unchecked")
