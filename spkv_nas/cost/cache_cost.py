@@ -58,24 +58,29 @@ class CacheCost:
         native = sum(self._head(window) for window in self.native_heads)
         return num_global * self.global_head + num_local * self.local_head + native
 
-    def largest_budget(self, limit: int, num_heads: int) -> int:
-        """Return the largest number of global heads whose cache fits in ``limit`` bytes.
+    def largest_budget(self, limit: int, num_heads: int, most: int | None = None) -> int:
+        """Return the largest number of global heads, at most ``most`` or all that can be, that fit in ``limit`` bytes.
 
         Raises:
-            UserError: not even one global head fits.
+            UserError: none of these numbers does.
         """
-        # Divide the spare memory by what a global head adds
-        extra = self.global_head - self.local_head
-        spare = limit - self.total(0, num_heads)
-        candidates = num_heads - len(self.native_heads)
-        number = candidates if spare >= extra * candidates else max(0, spare) // max(1, extra)
-        if number < 1:
+        most = num_heads - len(self.native_heads) if most is None else most
+        # Try every number, because an engine's memory need not grow with it
+        totals = {number: self.total(number, num_heads) for number in range(most, 0, -1)}
+        budget = next((number for number, total in totals.items() if total <= limit), None)
+        if budget is None:
+            least = min(totals.values(), default=self.total(1, num_heads))
             raise UserError(
-                f"{format_bytes(limit)} is too small for a global KV head: {num_heads} local heads need "
-                f"{format_bytes(self.total(0, num_heads))}, a global head {format_bytes(extra)} more\n"
+                f"{format_bytes(limit)} is too small{self.where}: {self.batch} requests of {self.context:,} tokens "
+                f"need at least {format_bytes(least)} with 1 to {max(1, most)} global heads\n"
                 "use more memory, a shorter --context, fewer sequences or a smaller data type"
             )
-        return int(number)
+        return budget
+
+    @property
+    def where(self) -> str:
+        """Return where the cache is, to end a clause."""
+        return ""
 
     def _head(self, reach: int) -> int:
         """Return the bytes of one KV head that keeps up to ``reach`` keys, over all sequences."""
@@ -105,24 +110,10 @@ class EngineCost(CacheCost):
         """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
         return self.serving.engine.plan(self.cache(num_heads), num_global).memory(self.batch)
 
-    def largest_budget(self, limit: int, num_heads: int, most: int | None = None) -> int:
-        """Return the largest number of global heads, at most ``most`` or all, whose requests fit in ``limit`` bytes.
-
-        Raises:
-            UserError: they do not fit with any of these numbers.
-        """
-        most = num_heads if most is None else most
-        # Try every number, because an engine's memory need not grow with it
-        totals = {number: self.total(number, num_heads) for number in range(most, 0, -1)}
-        budget = next((number for number, total in totals.items() if total <= limit), None)
-        if budget is None:
-            least = min(totals.values(), default=self.total(1, num_heads))
-            raise UserError(
-                f"{format_bytes(limit)} is too small in {self.serving.engine.title}: {self.batch} requests of "
-                f"{self.context:,} tokens need at least {format_bytes(least)} with 1 to {max(1, most)} global heads\n"
-                "use more memory, a shorter --context, fewer sequences or a smaller data type"
-            )
-        return budget
+    @property
+    def where(self) -> str:
+        """Return the engine, to end a clause."""
+        return f" in {self.serving.engine.title}"
 
     def layout_plan(self, layout: Layout) -> CachePlan | None:
         """Plan the cache of a layout in the form that takes least; None if it has more sinks than the engine keeps."""

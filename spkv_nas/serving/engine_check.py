@@ -63,7 +63,7 @@ class EngineCheck:
     # layout's
     dense_difference: float
     sink_difference: float | None  # the same for local heads without sink tokens; None for a layout that has none
-    cache: Sequence[str]  # the engine's report of its cache, by line
+    cache: Sequence[str]  # the engine's report of its cache, by line, if its program gives one
     findings: Sequence[str]  # what the engine runs instead, by line; empty if it agrees
 
     @property

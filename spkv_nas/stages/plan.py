@@ -40,7 +40,6 @@ from spkv_nas.training.step_cost import how_trained
 from spkv_nas.training.text_size import TextSize, count_text
 
 _ENOUGH = TextSize(documents=1000, tokens=10**9)  # enough text for the largest blocks and batches that init chooses
-_SHOWN_BUDGETS = 16  # approximate number of budgets printed
 _BRANCHES = (("train the SP-KV reference", True), ("retrain a hybrid", False))  # and whether they have gates
 
 
@@ -171,18 +170,16 @@ def _about_time(options: PlanOptions) -> str:
 
 
 def show(result: PlanResult) -> None:
-    """Print the cost of every stage, and the memory of about ``_SHOWN_BUDGETS`` budgets in a serving engine."""
+    """Print the cost of every stage, and the memory of budgets in a serving engine."""
     forecast.show(result.forecast)
     if (served := result.served) is None:
         return
     engine, cache, num_kv_heads = served.engine, served.cache, served.cache.grid[1]
     title = f"KV cache in {engine.title}: requests of {cache.context:,} tokens, window {cache.window}, {cache.dtype}"
     grid = Table("global layers", *served.titles, "instead of", title=title)
-    stride, last = -(-len(served.rows) // _SHOWN_BUDGETS), len(served.rows) - 1
-    for index, (budget, cache_plan) in enumerate(served.rows):
-        if index % stride == 0 or budget["instead_of"] or index == last:
-            skipped = ", ".join(str(heads // num_kv_heads) for heads in budget["instead_of"])
-            grid.add_row(str(budget["num_global"] // num_kv_heads), *served.cells(cache_plan), skipped)
+    for budget, cache_plan in served.rows:
+        skipped = ", ".join(str(heads // num_kv_heads) for heads in budget["instead_of"])
+        grid.add_row(str(budget["num_global"] // num_kv_heads), *served.cells(cache_plan), skipped)
     out.print(grid)
     say(f"instead of: numbers of global layers that take as much memory or more; {engine.title}: {engine.evidence}")
     say(f"{served.settings}; {engine.note}")

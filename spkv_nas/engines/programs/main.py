@@ -17,7 +17,7 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]], request: str, answer: 
         content = json.load(file)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        result = run(content)
+        result = {"error": None, "cache": [], **run(content)}
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}"}
     with open(answer, "w", encoding="utf-8") as file:

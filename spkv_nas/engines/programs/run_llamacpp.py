@@ -3,7 +3,6 @@
 llama.cpp's ``convert_hf_to_gguf.py`` writes that file. It runs in the package llama-cpp-python, on the CPU.
 """
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,11 @@ _FLOAT32 = 0  # of GGML's types, and of a file's
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """Return greedy tokens, log-probabilities and a description of the cache."""
+    """Return greedy tokens and log-probabilities."""
     import llama_cpp
     import numpy as np
 
     file = _file(Path(request["folder"]))
-    # Keep llama.cpp's messages, which describe its cache
-    messages: list[str] = []
-
-    def keep(_level: int, text: bytes, _data: Any) -> None:
-        messages.append(text.decode("utf-8", "replace"))
-
-    callback = llama_cpp.llama_log_callback(keep)  # a name, because llama.cpp holds no reference
-    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     # Load the model, with a cache in float32
     prompt, steps = request["tokens"], request["steps"]
     model = llama_cpp.Llama(
@@ -42,20 +33,14 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     highest = logits.max(-1, keepdims=True)
     logprobs = logits - highest - np.log(np.exp(logits - highest).sum(-1, keepdims=True))
     return {
-        "error": None,
         "version": f"llama-cpp-python {llama_cpp.__version__}",
         "tokens": tokens,
         "logprobs": np.take_along_axis(logprobs, np.array([*prompt[1:], *tokens])[:, None], -1)[:, 0].tolist(),
-        "cache": _cache("".join(messages)),
     }
 
 
 def _file(folder: Path) -> Path:
-    """Return the GGUF file of a folder.
-
-    Raises:
-        FileNotFoundError: there is none, or more than one.
-    """
+    """Return the GGUF file of a folder. Raises ``FileNotFoundError`` if there is none, or more than one."""
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
@@ -64,9 +49,3 @@ def _file(folder: Path) -> Path:
             f"convert_hf_to_gguf.py {folder} --outtype f32"
         )
     return files[0]
-
-
-def _cache(messages: str) -> list[str]:
-    """Describe the cache by llama.cpp's own messages on its sizes: cells, layers and MiB."""
-    lines = [line.partition(": ")[2] for line in messages.splitlines() if line.startswith("llama_kv_cache")]
-    return [" ".join(line.split()) for line in lines if " cells" in line]

@@ -30,7 +30,6 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     cache = make_prompt_cache(model)
     generated = list(generate_step(mx.array(prompt), model, max_tokens=steps, prompt_cache=cache))
     return {
-        "error": None,
         "version": f"mlx-lm {mlx_lm.__version__}",
         "tokens": [token for token, _ in generated],
         "logprobs": [*scored, *(logprobs[token].item() for token, logprobs in generated)],

@@ -5,12 +5,11 @@ this text, which registers the type.
 """
 
 import sys
-from collections import Counter
 from typing import Any
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """Return greedy tokens, log-probabilities and a description of the cache."""
+    """Return greedy tokens and log-probabilities."""
     import torch
     import transformers
 
@@ -35,21 +34,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         logits = model(input_ids=prompt, use_cache=False).logits[0, :-1]
     logits = torch.cat([logits, *generated.logits]).log_softmax(-1)
     return {
-        "error": None,
         "version": version,
         "tokens": tokens[0, prompt.shape[1] :].tolist(),
         "logprobs": logits.gather(1, tokens[0, 1:, None])[:, 0].tolist(),
-        "cache": _cache(generated.past_key_values),
     }
-
-
-def _cache(cache: Any) -> list[str]:
-    """Describe the cache after generation: its class, and how many keys its layers hold."""
-    name = type(cache).__name__
-    layers = [layer.keys for layer in getattr(cache, "layers", []) if getattr(layer, "keys", None) is not None]
-    held = Counter(keys.shape[-2] for keys in layers)
-    if hasattr(cache, "full_attention_bytes"):  # of spkv_nas
-        return [f"{name}: {cache.num_bytes / 1024:.0f} KiB, full attention {cache.full_attention_bytes / 1024:.0f} KiB"]
-    if not held:
-        return [name]
-    return [f"{name}: {number} layers hold {keys} keys" for keys, number in sorted(held.items())]

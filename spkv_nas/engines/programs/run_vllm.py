@@ -51,7 +51,6 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     new = list(completion.token_ids)
     pairs = zip([*output.prompt_logprobs[1:], *completion.logprobs], [*prompt[1:], *new], strict=True)
     return {
-        "error": None,
         "version": f"vLLM {vllm.__version__}",
         "tokens": new,
         "logprobs": [entry[token].logprob for entry, token in pairs],
