@@ -127,16 +127,10 @@ class Calibration:
             )
 
     def layer_seconds(self, context: int, *, density: float = 1.0, window: int = 0) -> float:
-        """Return the seconds of attention in one layer per decoded token.
+        """Return the seconds of attention in one layer per decoded token, with ``context`` tokens in the cache.
 
-        Args:
-            context: tokens in the cache.
-            density: share of the layer's KV heads that are global, the others seeing only the window; a head that keeps
-                a share of its keys counts as that share of a global head.
-            window: w of the local heads; ignored with density 1.
-
-        Raises:
-            UserError: the density is outside [0, 1], or the window or context was not measured.
+        ``density`` is the share of the KV heads that are global, the others seeing ``window`` tokens; a head that keeps
+        a share of its keys counts as that share of a global head. Raises ``UserError`` for what was not measured.
         """
         if not 0.0 <= density <= 1.0:
             raise UserError(f"density must lie in [0, 1]; found {density:g}")
@@ -152,14 +146,8 @@ class Calibration:
     ) -> float:
         """Return the seconds of attention in all layers per decoded token: the sum of ``layer_seconds``.
 
-        Args:
-            heads: a layout, which has its window and sinks, or by layer the share of the KV heads that are global.
-            context: tokens in the cache.
-            window: w of the local heads.
-            sinks: first tokens that local heads see besides.
-
-        Raises:
-            UserError: as ``layer_seconds``, or a layout with another number of KV heads per layer.
+        ``heads`` is a layout, which has its window and sinks, or by layer the share of the KV heads that are global.
+        Raises ``UserError`` as ``layer_seconds``, and for a layout with another number of KV heads per layer.
         """
         # Read shares, window and sinks from a layout
         if isinstance(heads, Layout):

@@ -22,7 +22,6 @@ tokens per step, which end at an NLL of 4.26 on standard library text; 0.009 and
 from __future__ import annotations
 
 import csv
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -157,12 +156,9 @@ def ladder() -> dict[str, Level]:
 
 
 def find_level(name: str) -> Level:
-    """Return a preset by name. Raises ``UserError``, which suggests the nearest or lists all, if there is none."""
+    """Return a preset by name. Raises ``UserError``, which lists all, if there is none."""
     if name not in ladder():
-        matches = difflib.get_close_matches(name, ladder(), n=1, cutoff=0.8)
-        raise UserError(
-            f"no level '{name}'; " + (f"did you mean {matches[0]}?" if matches else f"there are: {', '.join(ladder())}")
-        )
+        raise UserError(f"no level '{name}'; expected one of {', '.join(ladder())}")
     return ladder()[name]
 
 

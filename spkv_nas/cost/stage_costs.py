@@ -15,19 +15,8 @@ from typing import NamedTuple
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.errors import UserError
-from spkv_nas.cost.formulas import (
-    BFLOAT16,
-    FLOAT32,
-    MOMENTS,
-    ROOM,
-    Learns,
-    PassMemory,
-    fitting_pass,
-    flops_per_token,
-    kv_cache_bytes,
-    largest_fit,
-    num_predictor_parameters,
-)
+from spkv_nas.cost import formulas
+from spkv_nas.cost.formulas import BFLOAT16, FLOAT32, MOMENTS, ROOM, Learns, PassMemory
 
 _SHARDS = tuple(2**exponent for exponent in range(1, 11))  # numbers of devices to recommend
 _GATHERED = 2  # layers whose weights FSDP2 gathers: the current one and the next
@@ -150,7 +139,7 @@ class Stages:
     @property
     def num_predictor_parameters(self) -> int:
         """Return the number of parameters of all predictors."""
-        return num_predictor_parameters(self.size, self.gates)
+        return formulas.num_predictor_parameters(self.size, self.gates)
 
     def learn_gates(self, name: str, steps: int, step_tokens: int, room: float, *, of_keys: bool = True) -> StageCost:
         """Return the cost of training gates of keys, or of heads, on a frozen model; ``room``: share for passes."""
@@ -159,8 +148,8 @@ class Stages:
         weights = self._weights(gated=of_keys)
         gates = self.gates if of_keys else None
         passes = PassMemory(self.size, self.item, gates, mixes=not of_keys, on_cpu=self.site.is_cpu)
-        step_blocks = max(1, step_tokens // self.block_size)
-        blocks, recomputes = fitting_pass(passes, self.block_size, step_blocks, room * (self.site.memory - weights))
+        step_blocks, room = max(1, step_tokens // self.block_size), room * (self.site.memory - weights)
+        blocks, recomputes = formulas.fitting_pass(passes, self.block_size, step_blocks, room)
         memory = Bytes(weights, learning, passes.learning(blocks * self.block_size, recomputes=recomputes))
         tokens = steps * step_blocks * self.block_size
         reference = 0.0 if of_keys else self._forward_flops(scored=True, gated=False)  # of the unchanged model
@@ -177,22 +166,16 @@ class Stages:
         scored: bool = True,
         shares: float = 0.0,
     ) -> StageCost:
-        """Return the cost of ``times`` passes over a text without gradients.
+        """Return the cost of ``times`` passes over a text without gradients, ``times`` being a whole number or not.
 
-        Args:
-            name: name of the stage.
-            tokens: tokens of the text.
-            times: number of passes; may be fractional.
-            gated: whether the model has gates.
-            scored: whether the NLL is computed, and not only which keys the gates keep.
-            shares: share of the layers whose hidden states are cached for later passes.
+        The passes compute the NLL if ``scored``, and cache the hidden states of a share of the layers for later passes.
         """
         # Find the largest micro-batch that fits
         passes = PassMemory(self.size, self.item, self.gates if gated else None)
         bytes_of = partial(passes.shared, share=shares) if scored else passes.forward
         weights = self._weights(gated=gated)
         room = ROOM * self.site.memory - weights
-        blocks = max(1, largest_fit(self.batch_size, room, lambda number: bytes_of(number * self.block_size)))
+        blocks = max(1, formulas.largest_fit(self.batch_size, room, lambda number: bytes_of(number * self.block_size)))
         blocks = min(blocks, max(1, tokens // self.block_size))
         num_tokens = round(tokens * times)
         return self._work(
@@ -217,7 +200,8 @@ class Stages:
 
     def generate(self, name: str, context: int, *, density: float, window: int) -> StageCost:
         """Return the cost of one decoded token after a prompt of ``context`` tokens that is processed in one pass."""
-        cache = kv_cache_bytes(self.size.shape, context, density=density, window=window, element_size=self.item)
+        shape, item = self.size.shape, self.item
+        cache = formulas.kv_cache_bytes(shape, context, density=density, window=window, element_size=item)
         weights = self._weights(gated=False)
         passing = PassMemory(self.size, self.item).forward(context)
         work = self._work(name, Bytes(weights, passing=passing, cache=cache), 1, 2.0 * self.size.num_multiplied)
@@ -302,7 +286,7 @@ class Stages:
     def _forward_flops(self, *, scored: bool, gated: bool) -> float:
         size = self.size
         density, window = size.full_attention_share, size.sliding_window
-        body = flops_per_token(size.shape, self.block_size, density=density, window=window)
+        body = formulas.flops_per_token(size.shape, self.block_size, density=density, window=window)
         logits = 2.0 * size.vocabulary * size.hidden_size if scored else 0.0
         return body + logits + (2.0 * self.num_predictor_parameters if gated else 0.0)
 

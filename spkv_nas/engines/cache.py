@@ -1,4 +1,4 @@
-"""Plan the KV cache of a serving engine: base class, the cache's sizes, and budgets that cost no more.
+"""Plan the KV cache of a serving engine: base class, the cache's sizes, and the plan.
 
 An allocator works in pages and groups of layers, so memory is no linear function of the number of global heads: a
 larger number can cost the same as a smaller one, or less.
@@ -7,7 +7,7 @@ larger number can cost the same as a smaller one, or less.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,27 +116,3 @@ class Serving:
     def cache(self, grid: tuple[int, int], **sizes: Any) -> ServedCache:
         """Return the sizes of a model's cache in this engine, from the other fields of ``ServedCache``."""
         return ServedCache(grid, page_size=self.page_size, in_flight=self.in_flight, **sizes)
-
-
-@dataclass(frozen=True)
-class Step:
-    """Budget of ``num_global`` heads that no larger one undercuts, and smaller ones that cost as much or more."""
-
-    num_global: int
-    plan: CachePlan
-    instead_of: tuple[int, ...]
-
-
-def steps(engine: PlannedEngine, cache: ServedCache, *, stride: int = 1) -> Iterator[Step]:
-    """Yield the budgets that no larger budget undercuts, ascending.
-
-    ``stride`` is the number of heads by which budgets grow, such as Hkv for whole layers.
-    """
-    plans = {number: engine.plan(cache, number) for number in range(stride, cache.num_heads + 1, stride)}
-    skipped: list[int] = []
-    for number, plan in plans.items():
-        if any(larger.request_bytes <= plan.request_bytes for more, larger in plans.items() if more > number):
-            skipped.append(number)
-            continue
-        yield Step(number, plan, tuple(skipped))
-        skipped = []

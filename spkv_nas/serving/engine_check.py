@@ -30,13 +30,10 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath
 from spkv_nas.engines.engine import PROGRAMS
 from spkv_nas.engines.registry import ENGINES, checked_engines
+from spkv_nas.model import config_section, custom_model_type, model_shape, modes
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
 from spkv_nas.model.checkpoint import load
-from spkv_nas.model.config_section import checkpoint_layout
-from spkv_nas.model.custom_model_type import CUSTOM_MODEL_TYPE
 from spkv_nas.model.export.plain_logits import float32
-from spkv_nas.model.model_shape import config_shape, vocabulary_size
-from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.model.windows import apply_layout, layout_windows
 
 TOLERANCE = 1e-3  # nats; engines agree to about 1e-5 in float32
@@ -134,7 +131,7 @@ def compare_with_engine(
     """
     # Apply the layout to the model
     model, _ = load(folder)
-    saved = checkpoint_layout(model)
+    saved = config_section.checkpoint_layout(model)
     folder_layout = saved or native_layout(model.config)
     expected = layout or folder_layout
     if expected is None:
@@ -147,7 +144,7 @@ def compare_with_engine(
     # Compare it with the model, and with the model without the layout
     tokens = torch.tensor([[*prompt, *answer.tokens]])
     reference = _Reference(model, expected, tokens, is_native=saved is None)
-    with float32(model), evaluation_mode(model):
+    with float32(model), modes.evaluation_mode(model):
         logprobs, preferred = reference.run(reference.windows)
         difference = _largest(answer.logprobs - logprobs)
         dense_difference = _largest(reference.run(reference.without_layout)[0] - logprobs)
@@ -177,7 +174,7 @@ def native_layout(config: PreTrainedConfig) -> Layout | None:
     kinds, window = getattr(text, "layer_types", None) or [], getattr(text, "sliding_window", None)
     if "sliding_attention" not in kinds or not window:
         return None
-    heads = config_shape(config).num_kv_heads
+    heads = model_shape.config_shape(config).num_kv_heads
     return Layout(tuple((LOCAL if kind == "sliding_attention" else GLOBAL) * heads for kind in kinds), int(window))
 
 
@@ -277,25 +274,20 @@ def _findings(reference: _Reference, logprobs: Tensor, folder_layout: Layout | N
 
 def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int]:
     """Draw random tokens: as many as ``length``, or by default beyond all windows as far as positions allow."""
-    # Check the length that was asked for
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    if length is not None and not window < length <= longest - _STEPS:
+    # Choose a length beyond all windows
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    finite = [w for state in layer_states(model) for w in state.head_windows(gated=False) if w < GLOBAL_WINDOW]
+    length = length or min(max([window, *finite]) + _BEYOND, positions - _STEPS)
+    if not window < length <= positions - _STEPS:
         raise UserError(
             f"a prompt of {length:,} tokens: it must be longer than the window of {window}, and at most "
-            f"{longest - _STEPS:,} tokens, so that {_STEPS} new ones fit in the model's {longest:,} positions\n"
+            f"{positions - _STEPS:,} tokens, so that {_STEPS} new ones fit in the model's {positions:,} positions; "
+            "within the window full attention computes the same, so that a check proves nothing\n"
             "choose another --prompt-tokens"
-        )
-    # Choose a length beyond all windows
-    finite = [w for state in layer_states(model) for w in state.head_windows(gated=False) if w < GLOBAL_WINDOW]
-    length = length or min(max([window, *finite]) + _BEYOND, longest - _STEPS)
-    if length <= window:
-        raise UserError(
-            f"the model has {longest} positions, too few for a prompt longer than the window of {window}: full "
-            "attention computes the same there, so that a check proves nothing"
         )
     # Draw the tokens
     generator = torch.Generator().manual_seed(0)
-    return [int(token) for token in torch.randint(vocabulary_size(model), (length,), generator=generator)]
+    return [int(token) for token in torch.randint(model_shape.vocabulary_size(model), (length,), generator=generator)]
 
 
 def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -> _Answer:
@@ -310,7 +302,8 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
     # Join the parts of the program
     texts = [file.read_text(encoding="utf-8") for file in (_MAIN, program.file)]
     text = "\n".join(["import sys", *texts, "main(run, *sys.argv[1:])"])
-    if program.registers_type and json.loads((folder / "config.json").read_text())["model_type"] == CUSTOM_MODEL_TYPE:
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    if program.registers_type and model_type == custom_model_type.CUSTOM_MODEL_TYPE:
         text = f"import spkv_nas\n{text}"
     # Run it in a scratch folder
     with tempfile.TemporaryDirectory() as scratch:

@@ -150,17 +150,15 @@ def show(result: Forecast) -> None:
     site, fits_title = result.site, f"fits in\n{result.site.memory / 1e9:.3g} GB"
     where = site.name if site.devices == 1 else f"{site.name}, training on {site.devices}"
     grid = Table("", "memory", "tokens", "FLOPs", "time", fits_title, title=f"cost of each stage on {where}")
-    remedies: dict[str, list[str]] = {}
     for stage in result.stages:
         name = f"{escape(stage.name)}\n  [dim]{escape(stage.batching)}[/dim]" if stage.batching else escape(stage.name)
         tokens, flops = (f"{stage.tokens:,}", format_flops(stage.flops)) if stage.tokens else ("-", "-")
         answer = "yes" if stage.fits else "no"
         grid.add_row(name, format_bytes(round(stage.memory.total)), tokens, flops, _time(stage), answer)
-        if stage.remedy:
-            remedies.setdefault(stage.remedy, []).append(stage.name)
     out.print(grid)
-    for remedy, names in remedies.items():
-        caution(f"does not fit: {'; '.join(names)}\n  {remedy}")
+    for stage in result.stages:
+        if stage.remedy:
+            caution(f"does not fit: {stage.name}\n  {stage.remedy}")
     say("\n".join(result.remarks))
 
 

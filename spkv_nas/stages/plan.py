@@ -19,7 +19,6 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.cost.stage_costs import Site, StageCost, Stages, Training, find_hardware
 from spkv_nas.data.config import DataConfig
-from spkv_nas.engines.cache import steps
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import check_dense, load_tokenizer, read_gates, read_size
 from spkv_nas.model.transformers_logging import quiet_transformers
@@ -48,7 +47,7 @@ class PlanResult:
     """Result of ``plan``."""
 
     forecast: Forecast  # cost of every stage
-    served: Served | None  # budgets in whole layers that no larger one undercuts, in a serving engine; None without one
+    served: Served | None  # every number of global layers in a serving engine; None without one
 
 
 def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
@@ -71,9 +70,9 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
     sizes = {"window": stages.gates.window, "context": context}
     served = serve(options, size.heads, size.num_sliding, options.kv_bytes, **sizes)
     if served is not None:
-        budgets = steps(served.engine, served.cache, stride=size.heads.num_kv_heads)
-        rows = (({"num_global": one.num_global, "instead_of": one.instead_of}, one.plan) for one in budgets)
-        served = replace(served, rows=tuple(rows))
+        num_kv_heads, engine, cache = size.heads.num_kv_heads, served.engine, served.cache
+        budgets = range(num_kv_heads, cache.num_heads + 1, num_kv_heads)
+        served = replace(served, rows=tuple(({"num_global": heads}, engine.plan(cache, heads)) for heads in budgets))
     return PlanResult(result, served)
 
 
@@ -176,17 +175,15 @@ def show(result: PlanResult) -> None:
         return
     engine, cache, num_kv_heads = served.engine, served.cache, served.cache.grid[1]
     title = f"KV cache in {engine.title}: requests of {cache.context:,} tokens, window {cache.window}, {cache.dtype}"
-    grid = Table("global layers", *served.titles, "instead of", title=title)
+    grid = Table("global layers", *served.titles, title=title)
     for budget, cache_plan in served.rows:
-        skipped = ", ".join(str(heads // num_kv_heads) for heads in budget["instead_of"])
-        grid.add_row(str(budget["num_global"] // num_kv_heads), *served.cells(cache_plan), skipped)
+        grid.add_row(str(budget["num_global"] // num_kv_heads), *served.cells(cache_plan))
     out.print(grid)
-    say(f"instead of: numbers of global layers that take as much memory or more; {engine.title}: {engine.evidence}")
-    say(f"{served.settings}; {engine.note}")
+    say(f"{engine.title}: {engine.evidence}; {served.settings}; {engine.note}")
 
 
 def document(result: PlanResult) -> dict[str, Any]:
-    """Return the cost of every stage, and with an engine every budget worth choosing."""
+    """Return the cost of every stage, and with an engine the memory of every number of global layers."""
     served = {} if result.served is None else result.served.document("budgets")
     return {**forecast.document(result.forecast), **served}
 

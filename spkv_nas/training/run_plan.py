@@ -28,13 +28,11 @@ from spkv_nas.data.splits import train_tokenizer
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.model_shape import config_size
 from spkv_nas.model.source import resolve
-from spkv_nas.training.arguments import training_arguments
+from spkv_nas.training import arguments, branch_setup, run_files
 from spkv_nas.training.branch_config import BranchConfig
-from spkv_nas.training.branch_setup import apply_variant, dense_model, distillation
 from spkv_nas.training.branches import branch_folder, is_finished
 from spkv_nas.training.dense import dense_run, is_dense_trained, new_config, new_model
 from spkv_nas.training.recipe import DenseConfig, Recipe
-from spkv_nas.training.run_files import newest_step
 from spkv_nas.training.step_cost import MAX_SECONDS, StepCost, estimate, how_trained, measure
 from spkv_nas.training.text_size import TextSize, count_text
 from spkv_nas.training.variants import Kind, Variant
@@ -106,15 +104,10 @@ class Planner:
         announce: Announce = silent,
         text: TextSize | None = None,
     ) -> None:
-        """Resolve the recipe for the device.
+        """Resolve the recipe, whose relative paths start from ``base``, for the device.
 
-        Args:
-            recipe: the recipe.
-            base: folder that the recipe's relative paths start from.
-            runs: folder of its checkpoints and caches, which may not exist yet.
-            device: device to plan for; chosen automatically by default.
-            announce: receives a line for each measurement.
-            text: size of the text, if it is known.
+        ``runs`` is the folder of its checkpoints, which may not exist yet, and ``text`` the size of its text if known.
+        ``announce`` receives a line for each measurement.
         """
         self.device, self._announce = choose_device(device), announce
         self.recipe = recipe.resolve_precision(self.device)
@@ -173,7 +166,7 @@ class Planner:
         phase = self.recipe.dense
         if phase is None:
             return []
-        done = phase.steps if self._has_dense else newest_step(self.dense_path.parent)
+        done = phase.steps if self._has_dense else run_files.newest_step(self.dense_path.parent)
         return [self._run("dense", phase, done, Variant.full_attention(), evaluated=False)]
 
     def branch(self, name: str, variant: Variant, seed: int | None = None) -> PlannedRun:
@@ -183,7 +176,7 @@ class Planner:
         done = 0
         if self._has_dense:
             folder = branch_folder(recipe, self.dense_path, self._runs, variant, seed)
-            done = phase.steps if is_finished(folder / "final") else newest_step(folder)
+            done = phase.steps if is_finished(folder / "final") else run_files.newest_step(folder)
         return self._run(name, phase, done, variant)
 
     def new_branch(self, name: str, variant: Variant) -> PlannedRun:
@@ -234,7 +227,7 @@ class Planner:
     def _arguments(self) -> list[TrainingArguments]:
         """Return the training arguments of the dense phase, if any, and the branch phase."""
         phases = [phase for phase in (self.recipe.dense, self.recipe.branch) if phase is not None]
-        return [training_arguments(self.recipe, phase, self._runs, device=self.device) for phase in phases]
+        return [arguments.training_arguments(self.recipe, phase, self._runs, device=self.device) for phase in phases]
 
     @cached_property
     def _stages(self) -> Stages:
@@ -267,8 +260,8 @@ class Planner:
         # Measure
         self._announce(f"trying a step: {variant.name if variant.layout is None else 'a layout'}")
         model = self._model(variant)
-        apply_variant(model, recipe, variant, recipe.seed)
-        loss = distillation(recipe, variant, model, lambda: self._model(variant))
+        branch_setup.apply_variant(model, recipe, variant, recipe.seed)
+        loss = branch_setup.distillation(recipe, variant, model, lambda: self._model(variant))
         try:
             return measure(model, (num_blocks, recipe.data.block_size), training, device=device, distillation=loss)
         except (torch.OutOfMemoryError, MemoryError):  # the plan reports the memory needed
@@ -277,7 +270,7 @@ class Planner:
     def _model(self, variant: Variant) -> PreTrainedModel:
         """Return the dense model for a trial step of a variant, with new weights if it does not exist yet."""
         if self._has_dense:
-            return dense_model(self.recipe, self.dense_path, variant)
+            return branch_setup.dense_model(self.recipe, self.dense_path, variant)
         return new_model(self.recipe, self.tokenizer)
 
     def _remarks(self, needed: int) -> Iterator[str]:

@@ -90,17 +90,9 @@ def measure(
     device: str,
     distillation: Distillation | None = None,
 ) -> StepCost:
-    """Time passes and updates of a model on random tokens; the weights change.
+    """Time passes and updates of a model on random tokens, in ``shape`` (blocks per pass, tokens per block).
 
-    Args:
-        model: model to train, with its frozen parameters marked.
-        shape: (blocks per pass, tokens per block).
-        training: settings of the training.
-        device: device to train on.
-        distillation: loss with a teacher; None: the NLL.
-
-    Raises:
-        torch.OutOfMemoryError: the GPU's memory is too small.
+    The weights change, except those that are frozen. The loss is the NLL, or that of ``distillation``.
     """
     # Model, teacher, random tokens and optimizer
     model.to(device).train()

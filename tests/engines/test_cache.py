@@ -15,7 +15,7 @@ from vllm_server import PYTHON, needs_vllm
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.cache_cost import EngineCost
-from spkv_nas.engines.cache import ServedCache, Serving, steps
+from spkv_nas.engines.cache import ServedCache, Serving
 from spkv_nas.engines.vllm import VLLM, Part, kind_parts, plan_parts, unit_parts
 
 GIB = 2**30
@@ -103,18 +103,6 @@ class TestLayouts:
 
 
 class TestBudgets:
-    def test_steps_skip_budgets_that_a_larger_one_undercuts(self) -> None:
-        skipped = {step.num_global: step.instead_of for step in steps(VLLM, LAYERS)}
-        assert list(skipped) == [*range(1, 9), 11, 12, 14, 18, 20, 21]
-        assert (skipped[8], skipped[11], skipped[12], skipped[18]) == ((), (9, 10), (), (15, 16, 17))
-        assert [step.num_global for step in steps(VLLM, replace(LAYERS, grid=(21, 3)), stride=3)] == [
-            3 * number for number in skipped
-        ]
-
-    def test_a_step_costs_less_than_every_larger_one(self) -> None:
-        request_bytes = [step.plan.request_bytes for step in steps(VLLM, replace(LAYERS, grid=(32, 8)))]
-        assert request_bytes == sorted(set(request_bytes))
-
     def test_twelve_layers_cost_what_nine_do(self) -> None:
         assert [COST.max_heads_same_memory(number, 21) for number in (8, 9, 10, 21)] == [8, 12, 11, 21]
         assert COST.max_heads_same_memory(27, 63) == 36

@@ -50,7 +50,7 @@ class TestPlan:
         tokens = {budget["num_global"] // 2: budget["tokens"] for budget in engine["budgets"]}
         expected = {7: 2_101_191, 8: 1_838_599, 12: 1_306_175, 21: 798_848}
         assert {layers: tokens[layers] for layers in expected} == expected
-        assert {budget["num_global"]: budget["instead_of"] for budget in engine["budgets"]}[22] == [18, 20]
+        assert [budget["num_global"] for budget in engine["budgets"]] == [2 * layers for layers in range(1, 22)]
         assert engine["cache"]["context"] == 32768
         assert engine["cache"]["dtype"] == "bfloat16"
 
@@ -63,7 +63,7 @@ class TestPlan:
         main(["plan", "--model", str(config), "--device", "cpu", *CPU, "--kv-bytes", "4GiB"])
         shown = " ".join(capsys.readouterr().out.split())
         assert "KV cache in vLLM 0.32: requests of 32,768 tokens" in shown
-        assert "1,424,929 │ 9, 10 │" in shown
+        assert "1,424,929 │" in shown
         assert "pages of 128 tokens (page-size), 2,048 tokens in flight" in shown
 
     def test_without_an_engine_there_is_none(self, config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
     Memory is the peak of one device; for a stage that does not fit, the output names what to change. Times are
     computed from FLOPs at an assumed share of a GPU's peak; to time real steps on this machine, use --dry-run with a
     recipe. For the KV cache and attention of a layout, see spkv-nas plan attention. With --engine, also lists the
-    numbers of global layers worth choosing in that serving engine, and the memory its allocator plans for them.
+    memory that the allocator of that serving engine plans for every number of global layers.
     """
 
     recipe: flags.OptionalRecipeFile = None
