@@ -38,16 +38,13 @@ def run_own_batches(
 
     Args:
         run: called with the index of the first block and int64 tokens [B, T] on ``device``. It must have no side
-            effects if it fails, because a batch that exceeds GPU memory is run again in parts.
+            effects if it fails, because a batch that exceeds GPU memory is run again in parts, with a warning.
         add: called once for every block, with the index of the first block and the result of ``run``.
         blocks: text to run.
         batch_size: maximum blocks per batch.
         device: device of the tokens.
         progress: called with (blocks done, in all) of this process, after each batch.
-        divides: True if a batch may be run in parts, of which other processes do not know.
-
-    Warns:
-        UserWarning: if batches are run in parts.
+        divides: whether a batch may be run in parts, of which other processes do not know.
     """
     # Determine this process's share of the batches
     size, share = _shared(blocks.num_blocks, batch_size)

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json, write_json
-from spkv_nas.data.config import SourceConfig
+from spkv_nas.base.locks import locked
+from spkv_nas.base.progress import Reporter
+from spkv_nas.data.config import Bos, SourceConfig
 from spkv_nas.data.readers import open_source
 from spkv_nas.data.sources import Document
-from spkv_nas.data.tokenizer import PLAIN, Boundaries
+from spkv_nas.data.tokenizer import boundaries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +31,11 @@ _FORMAT = "4"  # version of how texts become blocks
 
 
 class BlockCache:
-    """Cache folders of one text under ``root``."""
+    """Cache folders of one text under ``root``.
+
+    Attributes:
+        boundaries: tokens that every block begins with, and those after each document.
+    """
 
     def __init__(
         self,
@@ -38,49 +44,64 @@ class BlockCache:
         base: Path,
         tokenizer: PreTrainedTokenizerBase,
         settings: str,
-        boundaries: Boundaries = PLAIN,
+        block_size: int,
+        separator: str,
+        bos: Bos,
     ) -> None:
-        """Describe the text.
+        """Describe the text: its sources, relative to ``base``, and all else that determines its blocks.
 
         Args:
             root: folder of the cache.
             sources: text sources.
             base: folder that relative paths start from.
             tokenizer: tokenizer of the blocks.
-            settings: everything else that determines the blocks.
-            boundaries: tokens that every block begins with, and those after each document.
+            settings: everything that is not named by another argument.
+            block_size: tokens per block.
+            separator: what stands after a document (``tokenizer.boundaries``).
+            bos: whether every block begins with a BOS token (``tokenizer.boundaries``).
         """
-        self.root, self._sources, self._base = root, list(sources), base
-        self.boundaries = boundaries
-        self._decided = (_FORMAT, fingerprint(tokenizer), f"{settings} {boundaries}")
+        self.root, self.tokenizer, self.block_size = root, tokenizer, block_size
+        self.boundaries = boundaries(tokenizer, separator, bos, block_size)
+        self._sources, self._base = list(sources), base
+        self._decided = (_FORMAT, fingerprint(tokenizer), f"{block_size} {settings} {self.boundaries}")
 
-    def find(self, has_all: Callable[[Path], bool]) -> Path | None:
-        """Return the folder of the text in its current state if ``has_all`` accepts it; None without one."""
-        for file in sorted(self.root.glob(f"*/{_STATES}")):
-            if self._state in _read_states(file) and has_all(file.parent):
-                return file.parent
-        return None
+    def find_or_write(self, has_all: Callable[[Path], bool], write: Callable[[], Path], reporter: Reporter) -> Path:
+        """Return the folder of the text in its current state, if ``has_all`` accepts it, or ``write`` it.
+
+        One process writes at a time.
+        """
+
+        def find() -> Path | None:
+            files = sorted(self.root.glob(f"*/{_STATES}"))
+            accepted = (file.parent for file in files if self._state in _read_states(file) and has_all(file.parent))
+            return next(accepted, None)
+
+        if (folder := find()) is not None:
+            return folder
+        with locked(self.root, "reads and tokenises the text", reporter.announce):
+            # Look again under the lock, as another process may have written the text
+            return find() or write()
 
     @property
     def partial(self) -> Path:
-        """Return the folder for blocks in progress, whatever the content; its files list the documents so far."""
-        names = [source if isinstance(source, str) else source.model_dump_json() for source in self._sources]
-        return self.root / f".{_hash([str(self._base), *names, *self._decided])}.partial"
+        """Return the folder for blocks in progress."""
+        return self.root / ".partial"
 
     def folder(self, content: ContentKey) -> Path:
-        """Return the folder of the text with this content."""
-        return self.root / content.name(self._decided)
-
-    def remember(self, folder: Path) -> None:
-        """Record that ``folder`` holds the text in its current state."""
+        """Return the folder of the text with this content, which holds the text in its current state."""
+        folder = self.root / content.name(self._decided)
         states = [state for state in _read_states(folder / _STATES) if state != self._state]
         write_json(folder / _STATES, {"states": [self._state, *states][:_MAX_STATES]})
+        return folder
 
     @cached_property
     def _state(self) -> str:
         """Return a hash of the current state of the sources."""
         states = [open_source(source, self._base).identity for source in self._sources]
-        return _hash([*states, *self._decided])
+        key = hashlib.sha256()
+        for part in (*states, *self._decided):
+            key.update(f"{part}\0".encode("utf-8", "surrogateescape"))
+        return key.hexdigest()[:16]
 
 
 class ContentKey:
@@ -109,14 +130,6 @@ def _read_states(file: Path) -> list[str]:
     except UserError:
         return []
     return [str(state) for state in states] if isinstance(states, list) else []
-
-
-def _hash(parts: Iterable[str]) -> str:
-    """Return 16 hexadecimal digits for a sequence of strings."""
-    key = hashlib.sha256()
-    for part in parts:
-        key.update(f"{part}\0".encode("utf-8", "surrogateescape"))
-    return key.hexdigest()[:16]
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

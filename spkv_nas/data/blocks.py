@@ -196,16 +196,10 @@ class TokenBlocks:
         return replace(self, tokens=tokens, document=document)
 
     def in_random_order(self, seed: int, left_out: Collection[str] = ()) -> TokenBlocks:
-        """Return the text with its documents in random order, leaving out an incomplete last block.
+        """Return the text, except the texts ``left_out`` with all their pieces, with its documents in random order.
 
-        The order depends on the seed and on the documents, not on their order. Blocks are copied into memory.
-
-        Args:
-            seed: seed of the order.
-            left_out: texts to leave out, with all their pieces (``DocumentInfo.text_id``).
-
-        Raises:
-            UserError: if less than one block is left.
+        The order depends on the seed and on the documents, not on their order. Blocks are copied into memory. Raises
+        ``UserError`` if less than one block is left.
         """
         infos = tuple(self.documents)
         tokens, document = (array[:, len(self.opening) :].reshape(-1) for array in (self.tokens, self.document))
@@ -227,21 +221,13 @@ class TokenBlocks:
 
     @classmethod
     def read(cls, path: Path, boundaries: Boundaries = PLAIN) -> TokenBlocks:
-        """Read a file written by ``save``, which does not record the boundaries.
-
-        Raises:
-            UserError: if the file is missing or damaged.
-        """
+        """Read a file written by ``save``, which does not record the boundaries; ``UserError`` if it is damaged."""
         arrays = read_arrays(path, _ARRAYS, REMEDY)
         infos = _parse_infos(str(arrays["documents"]))
         if infos is None or arrays["document"].max() >= len(infos):
             raise UserError(f"{path} is damaged: its documents do not match its tokens\n{REMEDY}")
-        return cls(
-            arrays["tokens"].astype(np.int32, copy=False),
-            arrays["document"].astype(np.int32, copy=False),
-            infos,
-            boundaries=boundaries,
-        )
+        tokens, document = (arrays[name].astype(np.int32, copy=False) for name in ("tokens", "document"))
+        return cls(tokens, document, infos, boundaries=boundaries)
 
 
 def _parse_infos(text: str) -> tuple[DocumentInfo, ...] | None:
@@ -307,12 +293,9 @@ def packed(
         pieces: tokens int32 [tokens], with the index in ``infos`` of their document.
         infos: the documents.
         block_size: tokens per block.
-        what: name of the text in errors.
+        what: name of the text, for the ``UserError`` if it does not fill a block.
         boundaries: tokens that every block begins with, and those after each document.
         stretch: tokens of text of one piece that stay together, a multiple of a block's; default: a block's.
-
-    Raises:
-        UserError: if they do not fill a block.
     """
     opening = boundaries.opening
     parts = list(aligned(pieces, stretch or block_size - len(opening), boundaries.separator))
@@ -373,11 +356,7 @@ def spread_order(number: int, offset: float = 0.0) -> NDArray[np.intp]:
 
 
 def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str) -> None:
-    """Check that a text has a document and at least one block of tokens.
-
-    Raises:
-        UserError: if not.
-    """
+    """Raise ``UserError`` if a text has no document or less than one block of tokens."""
     if not num_documents:
         raise UserError(f"the {what} is empty: no document in any source")
     if num_tokens < block_size:

@@ -97,7 +97,6 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _fitting_samples(self) -> DataConfig:
-        """Require sample lengths that fit in a block."""
         lengths = [] if self.mix is None else self.mix.ruler.lengths or []
         if any(not 1 <= length <= self.block_size for length in lengths):
             raise ValueError(f"mix.ruler.lengths: lengths must be 1 to {self.block_size} tokens, the block size")

@@ -9,8 +9,8 @@ import numpy as np
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.data.config import DataConfig
-from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import documents
+from spkv_nas.data.tokenizer import piece_size
 
 _MAX_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 6
 RULE = 2  # version of the choice of held-out tokens, so that results of another choice are not reused
@@ -21,16 +21,9 @@ def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -
     """Return the share of hashes (``sources.heldout``) below which documents are held out.
 
     It is that of ``config``, unless this leaves less than one block or a single document to the held-out text, or less
-    than one block to training. Then it is the nearest share that gives both enough. Documents are read only until both
-    parts have enough, which takes few of a large text.
-
-    Args:
-        config: section ``data`` of the recipe.
-        base: folder that relative paths start from.
-        announce: called with a message if the share differs from that of ``config``.
-
-    Raises:
-        UserError: if the text is too short to be split.
+    than one block to training. Then it is the nearest share that gives both enough, which ``announce`` is told.
+    Documents are read only until both parts have enough, which takes few of a large text. Raises ``UserError`` if a
+    text is too short to be split.
     """
     block_characters = _MAX_PER_TOKEN * config.block_size  # characters of a block
     # Read documents until both parts have enough
@@ -57,13 +50,7 @@ def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -
 
 
 def _parted(hashed: list[tuple[int, int]], number: int, least: int) -> int:
-    """Return how many documents to hold out: the closest to ``number`` that leaves both parts enough.
-
-    Args:
-        hashed: (hash, characters) of each document, sorted.
-        number: number of documents that the configured share holds out.
-        least: characters that either part needs.
-    """
+    """Return how many of the sorted (hash, characters) to hold out: near ``number``, with ``least`` on each side."""
     if not hashed:
         raise UserError("the text is empty: no document in any source")
     if len(hashed) == 1:

@@ -47,11 +47,7 @@ def files() -> Iterator[Path]:
 def texts() -> Iterator[tuple[str, str, str]]:
     """Yield (text, domain, name) of every readable file of a package, then of its description.
 
-    Raises:
-        UserError: if no package is installed as pinned.
-
-    Warns:
-        UserWarning: if some packages are not, so that their text is missing.
+    Warns of packages that are not installed as pinned, whose text is missing; ``UserError`` if none is.
     """
     packages, missing = _packages()
     if not packages:
@@ -108,7 +104,7 @@ def _files(package: Distribution) -> list[PackagePath]:
 
 
 def _is_suitable(file: PackagePath) -> bool:
-    """Return True if a path is the package's own text, on every machine."""
+    """Return whether a path is the package's own text, on every machine."""
     folders = file.parts[:-1]
     return (
         file.suffix in _SUFFIXES

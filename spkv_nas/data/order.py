@@ -1,4 +1,7 @@
-"""Order in which a run reads its text, as pure functions of seed and position, also when its blocks grow longer.
+"""Choose each block of a run, as pure functions of seed and position: text or synthetic, and which block of text.
+
+Blocks are counted from 0 over all steps and all processes, so that every branch gets the same ones, and so does a run
+that resumes. Synthetic blocks are spread evenly: any stretch contains their share, to within one block.
 
 An epoch contains each block once, in its own order. Longer blocks consist of neighbouring ones, and come in the order
 in which the first of their parts would have come; what remains of the epoch in which they begin are those with no part
@@ -7,6 +10,7 @@ read so far. Blocks that "grow" to their current length continue unchanged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -76,3 +80,44 @@ def library_order(num_blocks: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return the order of accelerate's ``SeedableRandomSampler``."""
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed + epoch))
     return np.asarray(order.numpy(), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Positions of the synthetic blocks in a run.
+
+    Attributes:
+        share: share of synthetic blocks.
+        phase: in [0, 1), offset of the first one.
+        before: number of blocks before position 0.
+        numbered_from: index of the first synthetic block.
+    """
+
+    share: float
+    phase: float = 0.0
+    before: int = 0
+    numbered_from: int = 0
+
+    @classmethod
+    def drawn(cls, share: float, num_text: int, seed: int) -> Mixture:
+        """Return a mixture for a text of ``num_text`` blocks, with a phase drawn from a seed."""
+        return cls(share, float(np.random.default_rng([seed, num_text]).random()))
+
+    def at(self, position: int) -> tuple[bool, int]:
+        """Return (True if the block at ``position`` is synthetic, its index among blocks of its kind)."""
+        num_synthetic = self.synthetic(position)
+        if self.synthetic(position + 1) > num_synthetic:
+            return True, self.numbered_from + num_synthetic
+        return False, position - num_synthetic
+
+    def synthetic(self, position: int) -> int:
+        """Return the number of synthetic blocks before a position."""
+        return self._until(position) - self._until(0)
+
+    def longer(self, ratio: int, start: int) -> Mixture:
+        """Return the mixture for blocks of ``ratio`` parts from the position ``start`` on, a multiple of ``ratio``."""
+        return Mixture(self.share, self.phase, start // ratio, -(-self.synthetic(start) // ratio))
+
+    def _until(self, position: int) -> int:
+        """Return the number of synthetic blocks before a position, including those before position 0."""
+        return math.floor(self.share * (self.before + position) + self.phase)

@@ -10,6 +10,7 @@ import codecs
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -20,8 +21,7 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import BYTE_ORDER_MARK, check_utf8, is_file, is_folder, parse_json
 from spkv_nas.data import installed, stdlib
 from spkv_nas.data.config import SourceConfig
-from spkv_nas.data.pieces import cut
-from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS
+from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, cut
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 TABLE_SUFFIXES = (".jsonl", ".parquet")
@@ -33,15 +33,8 @@ Read = Callable[[int], None]  # called with the number of bytes read
 Row = tuple[str, Mapping[str, Any]]  # (location for errors, fields)
 
 
-class BrokenOffError(UserError):
-    """Interrupted reading of a text, which the next attempt may continue."""
-
-
 class Text(NamedTuple):
-    """A text as read from a source.
-
-    ``piece`` is its index, from 0, within a text too long to be read whole; None for a whole text.
-    """
+    """A text as read from a source; ``piece`` is its index within a text too long to be read whole, else None."""
 
     text: str
     domain: str
@@ -65,18 +58,17 @@ class Source(Protocol):
 
 
 def open_source(source: str | SourceConfig, base: Path) -> Source:
-    """Return the source that ``source`` names, with paths relative to ``base``.
-
-    Raises:
-        UserError: if it does not exist.
-    """
+    """Return the source that ``source`` names, with paths relative to ``base``; ``UserError`` if it does not exist."""
     options = {"path": source} if isinstance(source, str) else source.model_dump(exclude_none=True)
     if "dataset" in options:
         return HubDataset(options)
     if options["path"] in AT_HAND:
         return AtHand(AT_HAND[options["path"]], options)
-    path = _expanded(Path(options["path"]))
-    return Files.find(path if path.is_absolute() else base / path, options)
+    try:
+        path = base / Path(options["path"]).expanduser()
+    except RuntimeError as error:  # no home folder
+        raise UserError(f"text source {options['path']}: {first_line(error)}") from error
+    return Files.find(path, options)
 
 
 class _Texts(Protocol):
@@ -127,11 +119,7 @@ class Files:
 
     @classmethod
     def find(cls, path: Path, options: Mapping[str, Any]) -> Files:
-        """Find the files that a path names.
-
-        Raises:
-            UserError: if there is no readable file.
-        """
+        """Find the files that a path names; ``UserError`` if there is no readable one."""
         if is_file(path):
             return cls(path, (path,), options)
         if not is_folder(path):
@@ -155,11 +143,7 @@ class Files:
     def texts(self, piece: int, read: Read) -> Iterator[Text]:
         """Yield the texts file by file, long texts in pieces of ``piece`` characters.
 
-        Raises:
-            UserError: if no file is readable UTF-8.
-
-        Warns:
-            UserWarning: if some files are not.
+        Warns of files that are no readable UTF-8; ``UserError`` if all are.
         """
         unreadable: list[str] = []
         for file in self.files:
@@ -196,6 +180,11 @@ class HubDataset:
     options: Mapping[str, Any]
 
     @property
+    def name(self) -> str:
+        """Return the name of the data set."""
+        return str(self.options["dataset"])
+
+    @property
     def size(self) -> int | None:
         """Return the bytes of the split, if the data set reports them."""
         return self._split[0]
@@ -213,24 +202,19 @@ class HubDataset:
 
     def texts(self, piece: int, read: Read) -> Iterator[Text]:
         """Yield one text per row."""
-        name, (size, length) = str(self.options["dataset"]), self._split
-        try:
+        size, length = self._split
+        with self._loading():  # no such split
             rows = self._builder.as_streaming_dataset(split=self.options.get("split") or "train")
-        except Exception as error:  # no such split
-            raise _not_loaded(name, error) from error
-        counted_rows = _counted(_streamed(name, rows), size or 0, length, read)
-        yield from _rows(counted_rows, name, self.options.get("domain") or name, self.options)
+        counted_rows = _counted(self._streamed(rows), size or 0, length, read)
+        yield from _rows(counted_rows, self.name, self.options.get("domain") or self.name, self.options)
 
     @cached_property
     def _builder(self) -> Any:
         """Load the builder of the data set."""
         import datasets
 
-        name = str(self.options["dataset"])
-        try:
-            return datasets.load_dataset_builder(name, self.options.get("name"))
-        except Exception as error:  # no network, no such data set: all are for the user to fix
-            raise _not_loaded(name, error) from error
+        with self._loading():  # no network, no such data set
+            return datasets.load_dataset_builder(self.name, self.options.get("name"))
 
     @property
     def _split(self) -> tuple[int | None, int]:
@@ -240,31 +224,27 @@ class HubDataset:
             return None, 0
         return int(split.num_bytes), int(split.num_examples)
 
+    def _streamed(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+        """Yield the rows, and convert any error while streaming."""
+        number = 0
+        try:
+            for number, row in enumerate(rows, 1):
+                yield f"{self.name}, row {number - 1}", row
+        except Exception as error:  # network or file errors of any kind
+            raise UserError(
+                f"data set '{self.name}' cannot be read after {number} rows: {first_line(error)}"
+            ) from error
 
-def _streamed(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    """Yield the rows of a data set, and convert any error while streaming."""
-    number = 0
-    try:
-        for number, row in enumerate(rows, 1):
-            yield f"{name}, row {number - 1}", row
-    except Exception as error:  # network or file errors of any kind
-        raise BrokenOffError(f"data set '{name}' cannot be read after {number} rows: {first_line(error)}") from error
-
-
-def _not_loaded(name: str, error: Exception) -> UserError:
-    """Return the error for a data set that cannot be loaded."""
-    return UserError(
-        f"cannot load data set '{name}': {first_line(error)}\n"
-        "without a network it must be in the local Hugging Face cache"
-    )
-
-
-def _expanded(path: Path) -> Path:
-    """Expand ``~`` to the home folder; raise ``UserError`` if there is none."""
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise UserError(f"text source {path}: {first_line(error)}") from error
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Convert any error while the data set is loaded: all are for the user to fix."""
+        try:
+            yield
+        except Exception as error:
+            raise UserError(
+                f"cannot load data set '{self.name}': {first_line(error)}\n"
+                "without a network it must be in the local Hugging Face cache"
+            ) from error
 
 
 def _state(file: Path, name: str) -> str:
@@ -278,19 +258,15 @@ def _state(file: Path, name: str) -> str:
 
 def _size(file: Path) -> int:
     """Return the size of a file; 0 if it cannot be read."""
-    try:
+    with suppress(OSError):
         return file.stat().st_size
-    except OSError:
-        return 0
+    return 0
 
 
 def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str]]:
     """Yield (None, the text), or the numbered pieces of a text of more than ``MAX_ENCODED_CHARACTERS``.
 
-    Raises:
-        UnicodeError: if the file is not UTF-8.
-        OSError: if the file cannot be read.
-        UserError: if it becomes unreadable after some pieces were yielded.
+    Raises ``UnicodeError`` or ``OSError`` for a file that is not readable UTF-8, ``UserError`` if some pieces were.
     """
     with file.open("rb") as start:
         check_utf8(start.read(4))
@@ -313,9 +289,6 @@ def _json_lines(file: Path, read: Read) -> Iterator[Row]:
     """Yield (location, object) of every line that is not empty; errors name file and line.
 
     This uses Python's own parser: the one of the ``datasets`` library is faster, but ends the process at a ``null``.
-
-    Raises:
-        UserError: if the file or a line cannot be read.
     """
     try:
         with file.open("rb") as lines:

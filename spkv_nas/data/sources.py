@@ -24,9 +24,8 @@ from spkv_nas.base.errors import UserError, printable, shortened
 from spkv_nas.base.files import BYTE_ORDER_MARK
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.config import SourceConfig
-from spkv_nas.data.pieces import PIECE, cut, piece_size
 from spkv_nas.data.readers import Read, Source, Text, open_source
-from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, encode
+from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PIECE, cut, encode, piece_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,10 +134,7 @@ def in_pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
 def as_documents(texts: Any, block_size: int) -> Iterator[Document]:
     """Yield strings as documents, in pieces if they are long or few; a single string is one document.
 
-    Empty and repeated ones are left out, as those of files are.
-
-    Raises:
-        UserError: an item is no text.
+    Empty and repeated ones are left out, as those of files are. Raises ``UserError`` if an item is no text.
     """
     items = [texts] if isinstance(texts, str | bytes | Mapping | Document) else texts
     return in_pieces(_distinct(starmap(_item, enumerate(items, 1)), LeftOut()), piece_size(block_size))

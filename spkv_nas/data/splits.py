@@ -6,25 +6,25 @@ starts read only the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from spkv_nas.base.errors import UserError
+import numpy as np
+from numpy.typing import NDArray
+
 from spkv_nas.base.files import write_json
-from spkv_nas.base.locks import locked
+from spkv_nas.base.manifest import check_manifest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.block_cache import BlockCache, ContentKey
-from spkv_nas.data.block_files import BlockWriter, check_blocks, is_written, map_blocks, read_notes
+from spkv_nas.data.block_files import is_written, map_blocks, publish, read_notes, write_blocks
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.config import AUTO, Bos, DataConfig, SourceConfig
 from spkv_nas.data.heldout import RULE, heldout_share
-from spkv_nas.data.pieces import piece_size
-from spkv_nas.data.readers import BrokenOffError
 from spkv_nas.data.sources import Document, LeftOut, documents, heldout, tokenised
 from spkv_nas.data.spread import SpreadSample
-from spkv_nas.data.tokenizer import TRAINING_PIECE, boundaries, pieces, train_bpe
+from spkv_nas.data.tokenizer import TRAINING_PIECE, piece_size, pieces, train_bpe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,8 +33,6 @@ BPE_SAMPLE_CHARACTERS = 20_000_000
 _TRAIN, _TEXT = "train", "text"  # subfolders of a cache folder
 _SAMPLE, _NOTES = "sample.npz", "sample-notes.json"
 _REACH, _MIN_REACH = 400, 2_000_000  # characters that a sample is chosen from: per token, and at least
-_TITLE = "reading and tokenising text, kB"
-_LOCKED = "reads and tokenises the text"
 
 
 def train_tokenizer(config: DataConfig, vocab_size: int, base: Path, bos: bool = False) -> PreTrainedTokenizerBase:
@@ -42,11 +40,9 @@ def train_tokenizer(config: DataConfig, vocab_size: int, base: Path, bos: bool =
     share = heldout_share(config, base)
 
     def sample() -> Iterator[str]:
-        all_documents = documents(config.sources, base, piece=piece_size(config.block_size))
-        texts = (document.text for document in all_documents if not heldout(document, share))
         budget = BPE_SAMPLE_CHARACTERS
-        for text in texts:
-            for piece in pieces(text, TRAINING_PIECE):
+        for document in documents(config.sources, base, piece=piece_size(config.block_size)):
+            for piece in () if heldout(document, share) else pieces(document.text, TRAINING_PIECE):
                 if budget <= 0:
                     return
                 budget -= len(piece)
@@ -78,20 +74,9 @@ def cache_split(
     Raises:
         UserError: if the text is missing or too short, or its blocks are damaged.
     """
-    block_cache = _cache_of(config, tokenizer, cache, base)
-
-    def has_all(folder: Path) -> bool:
-        return is_written(folder / _TRAIN) and _heldout_file(folder, config, stretch).is_file()
-
-    def write() -> Path:
-        with BlockWriter(block_cache.partial, config.block_size, "training text", block_cache.boundaries) as writer:
-            return _write_split(config, tokenizer, block_cache, base, reporter, writer, stretch)
-
-    folder = _find_or_write(block_cache, cache, has_all, write, reporter)
-    check_blocks(folder / _TRAIN)
-    for note in read_notes(folder / _TRAIN):
-        reporter.announce(note)
-    return folder
+    split = _Split(config, tokenizer, cache, base, reporter, stretch)
+    folder = split.cache.find_or_write(split.has_all, lambda: split.write(with_training=True), reporter)
+    return _checked(folder, _TRAIN, reporter)
 
 
 def read_split(folder: Path, config: DataConfig, *, stretch: int | None = None) -> tuple[TokenBlocks, TokenBlocks]:
@@ -109,20 +94,10 @@ def load_heldout(
     *,
     stretch: int | None = None,
 ) -> TokenBlocks:
-    """Return the held-out blocks alone, without tokenising the rest; ``stretch`` as in ``cache_split``."""
-    block_cache = _cache_of(config, tokenizer, cache, base)
-
-    def has_heldout(folder: Path) -> bool:
-        return _heldout_file(folder, config, stretch).is_file()
-
-    # Find the blocks in the cache, or write them under its lock
-    folder = block_cache.find(has_heldout)
-    if folder is None:
-        with locked(cache, _LOCKED, reporter.announce):
-            folder = block_cache.find(has_heldout) or _write_split(
-                config, tokenizer, block_cache, base, reporter, stretch=stretch
-            )
-    return TokenBlocks.read(_heldout_file(folder, config, stretch), block_cache.boundaries)
+    """Return the held-out blocks alone, without tokenising the rest; arguments as in ``cache_split``."""
+    split = _Split(config, tokenizer, cache, base, reporter, stretch)
+    folder = split.cache.find_or_write(split.has_heldout, lambda: split.write(with_training=False), reporter)
+    return TokenBlocks.read(_heldout_file(folder, config, stretch), split.cache.boundaries)
 
 
 def load_text(
@@ -155,246 +130,187 @@ def load_text(
     Raises:
         UserError: if the text is missing or too short, or its blocks are damaged.
     """
-    if max_tokens is not None:
-        return _load_sample(sources, tokenizer, cache, base, block_size, max_tokens, bos, separator, reporter)
-    limits = boundaries(tokenizer, separator, bos, block_size)
-    block_cache = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} whole", limits)
+    settings = f"{max_tokens} {'whole' if max_tokens is None else f'sample-{RULE}'}"
+    block_cache = BlockCache(cache, sources, base, tokenizer, settings, block_size, separator, bos)
+    if max_tokens is None:
 
-    def has_blocks(folder: Path) -> bool:
-        return is_written(folder / _TEXT)
+        def has_text(folder: Path) -> bool:
+            return is_written(folder / _TEXT)
 
-    def write() -> Path:
-        with _documents_of(sources, base, block_size, reporter) as (text_documents, left_out):
-            return _write_text(text_documents, tokenizer, block_cache, block_size, left_out)
+        def write() -> Path:
+            with _reading(sources, base, block_size, reporter) as (texts, seen):
+                return _write_text(texts, seen, block_cache)
 
-    folder = _find_or_write(block_cache, cache, has_blocks, write, reporter)
-    check_blocks(folder / _TEXT)
-    for note in read_notes(folder / _TEXT):
-        reporter.announce(note)
-    return map_blocks(folder / _TEXT)
-
-
-def _load_sample(
-    sources: Sequence[str | SourceConfig],
-    tokenizer: PreTrainedTokenizerBase,
-    cache: Path,
-    base: Path,
-    block_size: int,
-    max_tokens: int,
-    bos: Bos,
-    separator: str,
-    reporter: Reporter,
-) -> TokenBlocks:
-    """Implement ``load_text`` with a limit on the tokens."""
-    limits = boundaries(tokenizer, separator, bos, block_size)
-    block_cache = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} sample-{RULE}", limits)
+        return map_blocks(_checked(block_cache.find_or_write(has_text, write, reporter), _TEXT, reporter) / _TEXT)
 
     def has_sample(folder: Path) -> bool:
         return (folder / _SAMPLE).is_file() and (folder / _NOTES).is_file()
 
-    def write() -> Path:
-        with _documents_of(sources, base, block_size, reporter) as (text_documents, left_out):
-            return _write_sample(text_documents, tokenizer, block_cache, block_size, max_tokens, left_out)
+    def write_sample() -> Path:
+        with _reading(sources, base, block_size, reporter) as (texts, seen):
+            return _write_sample(texts, seen, block_cache, max_tokens)
 
-    folder = _find_or_write(block_cache, cache, has_sample, write, reporter)
+    folder = block_cache.find_or_write(has_sample, write_sample, reporter)
     for note in read_notes(folder, _NOTES):
         reporter.announce(note)
     return TokenBlocks.read(folder / _SAMPLE, block_cache.boundaries)
 
 
-def _find_or_write(
-    block_cache: BlockCache,
-    cache: Path,
-    is_complete: Callable[[Path], bool],
-    write: Callable[[], Path],
-    reporter: Reporter,
-) -> Path:
-    """Return the folder of a cached text that is complete; ``write`` makes it, in one process at a time."""
-    folder = block_cache.find(is_complete)
-    if folder is None:
-        with locked(cache, _LOCKED, reporter.announce):
-            # Look again under the lock, as another process may have written the text
-            folder = block_cache.find(is_complete) or write()
-    return folder
-
-
-@contextmanager
-def _documents_of(
-    sources: Sequence[str | SourceConfig], base: Path, block_size: int, reporter: Reporter
-) -> Iterator[tuple[Iterable[Document], LeftOut]]:
-    """Yield the documents of a text, read under a progress bar, and what is left out of it."""
-    left_out = LeftOut()
-    with reporter.bar(_TITLE) as progress:
-        yield documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out), left_out
-
-
-def _write_text(
-    text_documents: Iterable[Document],
-    tokenizer: PreTrainedTokenizerBase,
-    block_cache: BlockCache,
-    block_size: int,
-    left_out: LeftOut,
-) -> Path:
+def _write_text(texts: Iterable[Document], seen: _Seen, cache: BlockCache) -> Path:
     """Write the blocks of a whole text, and return their folder."""
-    seen = _Seen(left_out)
-    with BlockWriter(block_cache.partial, block_size, "text", block_cache.boundaries) as writer, _resumable(writer):
-        new = (document for document in seen.pass_on(text_documents) if not writer.has(document))
-        for document, ids in tokenised(new, tokenizer, block_cache.boundaries.separator):
-            writer.add(document, ids)
-        folder = block_cache.folder(seen.content)
-        writer.finish(folder / _TEXT, seen.notes())
-    block_cache.remember(folder)
+    limits = cache.boundaries
+    tokens = tokenised(texts, cache.tokenizer, limits.separator)
+    record = write_blocks(cache.partial, tokens, cache.block_size, "text", limits)
+    folder = cache.folder(seen.content)
+    publish(cache.partial, folder / _TEXT, record, seen.notes())
     return folder
 
 
-def _write_sample(
-    text_documents: Iterable[Document],
-    tokenizer: PreTrainedTokenizerBase,
-    block_cache: BlockCache,
-    block_size: int,
-    max_tokens: int,
-    left_out: LeftOut,
-) -> Path:
+def _write_sample(texts: Iterable[Document], seen: _Seen, cache: BlockCache, max_tokens: int) -> Path:
     """Write a sample of a text, spread over the documents at its beginning, and return its folder."""
-    seen, sample = _Seen(left_out), _sample(max_tokens, block_size, block_size, block_cache)
-    reach = max(_MIN_REACH, _REACH * max_tokens)
-    candidates = (document for document in _first(seen.pass_on(text_documents), reach) if sample.wants(document))
-    for document, ids in tokenised(candidates, tokenizer, block_cache.boundaries.separator):
+    sample = _empty_sample(max_tokens, cache.block_size, cache)
+    reached = _first(texts, max(_MIN_REACH, _REACH * max_tokens))
+    candidates = (document for document in reached if sample.wants(document))
+    for document, ids in tokenised(candidates, cache.tokenizer, cache.boundaries.separator):
         sample.add(document, ids)
-    folder = block_cache.folder(seen.content)
-    sample.blocks(block_size, "text", block_cache.boundaries).save(folder / _SAMPLE)
+    folder = cache.folder(seen.content)
+    sample.blocks(cache.block_size, "text", cache.boundaries).save(folder / _SAMPLE)
     write_json(folder / _NOTES, {"notes": seen.notes()})
-    block_cache.remember(folder)
     return folder
 
 
-def _first(text_documents: Iterable[Document], characters: int) -> Iterator[Document]:
+class _Split:
+    """Held-out and training blocks of a recipe's text; arguments as in ``cache_split``."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: Path,
+        base: Path,
+        reporter: Reporter,
+        stretch: int | None,
+    ) -> None:
+        self._config, self._base, self._reporter, self._stretch = config, base, reporter, stretch
+        self.cache = BlockCache(
+            cache,
+            config.sources,
+            base,
+            tokenizer,
+            f"{config.heldout}",
+            config.block_size,
+            config.separator,
+            config.bos,
+        )
+
+    def has_heldout(self, folder: Path) -> bool:
+        return _heldout_file(folder, self._config, self._stretch).is_file()
+
+    def has_all(self, folder: Path) -> bool:
+        return is_written(folder / _TRAIN) and self.has_heldout(folder)
+
+    def write(self, *, with_training: bool) -> Path:
+        """Write the held-out blocks, and the training blocks in the same pass over the text; return their folder."""
+        config, cache, limits = self._config, self.cache, self.cache.boundaries
+        share = heldout_share(config, self._base, self._reporter.announce)
+        sample = _empty_sample(
+            config.max_heldout_tokens, config.block_size if self._stretch is None else self._stretch, cache
+        )
+
+        def is_tokenised(document: Document) -> bool:
+            return sample.wants(document) if heldout(document, share) else with_training
+
+        # Tokenise in one pass: held-out documents go to the sample, the others to the training blocks
+        with _reading(config.sources, self._base, config.block_size, self._reporter) as (texts, seen):
+
+            def training() -> Iterator[tuple[Document, NDArray[np.int32]]]:
+                for document, ids in tokenised(filter(is_tokenised, texts), cache.tokenizer, limits.separator):
+                    if heldout(document, share):
+                        sample.add(document, ids)
+                    else:
+                        yield document, ids
+
+            record: dict[str, Any] = {}
+            if with_training:
+                record = write_blocks(cache.partial, training(), config.block_size, "training text", limits)
+            else:
+                list(training())
+        # Write the held-out blocks, and complete the training blocks
+        folder = cache.folder(seen.content)
+        blocks = sample.blocks(config.block_size, "held-out text", limits, balanced=True)
+        blocks.save(_heldout_file(folder, config, self._stretch))
+        if with_training:
+            publish(cache.partial, folder / _TRAIN, record, seen.notes())
+        return folder
+
+
+def _checked(folder: Path, name: str, reporter: Reporter) -> Path:
+    """Return a cache folder after checking its blocks ``name``, on which ``reporter`` receives the notes."""
+    check_manifest(folder / name, what="token blocks")
+    for note in read_notes(folder / name):
+        reporter.announce(note)
+    return folder
+
+
+def _first(texts: Iterable[Document], characters: int) -> Iterator[Document]:
     """Yield documents up to the one that reaches this many characters."""
-    for document in text_documents:
+    for document in texts:
         yield document
         characters -= len(document.text)
         if characters <= 0:
             return
 
 
-def _write_split(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    block_cache: BlockCache,
-    base: Path,
-    reporter: Reporter,
-    writer: BlockWriter | None = None,
-    stretch: int | None = None,
-) -> Path:
-    """Write both sets of blocks in one pass, and return their folder; without a writer only the held-out ones.
-
-    Args:
-        config: section ``data`` of the recipe.
-        tokenizer: tokenizer of the model.
-        block_cache: cache folders of the text.
-        base: folder that relative paths start from.
-        reporter: receives progress.
-        writer: writer of the training blocks.
-        stretch: as in ``cache_split``.
-    """
-    share = heldout_share(config, base, reporter.announce)
-    left_out = LeftOut()
-    seen = _Seen(left_out)
-    sample = _sample(config.max_heldout_tokens, stretch or config.block_size, config.block_size, block_cache)
-
-    # Select the documents to tokenise: wanted for the sample, or new to the writer
-    def select(text_documents: Iterable[Document]) -> Iterator[Document]:
-        for document in text_documents:
-            seen.add(document)
-            if heldout(document, share):
-                if sample.wants(document):
-                    yield document
-            elif writer is not None and not writer.has(document):
-                yield document
-
-    # Tokenise the selected documents in one pass
-    with reporter.bar(_TITLE) as progress, _resumable(writer):
-        text_documents = documents(
-            config.sources, base, piece=piece_size(config.block_size), progress=progress, left_out=left_out
-        )
-        for document, ids in tokenised(select(text_documents), tokenizer, block_cache.boundaries.separator):
-            if heldout(document, share):
-                sample.add(document, ids)
-            elif writer is not None:
-                writer.add(document, ids)
-    folder = block_cache.folder(seen.content)
-    # Write the held-out blocks, and complete the training blocks
-    blocks = sample.blocks(config.block_size, "held-out text", block_cache.boundaries, balanced=True)
-    blocks.save(_heldout_file(folder, config, stretch))
-    if writer is not None:
-        writer.finish(folder / _TRAIN, seen.notes())
-    block_cache.remember(folder)
-    return folder
-
-
 @contextmanager
-def _resumable(writer: BlockWriter | None) -> Iterator[None]:
-    """Add to the error of an interrupted text that the writer keeps what was read."""
-    try:
-        yield
-    except BrokenOffError as error:
-        if writer is None:
-            raise
-        raise UserError(f"{error}\nrepeat the command: it resumes from there") from error
+def _reading(
+    sources: Sequence[str | SourceConfig], base: Path, block_size: int, reporter: Reporter
+) -> Iterator[tuple[Iterator[Document], _Seen]]:
+    """Yield the documents of a text, read under a progress bar, and a record of those that have passed."""
+    seen = _Seen()
+    with reporter.bar("reading and tokenising text, kB") as progress:
+        texts = documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=seen)
+        yield seen.pass_on(texts), seen
 
 
-class _Seen:
+class _Seen(LeftOut):
     """Record of the documents that passed: hash of their content, long documents, and what was left out."""
 
-    def __init__(self, left_out: LeftOut) -> None:
-        """Start without documents."""
-        self._left_out = left_out
+    def __init__(self) -> None:
+        super().__init__()
         self.content = ContentKey()
         self._names: list[str] = []
         self._documents = self._pieces = 0
 
-    def pass_on(self, text_documents: Iterable[Document]) -> Iterator[Document]:
-        """Add each document, and yield it."""
-        for document in text_documents:
-            self.add(document)
+    def pass_on(self, texts: Iterable[Document]) -> Iterator[Document]:
+        """Record each document, and yield it."""
+        for document in texts:
+            self.content.add(document)
+            self._documents += 1
+            self._pieces += document.piece is not None
+            if document.piece == 0:
+                self._names.append(document.name)
             yield document
-
-    def add(self, document: Document) -> None:
-        self.content.add(document)
-        self._documents += 1
-        self._pieces += document.piece is not None
-        if document.piece == 0:
-            self._names.append(document.name)
 
     def notes(self) -> list[str]:
         """Return notes for the user on documents left out or cut into pieces."""
-        return [*self._left_out.notes(), *self._piece_notes()]
-
-    def _piece_notes(self) -> list[str]:
-        """Return a note if long documents were cut into pieces."""
+        notes = super().notes()
         if not self._names:
-            return []
+            return notes
         if self._pieces == 1:
             note = f"{self._names[0]} is one long document, of which one piece is read"
-            return [f"{note}: no standard error can be given" if self._documents == 1 else note]
+            return [*notes, f"{note}: no standard error can be given" if self._documents == 1 else note]
         if len(self._names) == 1:
-            return [f"{self._names[0]} is one long document: its {self._pieces} pieces serve as documents"]
-        return [f"{len(self._names)} documents are long: their {self._pieces} pieces serve as documents"]
+            return [*notes, f"{self._names[0]} is one long document: its {self._pieces} pieces serve as documents"]
+        return [*notes, f"{len(self._names)} documents are long: their {self._pieces} pieces serve as documents"]
 
 
 def _heldout_file(folder: Path, config: DataConfig, stretch: int | None) -> Path:
     return folder / f"heldout-{RULE}-{config.max_heldout_tokens}-{stretch or config.block_size}.npz"
 
 
-def _cache_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> BlockCache:
-    """Return the cache folders of a recipe's text."""
-    limits = boundaries(tokenizer, config.separator, config.bos, config.block_size)
-    return BlockCache(cache, config.sources, base, tokenizer, f"{config.block_size} {config.heldout}", limits)
-
-
-def _sample(max_tokens: int, stretch: int, block_size: int, block_cache: BlockCache) -> SpreadSample:
+def _empty_sample(max_tokens: int, stretch: int, cache: BlockCache) -> SpreadSample:
     """Return an empty sample, whose limits count tokens of text, from limits that count opening tokens too."""
     most, size = (
-        number - number // block_size * len(block_cache.boundaries.opening) for number in (max_tokens, stretch)
+        number - number // cache.block_size * len(cache.boundaries.opening) for number in (max_tokens, stretch)
     )
     return SpreadSample(most, size)

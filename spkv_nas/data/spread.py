@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +25,7 @@ _TWICE_EVEN = 2.0  # maximum multiple of a document's even share, if there are f
 Tokens = NDArray[np.int32]
 
 
-@dataclass(frozen=True, order=True)
-class _Key:
+class _Key(NamedTuple):
     """Order in which stretches are taken: by round, then by the hash of the document."""
 
     round: int
@@ -47,15 +47,14 @@ class SpreadSample:
 
     The choice depends only on the content of the documents. Further documents can displace the last stretches, but
     never move others. Memory is proportional to the stretches kept.
+
+    Args:
+        max_tokens: number of tokens after which no further stretch is taken.
+        stretch: tokens per stretch, a multiple of the block size.
     """
 
     def __init__(self, max_tokens: int, stretch: int) -> None:
-        """Start an empty sample.
-
-        Args:
-            max_tokens: number of tokens after which no further stretch is taken.
-            stretch: tokens per stretch, a multiple of the block size.
-        """
+        """Start an empty sample."""
         self._max_tokens, self._stretch = max_tokens, stretch
         self._total = 0
         self._kept: list[_Stretch] = []  # ascending by key
@@ -85,17 +84,10 @@ class SpreadSample:
     def blocks(
         self, block_size: int, what: str, boundaries: Boundaries = PLAIN, *, balanced: bool = False
     ) -> TokenBlocks:
-        """Pack the sample into blocks, document by document in the order of their hashes.
+        """Pack the sample into blocks, document by document in the order of their hashes; arguments as of ``packed``.
 
-        Args:
-            block_size: tokens per block.
-            what: name of the text in errors.
-            boundaries: tokens that every block begins with, and those after each document.
-            balanced: leave out stretches of documents that would hold more than a tenth of the tokens (or twice an even
-                share, if there are fewer than 20 documents).
-
-        Raises:
-            UserError: if the sample does not fill a block.
+        If ``balanced``, leave out stretches of documents that would hold more than a tenth of the tokens (or twice an
+        even share, if there are fewer than 20 documents).
         """
         stretches = _balanced(self._kept) if balanced else self._kept
         stretches = sorted(stretches, key=lambda stretch: (stretch.key.document, stretch.start))

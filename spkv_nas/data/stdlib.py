@@ -44,7 +44,7 @@ def texts() -> Iterator[tuple[str, str, str]]:
 
 
 def _root() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
+    return Path(sysconfig.get_path("stdlib"))
 
 
 def domain(path: Path) -> str:

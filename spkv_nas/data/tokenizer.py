@@ -1,4 +1,8 @@
-"""Train a byte-level BPE tokenizer for models trained from scratch, and encode text with any tokenizer.
+"""Cut long texts into pieces, encode text with any tokenizer, and train a byte-level BPE tokenizer.
+
+Pieces serve as documents: a single file with a whole corpus can then be held out in part, counts as several clusters
+for a standard error, and is never in memory as a whole. A piece is four blocks long at about four characters per token,
+so that three of four blocks lie inside one piece, and has at least 8,192 characters, the length of a short article.
 
 A tokenizer needs 180 bytes of memory per character while it encodes a text, so long texts are passed to it in pieces:
 20 million characters then need 0.3 GB beyond the tokens instead of 3.4 GB.
@@ -16,7 +20,6 @@ from numpy.typing import NDArray
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.special_tokens import tokens_before
 from spkv_nas.data.config import AUTO, BOS, EOS, EOS_BOS, NO_SEPARATOR, Bos
-from spkv_nas.data.pieces import end_of_piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,13 +27,46 @@ if TYPE_CHECKING:
 END_OF_TEXT, BEGIN_OF_TEXT = "<|endoftext|>", "<|beginoftext|>"
 MAX_ENCODED_CHARACTERS = 1_000_000  # maximum length of a text encoded at once
 TRAINING_PIECE = 1_000  # characters per piece in training, as the time of a merge grows with the length of words
+PIECE = 8_192  # minimum characters of a piece that serves as a document
+_BLOCKS, _CHARACTERS_PER_TOKEN = 4, 4
+
+
+def piece_size(block_size: int) -> int:
+    """Return the characters per piece of a text with blocks of ``block_size`` tokens."""
+    return max(PIECE, _BLOCKS * _CHARACTERS_PER_TOKEN * block_size)
+
+
+def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
+    """Cut the text that ``chunks`` make up into pieces of at most ``size`` characters, the last of up to half more.
+
+    The pieces do not depend on the chunk boundaries, nor on later text.
+    """
+    remainder = ""
+    for chunk in chunks:
+        text, start = remainder + chunk, 0
+        while len(text) - start > size + size // 2:
+            end = _end_of_piece(text, start, size)
+            yield text[start:end]
+            start = end
+        remainder = text[start:]
+    yield remainder
+
+
+def _end_of_piece(text: str, start: int, size: int) -> int:
+    """Return where a piece ends: in its second half after a paragraph, a line or before a space, else at ``size``."""
+    middle, end = start + size // 2, start + size
+    for mark in ("\n\n", "\n"):
+        position = text.rfind(mark, middle, end)
+        if position >= 0:
+            return position + len(mark)
+    return max(text.rfind(" ", middle, end), 0) or end
 
 
 def pieces(text: str, most: int = MAX_ENCODED_CHARACTERS) -> Iterator[str]:
     """Yield ``text``, or pieces of up to ``most`` characters if it has more than ``MAX_ENCODED_CHARACTERS``."""
     start, most = 0, len(text) if len(text) <= MAX_ENCODED_CHARACTERS else most
     while len(text) - start > most:
-        end = end_of_piece(text, start, most)
+        end = _end_of_piece(text, start, most)
         yield text[start:end]
         start = end
     yield text[start:]
@@ -93,10 +129,7 @@ def boundaries(tokenizer: PreTrainedTokenizerBase, separator: str, bos: Bos, blo
             (``default_separator``). With BOS after documents, every block begins with it as well.
         bos: "auto" for the special tokens that the tokenizer puts before a text by itself, none for many; True for
             these or else its BOS token; False for none.
-        block_size: tokens per block.
-
-    Raises:
-        UserError: the tokenizer has no such token, or a block has no room for text.
+        block_size: tokens per block; ``UserError`` if one has no room for text, or the tokenizer lacks a token.
     """
     separator = default_separator(tokenizer, bos) if separator == AUTO else separator
     begins = separator in (BOS, EOS_BOS)

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.data.mixture import Mixture
-from spkv_nas.data.order import BlockOrder, library_order, mixed_order
+from spkv_nas.data.order import BlockOrder, Mixture, library_order, mixed_order
 from spkv_nas.data.ruler.haystacks import Essays
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks

@@ -148,8 +148,6 @@ class TestDatasets:
         monkeypatch.setattr(datasets.IterableDataset, "__iter__", broken)
         with pytest.raises(UserError, match=r"cannot be read after 1 rows: ConnectionError: gone$"):
             list(documents([source], tmp_path))
-        with pytest.raises(UserError, match=r"after 1 rows: ConnectionError: gone\nrepeat the command: it resumes"):
-            load_text([source], bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64)
 
     def test_a_split_that_is_not_there(self, source: SourceConfig, tmp_path: Path) -> None:
         other = source.model_copy(update={"split": "nope"})

@@ -1,9 +1,8 @@
-"""Test tokenizing text of any size: in pieces, in bounded memory, and resumable."""
+"""Test tokenizing text of any size: in pieces, in bounded memory, into files that fit together."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +15,13 @@ from helpers import Recorder
 from text_cases import bytes_tokenizer, prose, sixty_documents, write_files
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.data import block_files, readers
-from spkv_nas.data.block_files import BlockWriter, map_blocks
+from spkv_nas.data import readers
+from spkv_nas.data.block_files import map_blocks, publish, write_blocks
 from spkv_nas.data.config import DataConfig, SourceConfig
 from spkv_nas.data.heldout import heldout_share
-from spkv_nas.data.pieces import cut, piece_size
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import cache_split, load_text, read_split
+from spkv_nas.data.tokenizer import cut, piece_size
 
 
 class TestPieces:
@@ -157,70 +156,23 @@ def config(tmp_path: Path) -> DataConfig:
     return sixty_documents(tmp_path)
 
 
-class TestRestart:
-    """After a kill at any document, the next start resumes and ends with the same files."""
-
+class TestFiles:
     def contents(self, folder: Path) -> dict[str, bytes]:
         files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name[0] != ".")
         return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
-    def run(self, config: DataConfig, tokenizer: Any, folder: Path) -> dict[str, bytes]:
-        return self.contents(cache_split(config, tokenizer, folder, folder))
-
-    @pytest.mark.parametrize("kills", [[2], [20], [20, 30, 10]])
-    def test_ends_as_an_undisturbed_run(
-        self, kills: list[int], config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("patience", [2, 20])
+    def test_a_killed_command_starts_again(
+        self, patience: int, config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """After a kill at any document, the next start ends with the files of an undisturbed run."""
         monkeypatch.setattr("spkv_nas.data.sources.TOKENIZE_BATCH", 1)
-        expected = self.run(config, bytes_tokenizer(), tmp_path / "undisturbed")
-        tokenised: list[str] = []
-        for patience in kills:
-            killed = bytes_tokenizer(patience)
-            with pytest.raises(KeyboardInterrupt):
-                self.run(config, killed, tmp_path / "cache")
-            tokenised += killed.texts
-        training = [d.text for d in documents(config.sources, tmp_path) if not heldout(d, config.heldout)]
-        assert set(tokenised) & set(training), "nothing to go on from"
-        last = bytes_tokenizer()
-        assert self.run(config, last, tmp_path / "cache") == expected
-        tokenised += last.texts
-        assert [text for text in tokenised if text in training] == training  # each once; held-out text may be again
-
-    @pytest.mark.parametrize("name", ["stream.bin", "documents.jsonl"])
-    @pytest.mark.parametrize("damage", [lambda data: data + b"torn", lambda data: data[:-5], lambda data: b""])
-    def test_files_of_a_killed_writer_are_truncated_to_complete_documents(
-        self, name: str, damage: Any, tmp_path: Path
-    ) -> None:
-        result = [Document(prose(2, i), "a", str(i)) for i in range(9)]
-
-        def write(folder: Path, number: int) -> None:
-            with BlockWriter(folder.with_suffix(".partial"), 16, "text") as writer:
-                for document in result[:number]:
-                    if not writer.has(document):
-                        writer.add(document, np.frombuffer(document.text.encode(), np.uint8))
-                if number == len(result):
-                    writer.finish(folder)
-
-        write(tmp_path / "undisturbed", 9)
-        write(tmp_path / "blocks", 5)
-        file = tmp_path / "blocks.partial" / name
-        file.write_bytes(damage(file.read_bytes()))
-        write(tmp_path / "blocks", 9)
-        assert self.contents(tmp_path / "blocks") == self.contents(tmp_path / "undisturbed")
-
-    def test_another_text_starts_anew(self, tmp_path: Path) -> None:
-        def write(documents: list[Document], *, finish: bool) -> None:
-            with BlockWriter(tmp_path / "partial", 4, "text") as writer:
-                for document in documents:
-                    if not writer.has(document):
-                        writer.add(document, np.arange(5, dtype=np.int32))
-                if finish:
-                    writer.finish(tmp_path / "blocks")
-
-        one, two, three = (Document(name, "a", name) for name in ("one", "two", "three"))
-        write([one, two, three], finish=False)
-        write([one, three], finish=True)
-        assert [d.name for d in map_blocks(tmp_path / "blocks").documents] == ["one", "three"]
+        expected = cache_split(config, bytes_tokenizer(), tmp_path / "undisturbed", tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            cache_split(config, bytes_tokenizer(patience), tmp_path / "cache", tmp_path)
+        folder = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)
+        assert self.contents(folder) == self.contents(expected)
+        assert not (tmp_path / "cache" / ".partial").exists()
 
     @pytest.mark.parametrize(
         ("name", "damage", "message"),
@@ -237,25 +189,13 @@ class TestRestart:
         self, name: str, damage: Any, message: str, tmp_path: Path
     ) -> None:
         """With a manifest made to fit, they ended commands with a ValueError of mmap, a KeyError or an IndexError."""
-        with BlockWriter(tmp_path / "partial", 4, "text") as writer:
-            for number in range(3):
-                writer.add(Document(str(number), "a", str(number)), np.arange(4, dtype=np.int32))
-            writer.finish(tmp_path / "blocks")
+        documents = ((Document(str(number), "a", str(number)), np.arange(4, dtype=np.int32)) for number in range(3))
+        publish(tmp_path / "partial", tmp_path / "blocks", write_blocks(tmp_path / "partial", documents, 4, "text"))
         assert len(list(map_blocks(tmp_path / "blocks").documents)) == 3
         file = tmp_path / "blocks" / name
         file.write_bytes(damage(file.read_bytes()))
         with pytest.raises(UserError, match=message):
             list(map_blocks(tmp_path / "blocks").documents)
-
-    def test_commits_survive_a_kill(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A writer that is killed keeps what it committed."""
-        monkeypatch.setattr(block_files, "_COMMIT", 10)
-        with BlockWriter(tmp_path / "killed", 4, "text") as writer:
-            for name in ("one", "two", "three"):
-                writer.add(Document(name, "a", name), np.arange(5, dtype=np.int32))
-            shutil.copytree(tmp_path / "killed", tmp_path / "blocks")
-        with BlockWriter(tmp_path / "blocks", 4, "text") as following:
-            assert [following.has(Document(name, "a", name)) for name in ("one", "two", "three")] == [True, True, False]
 
 
 class TestMemory:

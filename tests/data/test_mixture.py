@@ -19,8 +19,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SEED
 from spkv_nas.base.schema import merged
-from spkv_nas.data.mixture import Mixture
-from spkv_nas.data.order import BlockOrder, mixed_order
+from spkv_nas.data.order import BlockOrder, Mixture, mixed_order
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available, generate
 from spkv_nas.data.tokenizer import Boundaries

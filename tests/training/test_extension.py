@@ -25,8 +25,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SEED
 from spkv_nas.base.schema import merged
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.data.mixture import Mixture
-from spkv_nas.data.order import BlockOrder, library_order, mixed_order
+from spkv_nas.data.order import BlockOrder, Mixture, library_order, mixed_order
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.export.export import export

@@ -12,8 +12,7 @@ from itertools import chain
 from random import Random
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.data.ruler.material import Material
-from spkv_nas.data.ruler.questions import Question, Questions
+from spkv_nas.data.ruler.material import Material, Question, Questions
 from spkv_nas.data.ruler.sample import Request, Sample, fill, first_fitting
 
 NEW_TOKENS = 32

@@ -26,12 +26,9 @@ _DOTS = "..."
 
 
 class _Form(NamedTuple):
-    """Form of the word list in ``cwe``.
+    """Form of the word list in ``cwe``: occurrences of common and of other words.
 
-    Attributes:
-        often: occurrences of common words.
-        seldom: occurrences of other words.
-        example: (number of words, often, seldom) of the worked example; None without one.
+    ``example`` has (number of words, often, seldom) of the worked example; None without one.
     """
 
     often: int
@@ -104,13 +101,15 @@ class FrequentWords:
 
     def generate(self, request: Request, _material: Material) -> Sample:
         """Generate a sample."""
+        from scipy.special import zeta  # too slow to import for --help
+
         rng = request.rng
         # Draw the coded words
         seen: set[str] = set()
         num_words = max(request.length // self.tokens_per_word, self.num_answers + 2)
         coded = [_DOTS, *(words.new(lambda: words.letters(rng, self.num_letters), seen) for _ in range(num_words - 1))]
         # Let their frequencies follow a power law (Zipf)
-        shares = [rank**-self.exponent / _zeta(self.exponent) for rank in range(1, num_words + 1)]
+        shares = [rank**-self.exponent / float(zeta(self.exponent)) for rank in range(1, num_words + 1)]
         order = rng.getrandbits(64)
         last = self.num_answers  # rank, from 0, of the last answer, which must occur more often than the next word
 
@@ -124,10 +123,3 @@ class FrequentWords:
         least = math.ceil(1 / (shares[last] - shares[last + 1]))
         prefix = f"Answer: The {last} most frequent coded words are"
         return fill(request, render, prefix, coded[1 : last + 1], new_tokens=self.new_tokens, least=least)
-
-
-def _zeta(exponent: float) -> float:
-    """Return the Riemann zeta function."""
-    from scipy.special import zeta
-
-    return float(zeta(exponent))

@@ -40,15 +40,7 @@ class Essays:
 
     @classmethod
     def read(cls, files: Sequence[str], asked_by: str = "--haystack") -> Essays:
-        """Read half a million words from files and folders.
-
-        Args:
-            files: files and folders.
-            asked_by: option that names the files, for the error.
-
-        Raises:
-            UserError: if there are too few sentences.
-        """
+        """Read half a million words from files and folders, which the option ``asked_by`` names."""
         all_sentences: list[tuple[str, ...]] = []
         num_words = 0
         for document in islice(documents([*files], Path()), _MAX_DOCUMENTS):

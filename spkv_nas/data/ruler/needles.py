@@ -28,8 +28,7 @@ class Needles:
 
     Attributes:
         haystack: "noise", "essays", or "needles": sentences like the hidden one, with other keys.
-        key: kind of keys: "word", "number" or "uuid".
-        value: kind of values: "word", "number" or "uuid".
+        key, value: kinds of keys and values: "word", "number" or "uuid".
         num_keys: number of hidden keys.
         num_values: number of values per key.
         num_queries: number of keys asked for.

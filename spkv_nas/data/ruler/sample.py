@@ -65,15 +65,9 @@ class NoRoomError(UserError):
 
 @dataclass(frozen=True)
 class Request:
-    """Request for one sample of a task, with its maximum length.
+    """Request for sample ``index`` of a task, of at most ``length`` tokens including those of the answer.
 
-    Attributes:
-        task: name of the task.
-        seed: seed of the samples.
-        index: index of the sample.
-        length: maximum tokens, including those of the answer.
-        tokenizer: tokenizer that counts them.
-        is_answered: True if the answer is known, as in training, so that only its own tokens are reserved.
+    If the answer is known (``is_answered``), as in training, only its own tokens are reserved.
     """
 
     task: str
@@ -111,11 +105,8 @@ def fill(
         answer_prefix: beginning of the answer.
         answers: strings that the answer must contain.
         new_tokens: RULER's maximum of generated tokens for the task.
-        least: minimum number of units.
+        least: minimum number of units; ``NoRoomError`` if it does not fit.
         most: number of units that exist; None for any number, each of at least one token.
-
-    Raises:
-        NoRoomError: if the minimum does not fit.
     """
     # Reserve tokens for the answer, and one for the end-of-text token after a known answer
     answer_tokens = len(request.tokenizer(continuation(answers), add_special_tokens=False)["input_ids"])
@@ -153,11 +144,7 @@ def fill(
 
 
 def first_fitting(makes: Iterable[Callable[[], Sample]]) -> Sample:
-    """Return the first sample of ``makes`` that fits.
-
-    Raises:
-        NoRoomError: that of the last one, if none fits.
-    """
+    """Return the first sample of ``makes`` that fits; the ``NoRoomError`` of the last one if none does."""
     error: NoRoomError | None = None
     for make in makes:
         try:

@@ -50,11 +50,7 @@ class RulerBlocks:
     boundaries: Boundaries = PLAIN
 
     def check(self) -> None:
-        """Check that every task fits in the longest samples, and that some task fits in every length.
-
-        Raises:
-            UserError: if not.
-        """
+        """Raise ``UserError`` unless every task fits in the longest samples, and some task in every length."""
         for task in self.tasks:
             self._generate(task, 0, max(self.lengths))
         for length in self.lengths:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.ruler.answering import DocumentQuestions
 from spkv_nas.data.ruler.counting import CommonWords, FrequentWords
-from spkv_nas.data.ruler.material import Material
+from spkv_nas.data.ruler.material import HOTPOT, SQUAD, Material
 from spkv_nas.data.ruler.needles import Needles
-from spkv_nas.data.ruler.questions import HOTPOT, SQUAD
 from spkv_nas.data.ruler.sample import Request, Sample
 from spkv_nas.data.ruler.tracking import VariableTracking
 
@@ -53,11 +52,7 @@ def available(material: Material) -> list[str]:
 
 
 def check_task(task: str) -> None:
-    """Check that a task exists.
-
-    Raises:
-        UserError: if it does not.
-    """
+    """Raise ``UserError`` unless a task exists."""
     if task not in TASKS:
         raise UserError(f"unknown RULER task '{task}'; expected one of {', '.join(TASKS)}")
 
@@ -77,19 +72,9 @@ def generate(
     *,
     is_answered: bool = False,
 ) -> Sample:
-    """Generate sample ``index`` of a task, of at most ``length`` tokens including its answer.
+    """Generate sample ``index`` of a task, as ``Request`` describes it.
 
-    Args:
-        task: name of the task.
-        seed: seed of the samples.
-        index: index of the sample.
-        length: maximum tokens.
-        tokenizer: tokenizer that counts them.
-        material: essays and questions of the user.
-        is_answered: True if the answer is known, so that only its own tokens are reserved.
-
-    Raises:
-        UserError: if there is no such task, its documents are missing, or it does not fit in the length.
+    Raises ``UserError`` if there is no such task, its documents are missing, or it does not fit in the length.
     """
     check_task(task)
     return TASKS[task].generate(Request(task, seed, index, length, tokenizer, is_answered), material)

@@ -47,17 +47,11 @@ class VariableTracking:
         return first_fitting(partial(make, leading_text) for leading_text in (example, ""))
 
     def _problem(self, rng: Random, length: int) -> tuple[Callable[[int], str], str, list[str]]:
-        """Create one chain, with names of ``length`` letters.
-
-        Returns:
-            (prompt by number of noise sentences, prefix of the answer, answers).
-        """
+        """Create a chain of names of ``length`` letters: (prompt by number of noise sentences, prefix, answers)."""
         seen: set[str] = set()
+        draw = partial(words.letters, rng, length, string.ascii_uppercase)
         # Assign a number to the first variable, and each variable to the next
-        names = [
-            words.new(lambda: words.letters(rng, length, string.ascii_uppercase), seen)
-            for _ in range(self.num_hops + 1)
-        ]
+        names = [words.new(draw, seen) for _ in range(self.num_hops + 1)]
         value = rng.randint(10_000, 99_999)
         chain = [f"VAR {names[0]} = {value}.", *(f"VAR {target} = VAR {source}." for source, target in pairwise(names))]
         depths = sorted(rng.random() for _ in chain)

@@ -35,8 +35,8 @@ from spkv_nas.contrib.evaluate.longppl.reading import (
     stretches,
 )
 from spkv_nas.data.heldout import heldout_share
-from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import Document, documents, heldout
+from spkv_nas.data.tokenizer import piece_size
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.samples import kept_samples, sample_file
 from spkv_nas.model import config_section, modes, transformers_logging
