@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -19,12 +20,7 @@ from spkv_nas.base.tables import Column, read_table, write_csv
 
 FILE = "checkpoints.csv"
 RUN_RECORD = "run.json"  # in the folder of a finished branch
-_COLUMNS = (
-    Column("strategy"),
-    Column("seed", "whole"),
-    Column("hash"),
-    Column("checkpoint"),
-)
+_COLUMNS = (Column("strategy"), Column("seed", "whole"), Column("hash"), Column("checkpoint"))
 
 
 @dataclass(frozen=True)
@@ -51,11 +47,7 @@ def write_checkpoints(folder: Path, models: Iterable[TrainedModel], root: Path) 
 
 
 def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
-    """Read the table of checkpoints in ``folder``, resolving its paths against the workspace ``root``.
-
-    Raises:
-        UserError: the table is invalid, naming file and line; also if a path leads out of ``root``.
-    """
+    """Read the table of checkpoints in ``folder``, whose paths are relative to, and in, the workspace ``root``."""
     rows = read_table(folder / FILE, "table of checkpoints", _COLUMNS)
     # Refuse paths that lead out of the workspace
     for line, path in rows["checkpoint"].items():
@@ -69,14 +61,8 @@ def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
     ]
 
 
-@dataclass(frozen=True)
-class RunOrigin:
-    """Recipe and variant that produced a checkpoint.
-
-    Attributes:
-        recipe: name of the recipe, which is also the name of its results.
-        variant: what the run trained: a baseline or the strategy of a layout; "" for a dense model.
-    """
+class RunOrigin(NamedTuple):
+    """Recipe and variant (a baseline, or a layout's strategy; "" for a dense model) that produced a checkpoint."""
 
     recipe: str
     variant: str
@@ -86,9 +72,6 @@ def run_origin(checkpoint: Path) -> RunOrigin | None:
     """Return the recipe and variant that produced a checkpoint, or None if no recipe's run did.
 
     A branch has a run record; a dense model is in ``runs/<recipe>/<run>/final``.
-
-    Raises:
-        UserError: the run record is damaged.
     """
     if is_file(file := checkpoint / RUN_RECORD):
         record = read_json(file, "run record")

@@ -81,21 +81,13 @@ def write_comparison(path: Path, rows: pd.DataFrame) -> None:
 
 
 def read_comparison(path: Path) -> pd.DataFrame:
-    """Read a comparison and normalise it with ``complete``; the table is empty if nothing has been trained yet.
-
-    Raises:
-        UserError: the table is invalid, naming file, line and column.
-    """
+    """Read a comparison and normalise it with ``complete``; the table is empty if nothing has been trained yet."""
     rows = read_table(path, "comparison", _COLUMNS, others=True, empty=True)
     return pd.DataFrame(columns=list(COLUMNS)) if rows.empty else complete(rows)
 
 
 def check_layout_names(names: Iterable[str]) -> None:
-    """Check that no layout has the name of a baseline.
-
-    Raises:
-        UserError: a layout is named like one of ``BASELINES``.
-    """
+    """Raise ``UserError`` if a layout is named like one of ``BASELINES``."""
     for name in names:
         if name in BASELINES:
             raise UserError(
@@ -108,11 +100,8 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the table with all columns present: numbers as floats (NaN where missing), text as str.
 
     The change of a baseline against itself is 0. Without a ``dense`` row, changes are relative to the control, so they
-    are copied to the columns against the control.
-
-    Raises:
-        UserError: the column ``strategy`` is missing, a strategy has no name, or a number is invalid, naming line and
-            column.
+    are copied to the columns against the control. Raises ``UserError`` for a row without a strategy, or an invalid
+    number.
     """
     # Check that every row names its strategy
     if "strategy" not in rows:
@@ -147,11 +136,7 @@ def counted_from(rows: pd.DataFrame) -> str:
 
 
 def _floats(cells: pd.Series) -> pd.Series[float]:
-    """Convert a column to floats, infinite values to NaN.
-
-    Raises:
-        UserError: a cell is not a number.
-    """
+    """Convert a column to floats, infinite values to NaN; ``UserError`` if a cell is not a number."""
     numbers = pd.to_numeric(cells, errors="coerce").astype(float)
     unreadable = (numbers.isna() & cells.notna()).to_numpy()
     if unreadable.any():

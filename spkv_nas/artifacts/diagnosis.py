@@ -49,12 +49,8 @@ def missed_price(target: float | None, reached: float | None, *, weights_learned
 def undifferentiated(density: NDArray[np.float64], *, is_priced: bool) -> list[str]:
     """Return warnings if most heads keep nearly everything or nearly nothing; empty if the gates have differentiated.
 
-    If most heads keep nothing but some keep much, the latter stand out and a budget can select them, so there is no
-    warning. Nor is there one if keys had a price, which makes most heads keep nothing.
-
-    Args:
-        density: [L, Hkv].
-        is_priced: whether keys had a price while the gates learned.
+    If most heads of the ``density`` [L, Hkv] keep nothing but some keep much, the latter stand out and a budget can
+    select them, so there is no warning. Nor is there one if keys had a price, which makes most heads keep nothing.
     """
     closed = density < 1 - _NEARLY_OPEN
     # Expect closed heads under a price, or where some heads stand out
@@ -72,11 +68,7 @@ def undifferentiated(density: NDArray[np.float64], *, is_priced: bool) -> list[s
 
 
 def small_domains(rows: pd.DataFrame) -> dict[str, int]:
-    """Return the tokens of domains with fewer than ``FEW_TOKENS``, by name; empty if all domains are that small.
-
-    Args:
-        rows: rows of a table of head scores.
-    """
+    """Return the tokens of domains with fewer than ``FEW_TOKENS``, by name; empty if all domains are that small."""
     tokens = rows.groupby("domain")["num_tokens"].max()
     if not (tokens >= FEW_TOKENS).any():
         return {}

@@ -86,20 +86,14 @@ class DocumentCounts:
 
     def take(self, chosen: NDArray[np.bool_]) -> DocumentCounts:
         """Return the documents selected by the mask ``chosen``, bool [N]."""
-        return replace(
-            self,
-            kept=self.kept[chosen],
-            tokens=self.tokens[chosen],
-            domain=self.domain[chosen],
-            bins=self.bins[chosen],
-        )
+        names = ("kept", "tokens", "domain", "bins")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     @classmethod
     def read(cls, path: Path, domains: tuple[str, ...], density: ArrayLike) -> DocumentCounts | None:
         """Read the counts from a file; None if it does not exist.
 
-        Raises:
-            UserError: the file is damaged, or is for other ``domains`` or another ``density`` [P, L, Hkv].
+        Raises ``UserError`` if it is damaged, or is for other ``domains`` or another ``density`` [P, L, Hkv].
         """
         if not is_file(path):
             return None
@@ -119,28 +113,16 @@ class DocumentCounts:
 
     def write(self, path: Path) -> None:
         """Write the file atomically, with integers in the smallest type that holds them."""
-        arrays = {
-            "kept": _smallest(self.kept),
-            "tokens": _smallest(self.tokens),
-            "domain": _smallest(self.domain),
-            "domains": np.array(self.domains),
-            "bins": _smallest(self.bins),
-            "edges": self.edges,
-        }
-        write_npz(path, arrays)
+        counts = {name: _smallest(getattr(self, name)) for name in ("kept", "tokens", "domain")}
+        texts = {"domains": np.array(self.domains)}
+        write_npz(path, {**counts, **texts, "bins": _smallest(self.bins), "edges": self.edges})
 
 
 def group_documents(domain: NDArray[np.int64], num_domains: int) -> tuple[NDArray[np.int64], int]:
-    """Assign documents to at most ``MAX_DOCUMENTS`` groups; each document is its own group where possible.
+    """Assign documents, by the index of their domain, to groups; return (group of each, number of groups).
 
-    A domain with more documents than its share distributes them over its groups in turn.
-
-    Args:
-        domain: int64 [documents], index of each document's domain.
-        num_domains: number of domains P.
-
-    Returns:
-        (group of each document, int64 [documents]; number of groups).
+    There are at most ``MAX_DOCUMENTS`` groups; each document is its own group where possible. A domain with more
+    documents than its share distributes them over its groups in turn.
     """
     limit = max(2, MAX_DOCUMENTS // num_domains)
     group = np.empty(len(domain), dtype=np.int64)

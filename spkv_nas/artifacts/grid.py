@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 from spkv_nas.base.errors import UserError
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 Grid = tuple[int, int]  # (layers L, KV heads per layer Hkv)
+_FULL = (31, 95, 168)  # RGB of a cell of value 1; 0 is white
+_LIGHT = 0.55  # from this value on, text is white
 
 
 class OnGrid(ABC):
@@ -39,18 +47,31 @@ def grid_words(grid: Grid) -> str:
 
 
 def check_grid(what: str, grid: Grid, other: str, expected: Grid, remedy: str = "") -> None:
-    """Check that two grids agree.
-
-    Args:
-        what: owner of ``grid``, such as "layout 'densest'".
-        grid: grid to check.
-        other: owner of the grid ``expected``, such as "the model".
-        expected: grid that is required.
-        remedy: what to do about a mismatch, on a line of its own.
-
-    Raises:
-        UserError: the grids differ.
-    """
+    """Raise ``UserError`` if the ``grid`` of ``what``, such as "layout 'densest'", is not the one of ``other``."""
     if grid != expected:
         advice = f"\n{remedy}" if remedy else ""
         raise UserError(f"{what} is for {grid_words(grid)}, {other} has {grid_words(expected)}{advice}")
+
+
+def grid_html(caption: str, values: NDArray[Any], texts: Sequence[Sequence[str]]) -> str:
+    """Return an HTML table, for notebooks, with one column per layer and one row per KV head.
+
+    Args:
+        caption: title of the table.
+        values: [L, Hkv] in [0, 1], darkness of the cells.
+        texts: text of the cells, by layer and KV head.
+    """
+
+    def cell(value: float, text: str) -> str:
+        colour = ", ".join(f"{round(255 + value * (full - 255))}" for full in _FULL)
+        style = f"background: rgb({colour}); color: {'white' if value >= _LIGHT else 'black'}; text-align: center"
+        return f'<td style="{style}">{escape(text)}</td>'
+
+    # List the heads of every layer below each other
+    layers = range(len(values))
+    header = "".join(f"<th>{layer}</th>" for layer in layers)
+    rows = (
+        f"<tr><th>head {head}</th>{''.join(cell(values[layer][head], texts[layer][head]) for layer in layers)}</tr>"
+        for head in range(len(values[0]))
+    )
+    return f"<table><caption>{escape(caption)}</caption><tr><th>layer</th>{header}</tr>{''.join(rows)}</table>"

@@ -18,19 +18,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from spkv_nas.artifacts.density_tables import read_positions
 from spkv_nas.artifacts.diagnosis import FROZEN, missed_price, undifferentiated
 from spkv_nas.artifacts.document_counts import DocumentCounts
-from spkv_nas.artifacts.gains import Gains
-from spkv_nas.artifacts.grid import Grid, OnGrid, grid_words
-from spkv_nas.artifacts.head_score_rows import array_rows, file_rows, read_rows
+from spkv_nas.artifacts.grid import Grid, OnGrid, grid_html, grid_words
+from spkv_nas.artifacts.head_tables import Gains, array_rows, file_rows, read_positions, read_rows
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.artifacts.kinds import DENSITY, SCORE
 from spkv_nas.artifacts.local_layers import ConfigLayer, candidate_layers, config_layers
 from spkv_nas.artifacts.probe_file import ProbeFile
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, digest, read_selection, write_selection
-from spkv_nas.artifacts.views import grid_html
 from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath, is_file, is_folder
@@ -55,7 +52,7 @@ class HeadScores(OnGrid):
 
     Attributes:
         name: name of the probe, shared by ``probes/``, ``layouts/`` and ``reports/``.
-        rows: columns ``head_score_rows.COLUMNS``; one row per (layer, head, domain), complete. ``num_tokens`` and
+        rows: columns ``head_tables.COLUMNS``; one row per (layer, head, domain), complete. ``num_tokens`` and
             ``num_documents`` are totals of the domain; ``standard_error`` is that of the score, clustered by document.
         tau: threshold of the densities.
         window: w of the gates; None if unknown (a table made by hand).
@@ -223,8 +220,7 @@ class HeadScores(OnGrid):
     def at_tau(self, tau: float) -> HeadScores:
         """Return the table at another threshold; standard errors become NaN and ``positions`` stays as probed.
 
-        Raises:
-            UserError: ``tau`` is outside [0, 1], or the table has no histogram.
+        Raises ``UserError`` if ``tau`` is outside [0, 1], or the table has no histogram.
         """
         if not 0.0 <= tau <= 1.0:
             raise UserError(f"tau must lie in [0, 1]; found {tau}")
@@ -249,8 +245,7 @@ class HeadScores(OnGrid):
     def tau_for_density(self, rho: float) -> float:
         """Return the threshold whose mean density is closest to ``rho``, of those that keep any tokens.
 
-        Raises:
-            UserError: ``rho`` is outside [0, 1], or the table has no histogram.
+        Raises ``UserError`` if ``rho`` is outside [0, 1], or the table has no histogram.
         """
         if not 0.0 <= rho <= 1.0:
             raise UserError(f"the density to match must lie in [0, 1]; found {rho}")

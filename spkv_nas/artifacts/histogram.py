@@ -80,9 +80,7 @@ class LogitHistogram:
     def tau_for_density(self, rho: float, shares: Sequence[float]) -> float:
         """Return the threshold whose mean density is closest to ``rho``, of those that keep any tokens.
 
-        Args:
-            rho: mean density over heads and domains.
-            shares: share of each domain in the mean, in the order of ``domains``.
+        ``shares`` are the domains' shares in the mean, in the order of ``domains``.
         """
 
         def mean(tau: float) -> float:
@@ -108,8 +106,7 @@ class LogitHistogram:
     def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> LogitHistogram | None:
         """Read the histogram from a file; None if it does not exist.
 
-        Raises:
-            UserError: the file is damaged, is for another ``grid``, or lacks one of the ``domains``.
+        Raises ``UserError`` if it is damaged, is for another ``grid``, or lacks one of the ``domains``.
         """
         if not is_file(path):
             return None

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
-from spkv_nas.artifacts.grid import Grid, OnGrid, check_grid
-from spkv_nas.artifacts.views import grid_html
+from spkv_nas.artifacts.grid import Grid, OnGrid, check_grid, grid_html
 from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import StrPath, parse_yaml, read_text, write_atomic, yaml_line
@@ -275,20 +274,15 @@ class Layout(OnGrid):
 class Difference:
     """Difference between the heads of two layouts.
 
-    Attributes:
-        marks: one row per layer, one character per KV head: ``"G"`` global in both, ``"."`` local in both, ``"-"``
-            global only in the first, ``"+"`` global only in the second.
+    ``marks`` has a row per layer, a character per KV head: ``"G"`` global in both, ``"."`` local in both, ``"-"``
+    global only in the first, ``"+"`` global only in the second.
     """
 
     marks: tuple[str, ...]
 
     @classmethod
     def of(cls, first: Layout, second: Layout) -> Difference:
-        """Compare two layouts.
-
-        Raises:
-            UserError: the layouts have different grids.
-        """
+        """Compare two layouts; ``UserError`` if they have different grids."""
         check_grid("the first layout", first.grid, "the second", second.grid)
         marks = {"GG": "G", "LL": ".", "GL": "-", "LG": "+"}
         pairs = (zip(*rows, strict=True) for rows in zip(first.heads, second.heads, strict=True))

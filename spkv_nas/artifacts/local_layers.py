@@ -33,12 +33,7 @@ class WindowedLayer(Protocol):
 
 @dataclass
 class ConfigLayer:
-    """Attention layer as the config of a checkpoint describes it.
-
-    Attributes:
-        native_window: sliding window in keys; None: full attention.
-        is_always_local: whether all heads keep it in every layout.
-    """
+    """Attention layer as the config of a checkpoint describes it; attributes as of ``WindowedLayer``."""
 
     native_window: int | None
     is_always_local: bool = False

@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+
+Value = TypeVar("Value", int, str)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +54,7 @@ class Proposal:
     def warn_of_windows(self, others: Mapping[str, int] | None = None) -> None:
         """Warn if layouts are compared, with each other or with ``others``, that have different windows or sink tokens.
 
-        Args:
-            others: windows of other members of the comparison, by name; their gates decide about the first tokens.
+        ``others`` are windows of other members of the comparison, by name; their gates decide about the first tokens.
         """
         names = {name: f"{name} ({self.files[name]})" if name in self.files else name for name in self.layouts}
         windows = {names[name]: window for name, window in self.windows.items()}
@@ -65,14 +66,8 @@ class Proposal:
         """Return the head scores at the threshold of the proposal, with its number of sink tokens.
 
         Coverage of its layouts is computed at that threshold. The table's own stays if the proposal has no threshold,
-        or if the table has no histogram; the table's sink tokens stay if the layouts differ in theirs.
-
-        Args:
-            table: head scores of the probe.
-
-        Warns:
-            UserWarning: the layouts name different thresholds, so coverage is computed at the table's own; or some
-                layouts come from another probe of the same name.
+        or several, which is warned of, or if the table has no histogram; the table's sink tokens stay if the layouts
+        differ in theirs. Layouts that come from another probe of the same name are warned of, too.
         """
         # Warn of layouts from an earlier probe or from different thresholds
         if stale := self._of_another_probe(table):
@@ -107,11 +102,7 @@ class Proposal:
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Proposal:
-        """Read layouts from ``files``; ``layout_names`` says what each is called.
-
-        Raises:
-            UserError: a file is not a layout, or two get the same name.
-        """
+        """Read layouts, which are called as ``layout_names`` says; ``UserError`` if two get the same name."""
         layouts: dict[str, Layout] = {}
         paths: dict[str, Path] = {}
         taus = set()
@@ -130,11 +121,7 @@ class Proposal:
 
     @classmethod
     def read_folder(cls, folder: Path) -> Proposal:
-        """Read the layouts that ``propose`` wrote to ``layouts/<name>/``.
-
-        Raises:
-            UserError: as ``read``, or the folder has no layouts.
-        """
+        """Read the layouts that ``propose`` wrote to ``layouts/<name>/``; ``UserError`` if there are none."""
         files = sorted(folder.glob("*.yaml"))
         if not files:
             raise UserError(f"no layouts in {folder}\nrun propose first, or give layout files")
@@ -146,22 +133,14 @@ def layout_names(entries: Sequence[tuple[Path, Layout]]) -> list[str]:
 
     That is the first of these in which all of them differ: number of global heads ("densest-12"), window, folder,
     number and folder, file name, folder and file name.
-
-    Args:
-        entries: (file, layout) of each.
     """
-    # Group the layouts by strategy
-    groups: dict[str, list[int]] = {}
-    for index, (_, layout) in enumerate(entries):
-        groups.setdefault(layout.strategy, []).append(index)
     names = [layout.strategy for _, layout in entries]
-    for strategy, indices in groups.items():
-        if len(indices) == 1:
-            continue
-        # Use the first addition that tells all layouts of the group apart
-        kinds = list(zip(*(_additions(*entries[index]) for index in indices), strict=True))
+    for strategy in {name for name in names if names.count(name) > 1}:
+        group = [index for index, (_, layout) in enumerate(entries) if layout.strategy == strategy]
+        # Use the first addition that tells all layouts of the strategy apart
+        kinds = list(zip(*(_additions(*entries[index]) for index in group), strict=True))
         additions = next((parts for parts in kinds if len(set(parts)) == len(parts)), kinds[-1])
-        for index, addition in zip(indices, additions, strict=True):
+        for index, addition in zip(group, additions, strict=True):
             names[index] = f"{strategy}-{addition}"
     return names
 
@@ -174,10 +153,8 @@ def _additions(file: Path, layout: Layout) -> tuple[str, ...]:
 
 def distinct(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:
     """Group the names of identical layouts (same window and grid) by the first name of each group."""
-    names: dict[str, list[str]] = {}
-    for name, layout in layouts.items():
-        names.setdefault(layout.content_hash, []).append(name)
-    return {group[0]: tuple(group) for group in names.values()}
+    groups = _members({name: layout.content_hash for name, layout in layouts.items()}).values()
+    return {group[0]: tuple(group) for group in groups}
 
 
 def warn_of_windows(windows: Mapping[str, int | None], sinks: Mapping[str, int | None], *, remedy: str) -> None:
@@ -187,29 +164,15 @@ def warn_of_windows(windows: Mapping[str, int | None], sinks: Mapping[str, int |
         windows: by name of each member, with its file if it has one; None if the window is unknown.
         sinks: sink tokens of local heads, by the same names; None, or no entry, where gates decide about them.
         remedy: what to do about it, as a clause; ``{}`` stands for the option that sets them.
-
-    Warns:
-        UserWarning: the windows or the sink tokens differ; names each number and its members.
     """
     _warn_if_different("local windows", "{} keys", windows, "a longer window lowers", remedy.format("--window"))
     _warn_if_different("numbers of sink tokens", "sinks {}", sinks, "sink tokens lower", remedy.format("--sinks"))
 
 
 def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Warn if members of a comparison were measured with different separators of documents.
-
-    Args:
-        records: record of each member, by name; those without a separator are skipped.
-
-    Warns:
-        UserWarning: the separators differ; names each and its members.
-    """
-    # Group the members by separator
-    members: dict[str, list[str]] = {}
-    for name, record in records.items():
-        separator = record.get("separator")
-        if isinstance(separator, Mapping):
-            members.setdefault(str(separator.get("best")), []).append(name)
+    """Warn if members of a comparison, of which ``records`` are the records, have different separators of documents."""
+    separators = {name: record.get("separator") for name, record in records.items()}
+    members = _members({name: str(each.get("best")) for name, each in separators.items() if isinstance(each, Mapping)})
     if len(members) > 1:
         listed = "; ".join(f"'{separator}': {', '.join(names)}" for separator, names in members.items())
         warnings.warn(
@@ -219,13 +182,17 @@ def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
         )
 
 
+def _members(values: Mapping[str, Value]) -> dict[Value, list[str]]:
+    """Group names by their value."""
+    members: dict[Value, list[str]] = {}
+    for name, value in values.items():
+        members.setdefault(value, []).append(name)
+    return members
+
+
 def _warn_if_different(subject: str, label: str, numbers: Mapping[str, int | None], cause: str, remedy: str) -> None:
     """Warn if the known numbers of the members of a comparison differ; ``cause`` begins a sentence about the loss."""
-    # Group the members by their number
-    members: dict[int, list[str]] = {}
-    for name, number in numbers.items():
-        if number is not None:
-            members.setdefault(number, []).append(name)
+    members = _members({name: number for name, number in numbers.items() if number is not None})
     if len(members) > 1:
         listed = "; ".join(f"{label.format(number)}: {', '.join(members[number])}" for number in sorted(members))
         warnings.warn(

@@ -27,13 +27,7 @@ from spkv_nas.base.replace import replacing, settle
 from spkv_nas.base.schema import Recorded
 from spkv_nas.base.tables import Column, read_table, write_csv
 
-_RESULTS = (
-    "environment",
-    "alarm",
-    "answers",
-    "inputs",
-    "num_selection",
-)  # keys of a record that do not describe its inputs
+_RESULTS = ("environment", "alarm", "answers", "inputs", "num_selection")  # keys that do not describe the inputs
 ALARM = "alarm"  # key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
 
 
@@ -159,12 +153,7 @@ def write_result(
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table and its record: ``NAME.csv`` and ``NAME.yaml``.
-
-    Attributes:
-        name: NAME, without ending.
-        columns: columns of the table.
-    """
+    """A table and its record, ``NAME.csv`` and ``NAME.yaml``, with the columns of the table."""
 
     name: str
     columns: tuple[Column, ...]
@@ -186,14 +175,7 @@ class ResultTable:
         write_result(folder, self.name, rows, origin, reporter, selection)
 
     def read(self, folder: Path) -> tuple[pd.DataFrame, dict[str, Any]] | None:
-        """Read the table and its record; None if there is no table.
-
-        Returns:
-            (rows, with missing values as NaN; the record's content, empty if there is no record).
-
-        Raises:
-            UserError: the table is invalid, naming file, line and column.
-        """
+        """Read the rows, with missing values as NaN, and the record, empty if there is none; None without a table."""
         table, record = folder / f"{self.name}.csv", folder / f"{self.name}.yaml"
         if not table.is_file():
             return None

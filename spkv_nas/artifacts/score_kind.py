@@ -25,13 +25,9 @@ _MIN_HIGH = 1e-6  # smallest end of a scale: a smaller one would show rounding e
 
 @dataclass(frozen=True)
 class Scale:
-    """Colour scale from ``low`` to ``high``.
+    """Colour scale from ``low`` (lightest) to ``high`` (darkest), asinh instead of linear if ``is_stretched``.
 
-    Attributes:
-        low: value of the lightest shade.
-        high: value of the darkest shade.
-        is_stretched: whether the scale is asinh instead of linear.
-        factor: multiplier of values when written on a shade.
+    Values are multiplied by ``factor`` when they are written on a shade.
     """
 
     low: float = 0.0
@@ -42,7 +38,8 @@ class Scale:
     def fraction(self, value: ArrayLike) -> NDArray[np.float64]:
         """Return the position of values on the scale: 0 at ``low``, 1 at ``high``; NaN stays NaN."""
         low, high, position = (
-            self._position(np.asarray(number, dtype=np.float64)) for number in (self.low, self.high, value)
+            np.arcsinh(numbers / self.even) if self.is_stretched else numbers
+            for numbers in (np.asarray(number, dtype=np.float64) for number in (self.low, self.high, value))
         )
         return np.asarray((position - low) / (high - low))
 
@@ -70,10 +67,6 @@ class Scale:
         """Return the value up to about which a stretched scale is linear."""
         return _EVEN * self.largest
 
-    def _position(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Transform values to a linear scale."""
-        return np.arcsinh(values / self.even) if self.is_stretched else values
-
 
 PERCENT = Scale()
 
@@ -98,13 +91,9 @@ class Measure:
 
     @classmethod
     def of(cls, kind: str, signal: str, unit: str | None, values: NDArray[np.float64]) -> Measure:
-        """Return the measure of a table.
+        """Return the measure of a table of ``values`` [L, Hkv], of which ``unit`` is None if it was made by hand.
 
-        Args:
-            kind: one of ``kinds.KINDS``.
-            signal: name of the signal, which need not be installed.
-            unit: its unit; None for a table made by hand.
-            values: [L, Hkv], to choose the range of the scale.
+        ``kind`` is one of ``kinds.KINDS``; the ``signal`` need not be installed.
         """
         if kind == kinds.DENSITY:
             return DENSITY

@@ -65,11 +65,7 @@ class SearchRecord(Recorded):
 
 
 def read_search(path: Path) -> pd.DataFrame:
-    """Read ``search.csv``; values that were not measured are NaN.
-
-    Raises:
-        UserError: the table is invalid, naming file and column, and the line if it is one.
-    """
+    """Read ``search.csv``; values that were not measured are NaN. ``UserError`` if the table is invalid."""
     rows = read_table(path, "search", _COLUMNS, others=True)
     if rows["zero_shot_delta_percent"].isna().all():
         raise UserError(f"search {path}: column 'zero_shot_delta_percent' is empty: no layout has a score")

@@ -1,7 +1,7 @@
 """Summarize how well a head table ranks the heads, measured by the gains of single heads, each added alone.
 
-Add-one-head gains (``artifacts.gains``) are noisy and ignore interactions between heads: the heads of largest gain lose
-more, once retrained, than those chosen by head gates (``reports/study``). They therefore describe a table but recommend
+Add-one-head gains (``artifacts.head_tables``) are noisy and ignore interactions: the heads of largest gain lose more,
+once retrained, than those chosen by head gates (``reports/study``). They therefore describe a table but recommend
 nothing, and no optimum over the gains is reported, which would be chosen and evaluated on the same tokens. Only heads
 whose gain is significant are named, and none where documents are few. Standard errors treat heads as independent;
 because heads gain on the same documents, the true errors are up to 1.7 times as large (reports/LOG.md).
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.gains import Gains
+from spkv_nas.artifacts.head_tables import Gains
 from spkv_nas.evaluation.ranking import spearman
 
 _CLEAR = 2.0  # standard errors above which a head's gain is significant

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import read_json, write_json
-from spkv_nas.base.hashes import file_hashes, named_hash
+from spkv_nas.base.manifest import file_hashes, named_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

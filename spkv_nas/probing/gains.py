@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.head_tables import Gains
 from spkv_nas.artifacts.kinds import GAIN, NATS
 from spkv_nas.artifacts.local_layers import layout_window
 from spkv_nas.base.errors import UserError

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spkv_nas.artifacts.head_score_rows import COLUMNS
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.head_tables import COLUMNS
 from spkv_nas.artifacts.kinds import SHARE, SHARE_UNIT
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError

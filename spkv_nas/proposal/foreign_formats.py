@@ -41,8 +41,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.grid import check_grid
-from spkv_nas.artifacts.head_score_rows import COLUMNS
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.head_tables import COLUMNS
 from spkv_nas.artifacts.kinds import SHARE
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import is_file, is_folder, read_json, read_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from spkv_nas.artifacts.density_tables import read_density_log
+from spkv_nas.artifacts.head_tables import read_density_log
 from spkv_nas.base import distributed, files
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts.density_tables import read_density_log
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.head_tables import read_density_log
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.console import print_path
 from spkv_nas.base.progress import SILENT, Reporter

@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Iterator
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
-from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.head_scores import RECORD, HeadScores
+from spkv_nas.artifacts.head_tables import Gains
 from spkv_nas.artifacts.probe_file import ProbeFile
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.records import read_unchecked

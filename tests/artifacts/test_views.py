@@ -9,7 +9,7 @@ import pytest
 from helpers import make_domain_table
 
 from spkv_nas import Layout, UserError, plot_head_scores, plot_layout
-from spkv_nas.artifacts.views import grid_html
+from spkv_nas.artifacts.grid import grid_html
 from spkv_nas.report.plot import Picture
 
 
@@ -19,7 +19,7 @@ def texts(html: str) -> list[str]:
 
 
 def test_a_layer_is_a_column_and_a_head_a_row() -> None:
-    html = grid_html("a < b", [[0.0, 1.0], [0.25, 0.5], [0.0, 0.0]], [["a", "b"], ["c", "d"], ["e", "<"]])
+    html = grid_html("a < b", np.array([[0.0, 1.0], [0.25, 0.5], [0.0, 0.0]]), [["a", "b"], ["c", "d"], ["e", "<"]])
     assert texts(html) == ["a", "c", "e", "b", "d", "&lt;"]
     assert "<caption>a &lt; b</caption>" in html
     assert html.count("rgb(255, 255, 255); color: black") == 3

@@ -10,10 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from spkv_nas.base import hashes
+from spkv_nas.base import manifest
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.hashes import file_hash, file_hashes, named_hash
-from spkv_nas.base.manifest import check_manifest, manifest_checked, write_manifest
+from spkv_nas.base.manifest import (
+    check_manifest,
+    file_hash,
+    file_hashes,
+    manifest_checked,
+    named_hash,
+    write_manifest,
+)
 
 
 @pytest.fixture
@@ -26,9 +32,9 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return sha256(path.read_bytes()).hexdigest()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(hashes, "_LARGE", 1)
-    monkeypatch.setattr(hashes, "_SETTLED", 0.0)
-    monkeypatch.setattr(hashes, "sha256_file", sha256_file)
+    monkeypatch.setattr(manifest, "_LARGE", 1)
+    monkeypatch.setattr(manifest, "_SETTLED", 0.0)
+    monkeypatch.setattr(manifest, "sha256_file", sha256_file)
     return names
 
 
@@ -70,7 +76,7 @@ def test_a_file_just_written_is_not_cached(
     file: Path, read: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second change could have the same modification time."""
-    monkeypatch.setattr(hashes, "_SETTLED", 3600.0)
+    monkeypatch.setattr(manifest, "_SETTLED", 3600.0)
     assert file_hash(file) == file_hash(file)
     assert len(read) == 2
     assert not (tmp_path / "cache").exists()
@@ -95,13 +101,13 @@ def test_unusable_cache_folder(file: Path, read: list[str], tmp_path: Path) -> N
 
 
 def test_concurrent_requests_read_once(file: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = hashes.sha256_file
+    slow = manifest.sha256_file
 
     def slowly(path: Path) -> str:
         time.sleep(0.2)
         return slow(path)
 
-    monkeypatch.setattr(hashes, "sha256_file", slowly)
+    monkeypatch.setattr(manifest, "sha256_file", slowly)
     threads = [threading.Thread(target=file_hash, args=[file]) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -18,8 +18,8 @@ from helpers import fails, gated, make_layouts, make_table, tiny_model
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
-from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.head_tables import Gains
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import SHOWN

@@ -149,7 +149,7 @@ def test_hashes_are_blob_names(repository: Repository, monkeypatch: pytest.Monke
     shards = sorted(snapshot.glob("*.safetensors"))
     expected = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in shards}
     identity = weights_identity(snapshot)
-    monkeypatch.setattr("spkv_nas.base.hashes.sha256_file", lambda path: pytest.fail(f"reads {path}"))
+    monkeypatch.setattr("spkv_nas.base.manifest.sha256_file", lambda path: pytest.fail(f"reads {path}"))
     assert content_hashes(shards) == expected
     assert weights_identity(snapshot) == identity
 
