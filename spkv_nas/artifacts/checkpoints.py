@@ -25,19 +25,12 @@ _COLUMNS = (Column("strategy"), Column("seed", "whole"), Column("hash"), Column(
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """One row of the table: a trained checkpoint.
+    """One row of the table: a trained checkpoint."""
 
-    Attributes:
-        strategy: name of the variant in the comparison.
-        seed: seed of its training.
-        hash: hash of its layout; "" for full attention and SP-KV.
-        checkpoint: its folder.
-    """
-
-    strategy: str
-    seed: int
-    hash: str
-    checkpoint: Path
+    strategy: str  # name of the variant in the comparison
+    seed: int  # seed of its training
+    hash: str  # hash of its layout; "" for full attention and SP-KV
+    checkpoint: Path  # its folder
 
 
 def write_checkpoints(folder: Path, models: Iterable[TrainedModel], root: Path) -> None:

@@ -34,24 +34,16 @@ MAX_DOCUMENTS = 256  # per probe; more are pooled into this many groups, domain 
 
 @dataclass(frozen=True, eq=False)
 class DocumentCounts:
-    """Tokens that every KV head keeps, per document: ``N`` documents (or groups of documents), ``P`` domains.
+    """Tokens that every KV head keeps, per document: ``N`` documents (or groups of documents), ``P`` domains."""
 
-    Attributes:
-        kept: float64 [N, L, Hkv], tokens kept at the table's threshold.
-        tokens: int64 [N], at least 1.
-        domain: int64 [N], index into ``domains``.
-        domains: names, sorted.
-        bins: integers [N, L, Hkv, n + 2], number of tokens per bin of utility logits; the first and last bin count
-            the logits outside the edges.
-        edges: [n + 1] bin edges, ascending.
-    """
-
-    kept: NDArray[np.float64]
-    tokens: NDArray[np.int64]
-    domain: NDArray[np.int64]
-    domains: tuple[str, ...]
+    kept: NDArray[np.float64]  # float64 [N, L, Hkv], tokens kept at the table's threshold
+    tokens: NDArray[np.int64]  # int64 [N], at least 1
+    domain: NDArray[np.int64]  # int64 [N], index into ``domains``
+    domains: tuple[str, ...]  # names, sorted
+    # integers [N, L, Hkv, n + 2], number of tokens per bin of utility logits; the first and last bin count the logits
+    # outside the edges
     bins: NDArray[np.integer[Any]]
-    edges: NDArray[np.float64]
+    edges: NDArray[np.float64]  # [n + 1] bin edges, ascending
 
     @property
     def num_documents(self) -> int:

@@ -188,7 +188,7 @@ class HeadScores(OnGrid):
     @cached_property
     def values(self) -> NDArray[np.float64]:
         """Return the scores [L, Hkv], the mean over domains weighted by tokens; scores in nats may be negative."""
-        return self._combine("score", lambda values, share: (values * share).sum(0))
+        return np.asarray(self._weighted("score").sum(0))
 
     @cached_property
     def density(self) -> NDArray[np.float64]:
@@ -198,7 +198,7 @@ class HeadScores(OnGrid):
     @cached_property
     def standard_error(self) -> NDArray[np.float64]:
         """Return the standard errors [L, Hkv], clustered by document; NaN if unknown."""
-        return self._combine("standard_error", lambda values, share: np.sqrt(((values * share) ** 2).sum(0)))
+        return np.asarray(np.sqrt((self._weighted("standard_error") ** 2).sum(0)))
 
     @property
     def mean(self) -> float:
@@ -214,7 +214,7 @@ class HeadScores(OnGrid):
         """Return one domain's scores [L, Hkv], clipped at 0 unless ``signed``. Raises ``UserError`` if unknown."""
         if domain not in self.domains:
             raise UserError(f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}")
-        values = self._on_grid(self.rows[self.rows["domain"] == domain], "score")
+        values = np.asarray(self._by_domain("score")[self.domains.index(domain)])
         return values if signed else values.clip(0.0)
 
     def at_tau(self, tau: float) -> HeadScores:
@@ -380,15 +380,12 @@ class HeadScores(OnGrid):
             f"{self.tau:g}\nprobe the model again to choose another tau"
         )
 
-    def _on_grid(self, rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
-        """Arrange a column of one domain as [L, Hkv]."""
-        grid = np.full(self.grid, np.nan)
-        grid[rows["layer"].to_numpy(), rows["kv_head"].to_numpy()] = rows[column].to_numpy()
-        return grid
+    def _by_domain(self, column: str) -> NDArray[np.float64]:
+        """Return a column as an array [P, L, Hkv], in the order of ``domains``."""
+        rows = self.rows.sort_values(["domain", "layer", "kv_head"])
+        return np.asarray(rows[column].to_numpy(np.float64).reshape(-1, *self.grid))
 
-    def _combine(self, column: str, reduce: Any) -> NDArray[np.float64]:
-        """Apply ``reduce`` to a column and the domains' shares of the tokens, both [P, L, Hkv]."""
-        parts = [self.rows[self.rows["domain"] == domain] for domain in self.domains]
-        tokens = np.stack([self._on_grid(part, "num_tokens") for part in parts])
-        values = np.stack([self._on_grid(part, column) for part in parts])
-        return np.asarray(reduce(values, tokens / tokens.sum(0)))
+    def _weighted(self, column: str) -> NDArray[np.float64]:
+        """Return a column times the domains' shares of the tokens, [P, L, Hkv]."""
+        tokens = self._by_domain("num_tokens")
+        return np.asarray(self._by_domain(column) * (tokens / tokens.sum(0)))

@@ -173,15 +173,10 @@ def read_density_log(path: Path) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class Gains:
-    """NLL that making each head global on its own saves, in nats per token.
+    """NLL that making each head global on its own saves, in nats per token."""
 
-    Attributes:
-        values: [L, Hkv]; negative if a head does harm, or appears to by chance.
-        standard_error: [L, Hkv], clustered by document; NaN for a single document.
-    """
-
-    values: NDArray[np.float64]
-    standard_error: NDArray[np.float64]
+    values: NDArray[np.float64]  # [L, Hkv]; negative if a head does harm, or appears to by chance
+    standard_error: NDArray[np.float64]  # [L, Hkv], clustered by document; NaN for a single document
 
     @classmethod
     def read(cls, path: Path, grid: Grid) -> Gains | None:

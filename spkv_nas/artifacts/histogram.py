@@ -44,17 +44,12 @@ def rounded_tau(tau: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class LogitHistogram:
-    """Histogram of utility logits, from which the density at any threshold follows.
+    """Histogram of utility logits, from which the density at any threshold follows."""
 
-    Attributes:
-        edges: [n + 1] bin edges, ascending.
-        counts: int64 [domains, L, Hkv, n + 2]; the first and last bin count the logits outside the edges.
-        domains: names of the first axis.
-    """
-
-    edges: NDArray[np.float64]
+    edges: NDArray[np.float64]  # [n + 1] bin edges, ascending
+    # int64 [domains, L, Hkv, n + 2]; the first and last bin count the logits outside the edges
     counts: NDArray[np.int64]
-    domains: tuple[str, ...]
+    domains: tuple[str, ...]  # names of the first axis
 
     @property
     def logit_range(self) -> tuple[float, float]:

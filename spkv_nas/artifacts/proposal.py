@@ -23,17 +23,11 @@ Value = TypeVar("Value", int, str)
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """Layouts by name, with the thresholds at which they were chosen.
+    """Layouts by name, with the thresholds at which they were chosen."""
 
-    Attributes:
-        layouts: by strategy, or by file name if two layouts have the same strategy.
-        taus: all thresholds named in the files, ascending; empty for layouts made by hand.
-        files: path of each layout, by the same names.
-    """
-
-    layouts: dict[str, Layout]
-    taus: tuple[float, ...] = ()
-    files: Mapping[str, Path] = field(default_factory=dict)
+    layouts: dict[str, Layout]  # by strategy, or by file name if two layouts have the same strategy
+    taus: tuple[float, ...] = ()  # all thresholds named in the files, ascending; empty for layouts made by hand
+    files: Mapping[str, Path] = field(default_factory=dict)  # path of each layout, by the same names
 
     @property
     def tau(self) -> float | None:

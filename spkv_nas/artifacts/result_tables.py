@@ -45,19 +45,12 @@ class LeftOut(Recorded):
 
 
 class JudgedLayout(Recorded):
-    """Layout of a candidate of a verdict, so that its results are found by content.
+    """Layout of a candidate of a verdict, so that its results are found by content."""
 
-    Attributes:
-        heads: a word of G and L per layer.
-        window: recent keys that a local head sees.
-        sinks: sink tokens of local heads.
-        trained: whether the candidate is a checkpoint of its own, not the dense model's weights.
-    """
-
-    heads: str
-    window: int
-    sinks: int = 0
-    trained: bool = False
+    heads: str  # a word of G and L per layer
+    window: int  # recent keys that a local head sees
+    sinks: int = 0  # sink tokens of local heads
+    trained: bool = False  # whether the candidate is a checkpoint of its own, not the dense model's weights
 
 
 class ResultRecord(Recorded):
@@ -97,10 +90,10 @@ def keep_earlier(
     """Copy an earlier result that was made from other inputs to files beside it, such as ``verdict-1a2b3c4d.csv``.
 
     Args:
-        folder: folder of the result.
+        folder: folder of the result, with its ``record``, which names its inputs, and its other files, ``tables``.
         new: folder of the files that replace it (``replacing``), which already has them.
-        record: name of its record, such as ``verdict.yaml``, which names its ``inputs``.
-        tables: names of its other files.
+        record: such as ``verdict.yaml``.
+        tables: such as ``["verdict.csv"]``.
         inputs: inputs of the result that will replace it (``inputs_of``).
         reporter: receives the name of the copy.
 
@@ -131,32 +124,12 @@ def keep_earlier(
     return earlier
 
 
-def write_result(
-    folder: Path,
-    name: str,
-    rows: pd.DataFrame,
-    origin: Mapping[str, Any],
-    reporter: Reporter = SILENT,
-    selection: Selection | None = None,
-) -> str | None:
-    """Write NAME.csv, NAME.yaml, a record of its ``origin``, and documents, if any; return as ``keep_earlier``."""
-    origin = {"inputs": inputs_of(origin), **origin}
-    table, record = f"{name}.csv", f"{name}.yaml"
-    settle(folder)  # so that an earlier result is complete
-    with replacing(folder) as new:
-        write_csv(new / table, rows)
-        write_record(new / record, origin)
-        if selection is not None:
-            write_selection(new, selection)
-        return keep_earlier(folder, new, record, [table], origin["inputs"], reporter)
-
-
 @dataclass(frozen=True)
 class ResultTable:
-    """A table and its record, ``NAME.csv`` and ``NAME.yaml``, with the columns of the table."""
+    """A table and its record, ``NAME.csv`` and ``NAME.yaml``, with the columns that are read back."""
 
     name: str
-    columns: tuple[Column, ...]
+    columns: tuple[Column, ...] = ()
 
     @property
     def header(self) -> list[str]:
@@ -170,9 +143,20 @@ class ResultTable:
         origin: Mapping[str, Any],
         reporter: Reporter = SILENT,
         selection: Selection | None = None,
-    ) -> None:
-        """Write the table and a record of its ``origin``; an earlier table of other inputs is kept beside it."""
-        write_result(folder, self.name, rows, origin, reporter, selection)
+    ) -> str | None:
+        """Write the table, a record of its ``origin``, and the documents that selected layouts, if any.
+
+        An earlier result of other inputs is kept beside it, and its inputs are returned.
+        """
+        origin = {"inputs": inputs_of(origin), **origin}
+        table, record = f"{self.name}.csv", f"{self.name}.yaml"
+        settle(folder)  # so that an earlier result is complete
+        with replacing(folder) as new:
+            write_csv(new / table, rows)
+            write_record(new / record, origin)
+            if selection is not None:
+                write_selection(new, selection)
+            return keep_earlier(folder, new, record, [table], origin["inputs"], reporter)
 
     def read(self, folder: Path) -> tuple[pd.DataFrame, dict[str, Any]] | None:
         """Read the rows, with missing values as NaN, and the record, empty if there is none; None without a table."""
@@ -183,8 +167,8 @@ class ResultTable:
         return rows, read_record(record, self.name, ResultRecord) if record.is_file() else {}
 
 
-def _number(name: str, low: float = 0.0, high: float = MAX_SHOWN) -> Column:
-    return Column(name, "number", low=low, high=high, gaps=True)
+def _number(name: str, low: float = 0.0, high: float = MAX_SHOWN, default: str | None = None) -> Column:
+    return Column(name, "number", low=low, high=high, gaps=True, default=default)
 
 
 def _paired(low: float) -> tuple[Column, ...]:
@@ -209,8 +193,8 @@ BASELINES = ResultTable(
         _number("delta_nll_percent", -100.0),  # against the dense model, the first row, paired by document
         _number("delta_nll_standard_error"),  # in percentage points
         # Difference of ΔNLL from the lowest at this density, paired by document; empty for the lowest
-        Column("above_lowest", "number", low=0.0, high=MAX_SHOWN, gaps=True, default=""),
-        Column("above_lowest_standard_error", "number", low=0.0, high=MAX_SHOWN, gaps=True, default=""),
+        _number("above_lowest", default=""),
+        _number("above_lowest_standard_error", default=""),
     ),
 )
 EVALUATION = ResultTable(

@@ -73,21 +73,13 @@ PERCENT = Scale()
 
 @dataclass(frozen=True)
 class Measure:
-    """Words and number formats of a table.
+    """Words and number formats of a table."""
 
-    Attributes:
-        noun: such as "density" or "add-one-head gain".
-        meaning: a sentence.
-        unit: unit of the values.
-        shown: unit of the numbers that ``scale`` writes.
-        scale: colour scale and number format of cells.
-    """
-
-    noun: str
-    meaning: str
-    unit: str
-    shown: str
-    scale: Scale = PERCENT
+    noun: str  # such as "density" or "add-one-head gain"
+    meaning: str  # a sentence
+    unit: str  # unit of the values
+    shown: str  # unit of the numbers that ``scale`` writes
+    scale: Scale = PERCENT  # colour scale and number format of cells
 
     @classmethod
     def of(cls, kind: str, signal: str, unit: str | None, values: NDArray[np.float64]) -> Measure:

@@ -9,19 +9,12 @@ from spkv_nas.artifacts.grid import Grid
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Attention heads of a decoder.
+    """Attention heads of a decoder."""
 
-    Attributes:
-        num_layers: layers L.
-        num_heads: query heads per layer Hq.
-        num_kv_heads: KV heads per layer Hkv.
-        head_dim: channels of a head D.
-    """
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_layers: int  # layers L
+    num_heads: int  # query heads per layer Hq
+    num_kv_heads: int  # KV heads per layer Hkv
+    head_dim: int  # channels of a head D
 
     @property
     def grid(self) -> Grid:
@@ -36,43 +29,26 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class Shape(HeadShape):
-    """Sizes that the FLOP formulas depend on.
+    """Sizes that the FLOP formulas depend on."""
 
-    Attributes:
-        num_parameters: N, without embeddings.
-    """
-
-    num_parameters: int
+    num_parameters: int  # N, without embeddings
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of a decoder, without gate predictors.
+    """Size of a decoder, without gate predictors."""
 
-    Attributes:
-        heads: layers and heads.
-        num_parameters: of the whole model.
-        without_embeddings: N, parameters of layers and norms, which every token passes; excludes vision encoders.
-        hidden_size: channels of a token.
-        intermediate_size: channels of a layer's FFN.
-        vocabulary: vocabulary size V of the logits.
-        positions: context length that it was trained for; None if the config does not say.
-        num_full: layers with full attention; the others have a sliding window by design and are not gated.
-        sliding_window: sliding window of those other layers, in keys.
-        is_mixture: whether it is a mixture of experts, where a token uses only a part of the parameters.
-        native_windows: sliding window of each layer in keys, None for full attention; empty if no layer has one.
-    """
-
-    heads: HeadShape
-    num_parameters: int
-    without_embeddings: int
-    hidden_size: int
-    intermediate_size: int
-    vocabulary: int
-    positions: int | None
-    num_full: int
-    sliding_window: int = 0
-    is_mixture: bool = False
+    heads: HeadShape  # layers and heads
+    num_parameters: int  # of the whole model
+    without_embeddings: int  # N, parameters of layers and norms, which every token passes; excludes vision encoders
+    hidden_size: int  # channels of a token
+    intermediate_size: int  # channels of a layer's FFN
+    vocabulary: int  # vocabulary size V of the logits
+    positions: int | None  # context length that it was trained for; None if the config does not say
+    num_full: int  # layers with full attention; the others have a sliding window by design and are not gated
+    sliding_window: int = 0  # sliding window of those other layers, in keys
+    is_mixture: bool = False  # whether it is a mixture of experts, where a token uses only a part of the parameters
+    # sliding window of each layer in keys, None for full attention; empty if no layer has one
     native_windows: tuple[int | None, ...] = ()
 
     @property

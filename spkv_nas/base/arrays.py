@@ -28,24 +28,16 @@ _KINDS = {"text": ("U", "text"), "number": ("iuf", "numbers"), "whole": ("iu", "
 
 @dataclass(frozen=True)
 class Array:
-    """Declaration of an array in a file.
+    """Declaration of an array in a file."""
 
-    Attributes:
-        name: name in the file.
-        kind: "text", "number" (finite), or "whole" (integers).
-        shape: one word per axis, such as "N T". An axis of one letter has the same length, at least 1, in all arrays of
-            the file; "n+2" is two longer than "n". Empty: a scalar.
-        low: smallest number allowed.
-        high: largest number allowed.
-        ascending: whether numbers must increase strictly.
-    """
-
-    name: str
-    kind: Literal["text", "number", "whole"]
+    name: str  # name in the file
+    kind: Literal["text", "number", "whole"]  # "text", "number" (finite), or "whole" (integers)
+    # one word per axis, such as "N T". An axis of one letter has the same length, at least 1, in all arrays of the
+    # file; "n+2" is two longer than "n". Empty: a scalar
     shape: str = ""
-    low: float = 0
-    high: float = math.inf
-    ascending: bool = False
+    low: float = 0  # smallest number allowed
+    high: float = math.inf  # largest number allowed
+    ascending: bool = False  # whether numbers must increase strictly
 
 
 def read_arrays(path: Path, arrays: Sequence[Array], remedy: str) -> dict[str, NDArray[Any]]:

@@ -8,8 +8,7 @@ An entry is a frozen dataclass in one file, of which the registry holds an insta
 
         order: Annotated[float, Flag("Order p of the norm.", low=1)] = 2.0
 
-A field annotated with a ``Flag`` is an option of the entry's command as well; ``flag.default`` gives it a wording for a
-default that depends on other values. This module imports nothing heavy, because ``--help`` needs it.
+A field annotated with a ``Flag`` is an option of the entry's command as well. Imports nothing heavy, for ``--help``.
 """
 
 from __future__ import annotations
@@ -92,19 +91,12 @@ def _checked(name: str, kind: Any, flag: Flag | None, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SharedOption:
-    """Option of one or several entries of a registry, as one flag of a command.
+    """Option of one or several entries of a registry, as one flag of a command."""
 
-    Attributes:
-        name: name of the field; its dashed form is the flag.
-        type: type of its values.
-        flag: help text and bounds.
-        defaults: its default in each entry that takes it, as the help shows it, by the entry's name.
-    """
-
-    name: str
-    type: Any
-    flag: Flag
-    defaults: dict[str, str]
+    name: str  # name of the field; its dashed form is the flag
+    type: Any  # type of its values
+    flag: Flag  # help text and bounds
+    defaults: dict[str, str]  # its default in each entry that takes it, as the help shows it, by the entry's name
 
     @property
     def default_text(self) -> str:

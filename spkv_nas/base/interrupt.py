@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-
 _AT_ONCE = 0.5  # seconds within which a second SIGINT counts as a duplicate of the first
 
 

@@ -22,22 +22,20 @@ class _Watch(MetaPathFinder):
     """Import finder that finds no module, but wraps the loader of ``module`` to call ``action`` afterwards."""
 
     def __init__(self, module: str, action: Callable[[], None]) -> None:
-        """Store the name of the module and the callback."""
         self.module, self.action = module, action
-        self._is_asking = False  # whether this finder is querying the others
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Let the other finders find the module, and wrap its loader."""
-        if fullname != self.module or self._is_asking:
+        if fullname != self.module or self not in sys.meta_path:
             return None
         # Find the module without this finder, which would recurse
-        self._is_asking = True
+        sys.meta_path.remove(self)
         try:
             spec = find_spec(fullname)
         finally:
-            self._is_asking = False
+            sys.meta_path.insert(0, self)
         # Run the action once the loader has executed the module
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

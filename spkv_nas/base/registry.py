@@ -12,9 +12,10 @@ The entry point names the class of the entry, or an instance of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, distribution, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from typing import Generic, Protocol, TypeVar
 
 from spkv_nas.base.errors import UserError, first_line
@@ -35,19 +36,12 @@ Entry = TypeVar("Entry", bound=Named)
 
 @dataclass(frozen=True)
 class Registry(Generic[Entry]):
-    """Entries of one extension point, in the order in which users see them.
+    """Entries of one extension point, in the order in which users see them."""
 
-    Attributes:
-        group: entry-point group of further entries, such as ``spkv_nas.signals``.
-        noun: what an entry is, for error messages, such as "signal".
-        kind: base class that every entry is an instance of.
-        built_in: entries that need no entry point, which come first.
-    """
-
-    group: str
-    noun: str
-    kind: type[Entry]
-    built_in: tuple[Entry, ...]
+    group: str  # entry-point group of further entries, such as ``spkv_nas.signals``
+    noun: str  # what an entry is, for error messages, such as "signal"
+    kind: type[Entry]  # base class that every entry is an instance of
+    built_in: tuple[Entry, ...]  # entries that need no entry point, which come first
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -87,7 +81,7 @@ class Registry(Generic[Entry]):
         return self.entries[name]
 
     def _load(self, point: EntryPoint) -> Entry:
-        """Import the entry of an entry point."""
+        """Import the entry of an entry point, and instantiate one that is a class."""
         try:
             entry = point.load()
         except Exception as error:
@@ -95,7 +89,6 @@ class Registry(Generic[Entry]):
             package = point.dist.name if point.dist else "its package"
             remedy = REINSTALL if _is_own(point) else f"repair or uninstall {package}"
             raise UserError(f"cannot load the {self.noun} {point.value}: {reason}\n{remedy}") from error
-        # Instantiate an entry that is a class
         entry = entry() if isinstance(entry, type) and issubclass(entry, self.kind) else entry
         if not isinstance(entry, self.kind):
             raise UserError(f"{point.value} is no {self.kind.__name__}, which a {self.noun} must be")
@@ -107,12 +100,9 @@ def reinstall_hint() -> str:
 
     They are not where the package is only on ``PYTHONPATH``, or was installed before it had any.
     """
-    try:
-        points = distribution("spkv-nas").entry_points
-    except PackageNotFoundError:
-        points = EntryPoints()
-    if any(point.group.startswith("spkv_nas.") for point in points):
-        return ""
+    with suppress(PackageNotFoundError):
+        if any(point.group.startswith("spkv_nas.") for point in distribution("spkv-nas").entry_points):
+            return ""
     return f"\nthe installed spkv-nas registers no entry points, so some commands and options are missing: {REINSTALL}"
 
 

@@ -25,27 +25,16 @@ MAX_BYTES = 2 << 30  # maximum size; a search of 100,000 layouts with 640 heads 
 
 @dataclass(frozen=True)
 class Column:
-    """Declaration of a column.
+    """Declaration of a column."""
 
-    Attributes:
-        name: name in the header.
-        kind: "text", "number" (finite), or "whole" (an integer up to 2^53).
-        low: smallest number allowed.
-        high: largest number allowed.
-        above: exclusive lower bound, which replaces ``low``.
-        default: text of every cell if the table has no such column; None: the column is required.
-        gaps: whether numbers may be missing (empty cells, NaN); text may always be empty.
-        choices: allowed texts; empty: any.
-    """
-
-    name: str
-    kind: Literal["text", "number", "whole"] = "text"
-    low: float = 0
-    high: float = math.inf
-    above: float | None = None
-    default: str | None = None
-    gaps: bool = False
-    choices: tuple[str, ...] = ()
+    name: str  # name in the header
+    kind: Literal["text", "number", "whole"] = "text"  # "text", "number" (finite), or "whole" (an integer up to 2^53)
+    low: float = 0  # smallest number allowed
+    high: float = math.inf  # largest number allowed
+    above: float | None = None  # exclusive lower bound, which replaces ``low``
+    default: str | None = None  # text of every cell if the table has no such column; None: the column is required
+    gaps: bool = False  # whether numbers may be missing (empty cells, NaN); text may always be empty
+    choices: tuple[str, ...] = ()  # allowed texts; empty: any
 
     @property
     def expected(self) -> str:

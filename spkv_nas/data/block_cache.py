@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,15 +50,8 @@ class BlockCache:
     ) -> None:
         """Describe the text: its sources, relative to ``base``, and all else that determines its blocks.
 
-        Args:
-            root: folder of the cache.
-            sources: text sources.
-            base: folder that relative paths start from.
-            tokenizer: tokenizer of the blocks.
-            settings: everything that is not named by another argument.
-            block_size: tokens per block.
-            separator: what stands after a document (``tokenizer.boundaries``).
-            bos: whether every block begins with a BOS token (``tokenizer.boundaries``).
+        ``settings`` is everything that no other argument names. ``tokenizer.boundaries`` describes ``separator`` and
+        ``bos``.
         """
         self.root, self.tokenizer, self.block_size = root, tokenizer, block_size
         self.boundaries = boundaries(tokenizer, separator, bos, block_size)
@@ -66,21 +59,21 @@ class BlockCache:
         self._decided = (_FORMAT, fingerprint(tokenizer), f"{block_size} {settings} {self.boundaries}")
 
     def find_or_write(self, has_all: Callable[[Path], bool], write: Callable[[], Path], reporter: Reporter) -> Path:
-        """Return the folder of the text in its current state, if ``has_all`` accepts it, or ``write`` it.
+        """Return the folder of the text in its current state, if ``has_all`` accepts one; else ``write`` it.
 
         One process writes at a time.
         """
-
-        def find() -> Path | None:
-            files = sorted(self.root.glob(f"*/{_STATES}"))
-            accepted = (file.parent for file in files if self._state in _read_states(file) and has_all(file.parent))
-            return next(accepted, None)
-
-        if (folder := find()) is not None:
+        if (folder := self._find(has_all)) is not None:
             return folder
         with locked(self.root, "reads and tokenises the text", reporter.announce):
             # Look again under the lock, as another process may have written the text
-            return find() or write()
+            return self._find(has_all) or write()
+
+    def _find(self, has_all: Callable[[Path], bool]) -> Path | None:
+        for file in sorted(self.root.glob(f"*/{_STATES}")):
+            if self._state in _read_states(file) and has_all(file.parent):
+                return file.parent
+        return None
 
     @property
     def partial(self) -> Path:
@@ -111,9 +104,11 @@ class ContentKey:
         """Start without documents."""
         self._key = hashlib.sha256()
 
-    def add(self, document: Document) -> None:
-        """Add the next document."""
-        self._key.update("\0".join([document.id, document.domain, document.label, ""]).encode())
+    def pass_on(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Add each document, and yield it."""
+        for document in documents:
+            self._key.update("\0".join([document.id, document.domain, document.label, ""]).encode())
+            yield document
 
     def name(self, decided: Iterable[str]) -> str:
         """Return 16 hexadecimal digits for the documents so far and the values of ``decided``."""

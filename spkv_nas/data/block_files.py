@@ -56,15 +56,8 @@ def write_blocks(
 ) -> dict[str, Any]:
     """Write documents as blocks to the folder ``partial``, which ``publish`` completes; return their record.
 
-    Args:
-        partial: folder, emptied if an earlier process left files in it.
-        documents: documents with their tokens int32 [tokens], of which few are in memory at a time.
-        block_size: tokens per block.
-        what: name of the text in errors.
-        boundaries: tokens that every block begins with, and those after each document.
-
-    Raises:
-        UserError: if the disk is full, there is no document, or less than one block of tokens.
+    Documents come with their tokens int32 [tokens], and few are in memory at a time. Raises ``UserError`` if the disk
+    is full, or the text, which is called ``what``, has less than one block of tokens.
     """
     opening, size = np.array(boundaries.opening, dtype=_INT32), block_size - len(boundaries.opening)
     num_documents = num_tokens = 0  # of text, those of an incomplete last block included

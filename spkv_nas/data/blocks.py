@@ -38,19 +38,12 @@ _ARRAYS = (
 
 @dataclass(frozen=True)
 class DocumentInfo:
-    """Describe a document once it is tokenised.
+    """Describe a document once it is tokenised."""
 
-    Attributes:
-        id: identity of its text.
-        domain: its domain.
-        name: name to show.
-        whole: identity of the text that it is a piece of; empty for a whole text.
-    """
-
-    id: str
-    domain: str
-    name: str
-    whole: str = ""
+    id: str  # identity of its text
+    domain: str  # its domain
+    name: str  # name to show
+    whole: str = ""  # identity of the text that it is a piece of; empty for a whole text
 
     @property
     def text_id(self) -> str:

@@ -24,23 +24,14 @@ Permutation = Callable[[int, int, int], NDArray[np.int64]]  # (number of blocks,
 
 @dataclass(frozen=True)
 class BlockOrder:
-    """Order of a text's blocks over the epochs of a run.
+    """Order of a text's blocks over the epochs of a run."""
 
-    Attributes:
-        permutation: order of the ``num_blocks`` blocks in an epoch, ``mixed_order`` or ``library_order``.
-        num_blocks: number of blocks.
-        seed: seed of the order.
-        per_epoch: number of blocks that are read per epoch; the others are skipped.
-        ratio: number of parts in a longer block.
-        start: number of parts read before the first longer block.
-    """
-
-    permutation: Permutation
-    num_blocks: int
-    seed: int
-    per_epoch: int
-    ratio: int = 1
-    start: int = 0
+    permutation: Permutation  # order of the ``num_blocks`` blocks in an epoch, ``mixed_order`` or ``library_order``
+    num_blocks: int  # number of blocks
+    seed: int  # seed of the order
+    per_epoch: int  # number of blocks that are read per epoch; the others are skipped
+    ratio: int = 1  # number of parts in a longer block
+    start: int = 0  # number of parts read before the first longer block
 
     def at(self, number: int) -> int:
         """Return the index of the block that comes after ``number`` others."""
@@ -84,19 +75,12 @@ def library_order(num_blocks: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Positions of the synthetic blocks in a run.
+    """Positions of the synthetic blocks in a run."""
 
-    Attributes:
-        share: share of synthetic blocks.
-        phase: in [0, 1), offset of the first one.
-        before: number of blocks before position 0.
-        numbered_from: index of the first synthetic block.
-    """
-
-    share: float
-    phase: float = 0.0
-    before: int = 0
-    numbered_from: int = 0
+    share: float  # share of synthetic blocks
+    phase: float = 0.0  # in [0, 1), offset of the first one
+    before: int = 0  # number of blocks before position 0
+    numbered_from: int = 0  # index of the first synthetic block
 
     @classmethod
     def drawn(cls, share: float, num_text: int, seed: int) -> Mixture:

@@ -38,21 +38,13 @@ _RECENT = 1 << 18  # hashes kept in a set before they are merged into the sorted
 
 @dataclass(frozen=True)
 class Document:
-    """One text, identified by its content.
+    """One text, identified by its content."""
 
-    Attributes:
-        text: the text.
-        domain: its domain.
-        name: name to show.
-        piece: index, from 0, of a piece of a longer text, whose name it has; None for a whole text.
-        whole: id of that longer text, or a hash of its name if it is never read whole; empty for a whole text.
-    """
-
-    text: str
-    domain: str
-    name: str
-    piece: int | None = None
-    whole: str = ""
+    text: str  # the text
+    domain: str  # its domain
+    name: str  # name to show
+    piece: int | None = None  # index, from 0, of a piece of a longer text, whose name it has; None for a whole text
+    whole: str = ""  # id of that longer text, or a hash of its name if it is never read whole; empty for a whole text
 
     @cached_property
     def id(self) -> str:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_json
 from spkv_nas.base.manifest import check_manifest
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
 from spkv_nas.data.block_cache import BlockCache, ContentKey
 from spkv_nas.data.block_files import is_written, map_blocks, publish, read_notes, write_blocks
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.config import AUTO, Bos, DataConfig, SourceConfig
-from spkv_nas.data.heldout import RULE, heldout_share
 from spkv_nas.data.sources import Document, LeftOut, documents, heldout, tokenised
 from spkv_nas.data.spread import SpreadSample
 from spkv_nas.data.tokenizer import TRAINING_PIECE, piece_size, pieces, train_bpe
@@ -33,6 +33,58 @@ BPE_SAMPLE_CHARACTERS = 20_000_000
 _TRAIN, _TEXT = "train", "text"  # subfolders of a cache folder
 _SAMPLE, _NOTES = "sample.npz", "sample-notes.json"
 _REACH, _MIN_REACH = 400, 2_000_000  # characters that a sample is chosen from: per token, and at least
+
+RULE = 2  # version of the choice of held-out tokens, so that results of another choice are not reused
+_MAX_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 6
+_MIN_DOCUMENTS = 2  # minimum number of held-out documents, as a single one gives no standard error
+
+
+def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -> float:
+    """Return the share of hashes (``sources.heldout``) below which documents are held out.
+
+    It is that of ``config``, unless this leaves less than one block or a single document to the held-out text, or less
+    than one block to training. Then it is the nearest share that gives both enough, which ``announce`` is told.
+    Documents are read only until both parts have enough, which takes few of a large text. Raises ``UserError`` if a
+    text is too short to be split.
+    """
+    block_characters = _MAX_PER_TOKEN * config.block_size  # characters of a block
+    # Read documents until both parts have enough
+    hashed: list[tuple[int, int]] = []  # (hash, characters) of each document
+    num_held = held_characters = kept_characters = 0
+    for document in documents(config.sources, base, piece=piece_size(config.block_size)):
+        key, length = int(document.id[:8], 16), len(document.text)
+        hashed.append((key, length))
+        if key < config.heldout * 2**32:
+            num_held, held_characters = num_held + 1, held_characters + length
+        else:
+            kept_characters += length
+        if num_held >= _MIN_DOCUMENTS and held_characters >= block_characters and kept_characters >= block_characters:
+            return config.heldout
+    # Choose the nearest number of documents that gives both parts enough
+    num_chosen = _parted(sorted(hashed), num_held, block_characters)
+    if num_chosen != num_held:
+        announce(
+            f"data.heldout {config.heldout:g} would hold out {num_held} of {len(hashed)} documents; "
+            f"{num_chosen} are held out, so that text is left both to train on and to evaluate on"
+        )
+    # Hold out all hashes up to that of the last chosen document
+    return (sorted(hashed)[num_chosen - 1][0] + 1) / 2**32
+
+
+def _parted(hashed: list[tuple[int, int]], number: int, least: int) -> int:
+    """Return how many of the sorted (hash, characters) to hold out: near ``number``, with ``least`` on each side."""
+    if not hashed:
+        raise UserError("the text is empty: no document in any source")
+    if len(hashed) == 1:
+        raise UserError(
+            f"the text is one document of {hashed[0][1]} characters, too short to hold out a part\n"
+            "use more text, or smaller blocks (--block-size; data.block_size in a recipe); each part needs four"
+        )
+    # Leave both parts enough text
+    lengths = np.cumsum([length for _, length in hashed])
+    lowest = max(_MIN_DOCUMENTS, int(np.searchsorted(lengths, least)) + 1)
+    highest = min(len(hashed) - 1, int(np.searchsorted(lengths, lengths[-1] - least, side="right")))
+    return min(max(number, lowest), max(highest, 1))
 
 
 def train_tokenizer(config: DataConfig, vocab_size: int, base: Path, bos: bool = False) -> PreTrainedTokenizerBase:
@@ -62,17 +114,9 @@ def cache_split(
 ) -> Path:
     """Tokenise both sets of blocks unless they are cached, and return their folder under ``cache``.
 
-    Args:
-        config: section ``data`` of the recipe.
-        tokenizer: tokenizer of the model.
-        cache: folder of the cache.
-        base: folder that relative paths start from.
-        reporter: receives progress and notes on the text.
-        stretch: consecutive tokens of one document that held-out blocks keep together (``spread.SpreadSample``), a
-            multiple of the block size; one block by default.
-
-    Raises:
-        UserError: if the text is missing or too short, or its blocks are damaged.
+    Held-out blocks keep ``stretch`` consecutive tokens of one document together (``spread.SpreadSample``), a multiple
+    of the block size; one block by default. Relative paths start from ``base``. Raises ``UserError`` if the text is
+    missing or too short, or its blocks are damaged.
     """
     split = _Split(config, tokenizer, cache, base, reporter, stretch)
     folder = split.cache.find_or_write(split.has_all, lambda: split.write(with_training=True), reporter)
@@ -114,21 +158,10 @@ def load_text(
 ) -> TokenBlocks:
     """Return the blocks of a text that is not split, cached under ``cache``.
 
-    Args:
-        sources: text sources.
-        tokenizer: tokenizer of the model.
-        cache: folder of the cache.
-        base: folder that relative paths start from.
-        block_size: tokens per block.
-        max_tokens: take at least this many tokens (all of a shorter text), spread over the documents: one block of each
-            before a second of any. Documents are chosen by hash from the beginning of the text, which has ``_REACH``
-            times as many characters (at least ``_MIN_REACH``).
-        bos: whether every block begins with a BOS token, see ``tokenizer.boundaries``.
-        separator: what stands after a document, see ``tokenizer.boundaries``.
-        reporter: receives progress and notes on the text.
-
-    Raises:
-        UserError: if the text is missing or too short, or its blocks are damaged.
+    With ``max_tokens``, take at least this many tokens (all of a shorter text), spread over the documents: one block of
+    each before a second of any. Documents are chosen by hash from the beginning of the text, which has ``_REACH`` times
+    as many characters (at least ``_MIN_REACH``). Relative paths start from ``base``; ``tokenizer.boundaries`` describes
+    ``bos`` and ``separator``. Raises ``UserError`` if the text is missing or too short, or its blocks are damaged.
     """
     settings = f"{max_tokens} {'whole' if max_tokens is None else f'sample-{RULE}'}"
     block_cache = BlockCache(cache, sources, base, tokenizer, settings, block_size, separator, bos)
@@ -138,8 +171,8 @@ def load_text(
             return is_written(folder / _TEXT)
 
         def write() -> Path:
-            with _reading(sources, base, block_size, reporter) as (texts, seen):
-                return _write_text(texts, seen, block_cache)
+            with _reading(sources, base, block_size, reporter) as reading:
+                return _write_text(*reading, block_cache)
 
         return map_blocks(_checked(block_cache.find_or_write(has_text, write, reporter), _TEXT, reporter) / _TEXT)
 
@@ -147,8 +180,8 @@ def load_text(
         return (folder / _SAMPLE).is_file() and (folder / _NOTES).is_file()
 
     def write_sample() -> Path:
-        with _reading(sources, base, block_size, reporter) as (texts, seen):
-            return _write_sample(texts, seen, block_cache, max_tokens)
+        with _reading(sources, base, block_size, reporter) as reading:
+            return _write_sample(*reading, block_cache, max_tokens)
 
     folder = block_cache.find_or_write(has_sample, write_sample, reporter)
     for note in read_notes(folder, _NOTES):
@@ -156,26 +189,28 @@ def load_text(
     return TokenBlocks.read(folder / _SAMPLE, block_cache.boundaries)
 
 
-def _write_text(texts: Iterable[Document], seen: _Seen, cache: BlockCache) -> Path:
+def _write_text(texts: Iterable[Document], content: ContentKey, left_out: LeftOut, cache: BlockCache) -> Path:
     """Write the blocks of a whole text, and return their folder."""
     limits = cache.boundaries
     tokens = tokenised(texts, cache.tokenizer, limits.separator)
     record = write_blocks(cache.partial, tokens, cache.block_size, "text", limits)
-    folder = cache.folder(seen.content)
-    publish(cache.partial, folder / _TEXT, record, seen.notes())
+    folder = cache.folder(content)
+    publish(cache.partial, folder / _TEXT, record, left_out.notes())
     return folder
 
 
-def _write_sample(texts: Iterable[Document], seen: _Seen, cache: BlockCache, max_tokens: int) -> Path:
+def _write_sample(
+    texts: Iterable[Document], content: ContentKey, left_out: LeftOut, cache: BlockCache, max_tokens: int
+) -> Path:
     """Write a sample of a text, spread over the documents at its beginning, and return its folder."""
     sample = _empty_sample(max_tokens, cache.block_size, cache)
     reached = _first(texts, max(_MIN_REACH, _REACH * max_tokens))
     candidates = (document for document in reached if sample.wants(document))
     for document, ids in tokenised(candidates, cache.tokenizer, cache.boundaries.separator):
         sample.add(document, ids)
-    folder = cache.folder(seen.content)
+    folder = cache.folder(content)
     sample.blocks(cache.block_size, "text", cache.boundaries).save(folder / _SAMPLE)
-    write_json(folder / _NOTES, {"notes": seen.notes()})
+    write_json(folder / _NOTES, {"notes": left_out.notes()})
     return folder
 
 
@@ -221,7 +256,7 @@ class _Split:
             return sample.wants(document) if heldout(document, share) else with_training
 
         # Tokenise in one pass: held-out documents go to the sample, the others to the training blocks
-        with _reading(config.sources, self._base, config.block_size, self._reporter) as (texts, seen):
+        with _reading(config.sources, self._base, config.block_size, self._reporter) as (texts, content, left_out):
 
             def training() -> Iterator[tuple[Document, NDArray[np.int32]]]:
                 for document, ids in tokenised(filter(is_tokenised, texts), cache.tokenizer, limits.separator):
@@ -236,11 +271,11 @@ class _Split:
             else:
                 list(training())
         # Write the held-out blocks, and complete the training blocks
-        folder = cache.folder(seen.content)
+        folder = cache.folder(content)
         blocks = sample.blocks(config.block_size, "held-out text", limits, balanced=True)
         blocks.save(_heldout_file(folder, config, self._stretch))
         if with_training:
-            publish(cache.partial, folder / _TRAIN, record, seen.notes())
+            publish(cache.partial, folder / _TRAIN, record, left_out.notes())
         return folder
 
 
@@ -264,44 +299,12 @@ def _first(texts: Iterable[Document], characters: int) -> Iterator[Document]:
 @contextmanager
 def _reading(
     sources: Sequence[str | SourceConfig], base: Path, block_size: int, reporter: Reporter
-) -> Iterator[tuple[Iterator[Document], _Seen]]:
-    """Yield the documents of a text, read under a progress bar, and a record of those that have passed."""
-    seen = _Seen()
+) -> Iterator[tuple[Iterator[Document], ContentKey, LeftOut]]:
+    """Yield the documents of a text, read under a progress bar, their content so far, and what was left out."""
+    content, left_out = ContentKey(), LeftOut()
     with reporter.bar("reading and tokenising text, kB") as progress:
-        texts = documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=seen)
-        yield seen.pass_on(texts), seen
-
-
-class _Seen(LeftOut):
-    """Record of the documents that passed: hash of their content, long documents, and what was left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.content = ContentKey()
-        self._names: list[str] = []
-        self._documents = self._pieces = 0
-
-    def pass_on(self, texts: Iterable[Document]) -> Iterator[Document]:
-        """Record each document, and yield it."""
-        for document in texts:
-            self.content.add(document)
-            self._documents += 1
-            self._pieces += document.piece is not None
-            if document.piece == 0:
-                self._names.append(document.name)
-            yield document
-
-    def notes(self) -> list[str]:
-        """Return notes for the user on documents left out or cut into pieces."""
-        notes = super().notes()
-        if not self._names:
-            return notes
-        if self._pieces == 1:
-            note = f"{self._names[0]} is one long document, of which one piece is read"
-            return [*notes, f"{note}: no standard error can be given" if self._documents == 1 else note]
-        if len(self._names) == 1:
-            return [*notes, f"{self._names[0]} is one long document: its {self._pieces} pieces serve as documents"]
-        return [*notes, f"{len(self._names)} documents are long: their {self._pieces} pieces serve as documents"]
+        texts = documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out)
+        yield content.pass_on(texts), content, left_out
 
 
 def _heldout_file(folder: Path, config: DataConfig, stretch: int | None) -> Path:

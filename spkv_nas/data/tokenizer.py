@@ -90,15 +90,10 @@ def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[n
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Special tokens of packed text.
+    """Special tokens of packed text."""
 
-    Attributes:
-        opening: tokens that every block begins with.
-        separator: tokens after every document.
-    """
-
-    opening: tuple[int, ...] = ()
-    separator: tuple[int, ...] = ()
+    opening: tuple[int, ...] = ()  # tokens that every block begins with
+    separator: tuple[int, ...] = ()  # tokens after every document
 
     def begins_text(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Return which tokens [..., T] after the first of a block begin a text: they are read, but not predicted."""

@@ -15,7 +15,7 @@ import pandas as pd
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
-from spkv_nas.artifacts.result_tables import ALARM, inputs_of, write_result
+from spkv_nas.artifacts.result_tables import ALARM, ResultTable, inputs_of
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining
 from spkv_nas.artifacts.selection import SELECTION, digest
 from spkv_nas.base.progress import SILENT, Reporter
@@ -76,7 +76,7 @@ def write_results(
     measured = [fidelity for fidelity in FIDELITIES if rows[f"{fidelity}_delta_percent"].notna().any()]
     selection = frozenset[str]().union(*map(search.evaluator.documents, measured))
     record = {"inputs": inputs_of(_inputs(search)), ALARM: alarm, **_origin(search, rows), SELECTION: digest(selection)}
-    earlier = write_result(folder, "search", rows, record, reporter, selection)
+    earlier = ResultTable("search").write(folder, rows, record, reporter, selection)
     # Replace the layouts worth keeping: the front, those retrained in full, and the recommended one
     worth_keeping = (*front(trials), *(trial for trial in trials if trial.full is not None))
     kept = {trial.name: (trial.layout, trial.seed) for trial in worth_keeping if trial.sampler != BASELINE}

@@ -25,7 +25,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.base.schema import Recorded, validate
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.data.heldout import RULE
+from spkv_nas.data.splits import RULE
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.checkpoint import check_savable, checkpoint_hash, load_on

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import Recorder
 from text_cases import bytes_tokenizer, prose, sixty_documents, write_files
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.data import readers
 from spkv_nas.data.block_files import map_blocks, publish, write_blocks
-from spkv_nas.data.config import DataConfig, SourceConfig
-from spkv_nas.data.heldout import heldout_share
+from spkv_nas.data.config import DataConfig
 from spkv_nas.data.sources import Document, documents, heldout
-from spkv_nas.data.splits import cache_split, load_text, read_split
+from spkv_nas.data.splits import cache_split, heldout_share, load_text, read_split
 from spkv_nas.data.tokenizer import cut, piece_size
 
 
@@ -99,41 +97,18 @@ class TestShare:
         """One file gives training and held-out text."""
         (tmp_path / "corpus.txt").write_text(prose(12_000))
         config = DataConfig(sources=["corpus.txt"], block_size=64)
-        messages: list[str] = []
-        folder = cache_split(
-            config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Recorder(announced=messages.append)
-        )
+        folder = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)
         train, kept_out = read_split(folder, config)
         assert len(kept_out.documents) >= 2
-        number = len(train.documents) + len(kept_out.documents)
-        assert messages == [f"corpus.txt is one long document: its {number} pieces serve as documents"]
-        again: list[str] = []
-        cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Recorder(announced=again.append))
-        assert again == messages
+        number = len(list(documents(["corpus.txt"], tmp_path, piece=piece_size(64))))
+        assert len(train.documents) + len(kept_out.documents) == number
 
     def test_a_limit_takes_tokens_of_several_chunks(self, tmp_path: Path) -> None:
         """A single chunk would give no standard error."""
         (tmp_path / "corpus.txt").write_text(prose(2000))
-        messages: list[str] = []
-        options: dict[str, Any] = {"block_size": 64, "max_tokens": 256, "reporter": Recorder(announced=messages.append)}
+        options: dict[str, Any] = {"block_size": 64, "max_tokens": 256}
         result = load_text(["corpus.txt"], bytes_tokenizer(), tmp_path / "cache", tmp_path, **options)
         assert len(result.documents) == result.num_blocks == 4
-        number = len(list(documents(["corpus.txt"], tmp_path, piece=piece_size(64))))
-        assert messages == [f"corpus.txt is one long document: its {number} pieces serve as documents"]
-
-    @pytest.mark.parametrize("others", [0, 8])
-    def test_a_single_chunk_is_reported(self, others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """One chunk gives no standard error unless there are other documents."""
-        monkeypatch.setattr(readers, "MAX_ENCODED_CHARACTERS", 20_000)
-        (tmp_path / "long.txt").write_text(prose(2000))
-        write_files(tmp_path / "text", others)
-        messages: list[str] = []
-        sources = ["text"] * bool(others) + [SourceConfig(path="long.txt", max_documents=1)]
-        reporter = Recorder(announced=messages.append)
-        result = load_text(sources, bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, reporter=reporter)
-        assert len(result.documents) == others + 1
-        note = "long.txt is one long document, of which one piece is read"
-        assert messages == [note if others else f"{note}: no standard error can be given"]
 
     @pytest.mark.parametrize(
         ("text", "message"),

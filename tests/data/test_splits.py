@@ -14,9 +14,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data import stdlib
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.config import SourceConfig
-from spkv_nas.data.heldout import RULE
 from spkv_nas.data.sources import Document, documents, heldout
-from spkv_nas.data.splits import cache_split, load_heldout, read_split, train_tokenizer
+from spkv_nas.data.splits import RULE, cache_split, load_heldout, read_split, train_tokenizer
 from spkv_nas.data.tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, train_bpe
 from spkv_nas.training.recipe import Recipe
 

@@ -18,19 +18,12 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Question:
-    """A question on documents; any one of the answers suffices.
+    """A question on documents; any one of the answers suffices."""
 
-    Attributes:
-        text: the question.
-        answers: its answers.
-        documents: indices of the documents that it needs.
-        related: indices of related documents.
-    """
-
-    text: str
-    answers: tuple[str, ...]
-    documents: tuple[int, ...]
-    related: tuple[int, ...] = ()
+    text: str  # the question
+    answers: tuple[str, ...]  # its answers
+    documents: tuple[int, ...]  # indices of the documents that it needs
+    related: tuple[int, ...] = ()  # indices of related documents
 
 
 @dataclass(frozen=True)

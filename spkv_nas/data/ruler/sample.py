@@ -25,23 +25,14 @@ _GUESSES, _TRIES = 16, 64  # guesses by tokens per unit before bisection, which 
 
 @dataclass(frozen=True)
 class Sample:
-    """One RULER question with its text.
+    """One RULER question with its text."""
 
-    Attributes:
-        task: name of the task.
-        prompt: text and question.
-        answer_prefix: beginning of the answer, on a line of its own.
-        answers: strings that the answer must contain; for questions on documents any one suffices.
-        num_tokens: tokens of prompt and prefix, including special tokens.
-        new_tokens: maximum tokens to generate: RULER's number, or that of the answer if the tokenizer needs more.
-    """
-
-    task: str
-    prompt: str
-    answer_prefix: str
-    answers: tuple[str, ...]
-    num_tokens: int
-    new_tokens: int
+    task: str  # name of the task
+    prompt: str  # text and question
+    answer_prefix: str  # beginning of the answer, on a line of its own
+    answers: tuple[str, ...]  # strings that the answer must contain; for questions on documents any one suffices
+    num_tokens: int  # tokens of prompt and prefix, including special tokens
+    new_tokens: int  # maximum tokens to generate: RULER's number, or that of the answer if the tokenizer needs more
 
     @property
     def text(self) -> str:

@@ -27,27 +27,16 @@ _HELD_OUT_SEED = 2 * _FIRST_SEED  # disjoint from the seeds of training runs
 
 @dataclass(frozen=True)
 class RulerBlocks:
-    """Generated blocks of ``block_size`` tokens, addressed by index, the same in every process.
+    """Generated blocks of ``block_size`` tokens, addressed by index, the same in every process."""
 
-    Attributes:
-        tokenizer: tokenizer of the model.
-        block_size: tokens per block.
-        tasks: tasks that each sample is drawn from; a task that does not fit is replaced by another.
-        lengths: token lengths; each block draws one for its samples, and holds as many as fit.
-        learns_all: True if text and question are learned too, not only the answers.
-        seed: seed of the samples.
-        material: essays and questions of the user.
-        boundaries: tokens that every block begins with, and those after each sample.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    block_size: int
-    tasks: tuple[str, ...]
-    lengths: tuple[int, ...]
-    learns_all: bool
-    seed: int
-    material: Material
-    boundaries: Boundaries = PLAIN
+    tokenizer: PreTrainedTokenizerBase  # tokenizer of the model
+    block_size: int  # tokens per block
+    tasks: tuple[str, ...]  # tasks that each sample is drawn from; a task that does not fit is replaced by another
+    lengths: tuple[int, ...]  # token lengths; each block draws one for its samples, and holds as many as fit
+    learns_all: bool  # True if text and question are learned too, not only the answers
+    seed: int  # seed of the samples
+    material: Material  # essays and questions of the user
+    boundaries: Boundaries = PLAIN  # tokens that every block begins with, and those after each sample
 
     def check(self) -> None:
         """Raise ``UserError`` unless every task fits in the longest samples, and some task in every length."""

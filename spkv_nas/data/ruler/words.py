@@ -12,33 +12,22 @@ _TRIES = 100  # draws until a new word is found, among at least thousands
 
 
 @cache
-def nouns() -> tuple[str, ...]:
-    """Return 6,782 nouns, sorted."""
-    return _category("noun")
-
-
-@cache
-def adjectives() -> tuple[str, ...]:
-    """Return 910 adjectives, sorted."""
-    return _category("adjective")
-
-
-@cache
-def all_words() -> tuple[str, ...]:
-    """Return all nouns, adjectives and verbs, sorted, without duplicates."""
-    return tuple(sorted({*nouns(), *adjectives(), *_category("verb")}))
-
-
-def _category(name: str) -> tuple[str, ...]:
-    """Return the words of a category, sorted."""
+def category(name: str) -> tuple[str, ...]:
+    """Return the words of a category, sorted: 6,782 of "noun", 910 of "adjective", others of "verb"."""
     from wonderwords import RandomWord
 
     return tuple(sorted(set(RandomWord().filter(include_categories=[name]))))
 
 
+@cache
+def all_words() -> tuple[str, ...]:
+    """Return all nouns, adjectives and verbs, sorted, without duplicates."""
+    return tuple(sorted({*category("noun"), *category("adjective"), *category("verb")}))
+
+
 def word_pair(rng: Random) -> str:
     """Draw a word pair such as "quiet-harbour", one of six million."""
-    return f"{rng.choice(adjectives())}-{rng.choice(nouns())}"
+    return f"{rng.choice(category('adjective'))}-{rng.choice(category('noun'))}"
 
 
 def number(rng: Random) -> str:

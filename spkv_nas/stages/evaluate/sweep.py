@@ -10,7 +10,7 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.result_tables import write_result
+from spkv_nas.artifacts.result_tables import ResultTable
 from spkv_nas.base import console, distributed
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.sweep import Evaluation, sweep_table, tau_sweep
@@ -56,7 +56,7 @@ def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: R
     from spkv_nas.report.plot import save_chart
     from spkv_nas.report.result_charts import tau_sweep_chart
 
-    write_result(folder, "tau-sweep", rows, origin, reporter)
+    ResultTable("tau-sweep").write(folder, rows, origin, reporter)
     save_chart(folder, tau_sweep_chart(rows))
 
 

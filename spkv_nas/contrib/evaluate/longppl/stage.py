@@ -34,8 +34,8 @@ from spkv_nas.contrib.evaluate.longppl.reading import (
     read,
     stretches,
 )
-from spkv_nas.data.heldout import heldout_share
 from spkv_nas.data.sources import Document, documents, heldout
+from spkv_nas.data.splits import heldout_share
 from spkv_nas.data.tokenizer import piece_size
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.samples import kept_samples, sample_file
