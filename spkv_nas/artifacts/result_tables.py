@@ -192,9 +192,6 @@ BASELINES = ResultTable(
         _number("nll"),  # nats per token
         _number("delta_nll_percent", -100.0),  # against the dense model, the first row, paired by document
         _number("delta_nll_standard_error"),  # in percentage points
-        # Difference of ΔNLL from the lowest at this density, paired by document; empty for the lowest
-        _number("above_lowest", default=""),
-        _number("above_lowest_standard_error", default=""),
     ),
 )
 EVALUATION = ResultTable(

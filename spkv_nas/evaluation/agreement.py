@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,14 +51,11 @@ _TOGETHER = 1 << 14  # tokens per batch of prompts and continuations
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of a model with a dense model, token by token of the dense model's continuations.
+    """Agreement of a model with a dense model on P continuations that the dense one wrote at a temperature.
 
-    Attributes:
-        temperature: temperature of continuations and distributions; 0: greedy.
-        document: int [P], index of the document of each prompt.
-        equal: [P, N], 1 where the most probable tokens are equal, else 0; NaN after the end of a continuation.
-        accepted: [P, N], probability that a drafted token is accepted, before it is drawn.
-        kept: [P, N], probability that the dense model's token is an accepted draft, if one was drafted there.
+    ``document`` int [P] is that of each prompt. By token [P, N], NaN after the end of a continuation: ``equal`` is 1
+    where the most probable tokens are equal, ``accepted`` the probability that a drafted token is accepted, before it
+    is drawn, and ``kept`` the probability that the dense model's token is an accepted draft, if one was drafted there.
     """
 
     temperature: float
@@ -187,25 +185,11 @@ def compare(
     The caller sets the gates of the model. Returns a record per continuation: block, document, name, equal, and if
     ``temperature`` is not 0 accepted and kept of ``Agreement``. Raises ``UserError`` if logits are not finite.
     """
-    prompt_length = blocks.block_size - new_tokens
 
-    def run(part: range) -> list[Line]:
-        """Compare the models on consecutive continuations."""
-        batch = continuations[part.start : part.stop]
-        tokens = _continued(blocks, batch, prompt_length)
-        # Compare predictions of the new tokens: logits [B, N, V]
-        with modes.evaluation_mode(model), modes.evaluation_mode(dense):
-            logits, dense_logits = (_last_logits(reader, tokens, new_tokens) for reader in (model, dense))
-        columns = _compared(logits, dense_logits.to(logits.device), tokens[:, prompt_length:], temperature)
-        return [
-            {
-                **{key: line[key] for key in ("block", "document", "name")},
-                **{name: values[row, : len(line["tokens"])].tolist() for name, values in columns.items()},
-            }
-            for row, line in enumerate(batch)
-        ]
+    def columns(tokens: Tensor, logits: Tensor, dense_logits: Tensor) -> dict[str, Tensor]:
+        return _compared(logits, dense_logits.to(logits.device), tokens, temperature)
 
-    return _in_batches(run, len(continuations), _num_together(model, blocks, new_tokens), progress)
+    return _by_continuation((model, dense), blocks, continuations, new_tokens, columns, progress)
 
 
 def predict(
@@ -223,32 +207,48 @@ def predict(
     gives of both, without the distributions: whether their most probable tokens are equal, or min(1, q(x) / p(x)) of
     the tokens x that the dense model drew, whose mean is the acceptance. Raises ``UserError`` if logits are not finite.
     """
+
+    def columns(tokens: Tensor, logits: Tensor) -> dict[str, Tensor]:
+        if temperature == 0:
+            return {"predicted": logits.argmax(-1).cpu()}
+        following = tokens[..., None].to(logits.device)
+        return {"predicted": (logits.float() / temperature).log_softmax(-1).gather(-1, following)[..., 0].cpu()}
+
+    return _by_continuation((model,), blocks, continuations, new_tokens, columns, None)
+
+
+def _by_continuation(
+    models: tuple[PreTrainedModel, ...],
+    blocks: TokenBlocks,
+    continuations: Sequence[Mapping[str, Any]],
+    new_tokens: int,
+    columns: Callable[..., dict[str, Tensor]],
+    progress: Progress | None,
+) -> list[Line]:
+    """Return the columns [B, N] of each continuation, by its tokens [B, N] and each model's logits [B, N, V] of them.
+
+    Must be called on all ranks. A batch is as large as the logits in memory allow.
+    """
     prompt_length = blocks.block_size - new_tokens
 
     def run(part: range) -> list[Line]:
-        """Predict the tokens of consecutive continuations."""
         batch = continuations[part.start : part.stop]
         tokens = _continued(blocks, batch, prompt_length)
-        # Read the text once: logits [B, N, V]
-        with modes.evaluation_mode(model):
-            logits = _last_logits(model, tokens, new_tokens)
-        # Take the most probable tokens, or the log-probabilities of the continuation's
-        if temperature == 0:
-            predicted = logits.argmax(-1)
-        else:
-            following = tokens[:, prompt_length:, None].to(logits.device)
-            predicted = (logits.float() / temperature).log_softmax(-1).gather(-1, following)[..., 0]
+        with ExitStack() as evaluating:
+            for model in models:
+                evaluating.enter_context(modes.evaluation_mode(model))
+            values = columns(tokens[:, prompt_length:], *(_last_logits(model, tokens, new_tokens) for model in models))
         return [
-            {"block": line["block"], "predicted": row[: len(line["tokens"])].tolist()}
-            for line, row in zip(batch, predicted.cpu(), strict=True)
+            {
+                **{key: line[key] for key in ("block", "document", "name") if key in line},
+                **{name: rows[row, : len(line["tokens"])].tolist() for name, rows in values.items()},
+            }
+            for row, line in enumerate(batch)
         ]
 
-    return _in_batches(run, len(continuations), _num_together(model, blocks, new_tokens), None)
-
-
-def _num_together(model: PreTrainedModel, blocks: TokenBlocks, new_tokens: int) -> int:
-    """Return the maximum number of continuations per batch, whose logits are in memory at once."""
-    return max(1, min(_TOGETHER // blocks.block_size, chunk_tokens(model_shape.vocabulary_size(model)) // new_tokens))
+    logit_tokens = chunk_tokens(model_shape.vocabulary_size(models[0])) // new_tokens
+    together = max(1, min(_TOGETHER // blocks.block_size, logit_tokens))
+    return _in_batches(run, len(continuations), together, progress)
 
 
 def _continued(blocks: TokenBlocks, continuations: Sequence[Mapping[str, Any]], prompt_length: int) -> Tensor:

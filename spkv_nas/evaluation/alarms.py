@@ -31,14 +31,10 @@ _COUNTED, _SAMPLE = 1 << 20, 2048  # tokens for frequencies, and for a pass over
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Describe what a model is measured on and how, which tells the likely cause of an alarm.
+    """What a model is measured on and how, which tells the likely cause of an alarm.
 
-    Attributes:
-        block_size: tokens per block.
-        positions: the model's context in tokens; None if it is unknown.
-        separator: what stands after a document.
-        share: NLL of the model as a share of the NLL of token frequencies.
-        dtype: name of the dtype that the model computes in.
+    ``positions`` is the model's context, None if it is unknown; ``share`` its NLL as a share of the NLL of token
+    frequencies; ``separator`` is what stands after a document.
     """
 
     block_size: int
@@ -107,10 +103,9 @@ def about_packing(separator: SeparatorReport) -> str:
 
 
 def frequency_nll(blocks: TokenBlocks, vocabulary: int) -> float:
-    """Return the NLL of tokens, in nats, by their frequencies in the rest of the text alone.
+    """Return the NLL of tokens, in nats, by their frequencies in the rest of at most a million tokens of the text.
 
-    At most a million tokens are counted. Of a ``vocabulary`` of tokens, those that occur once count as any of the
-    others.
+    Tokens of the vocabulary that occur once count as any of those that do not occur.
     """
     tokens = blocks.tokens[: max(1, _COUNTED // blocks.block_size)].ravel()
     counts = np.bincount(tokens)

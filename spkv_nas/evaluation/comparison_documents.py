@@ -1,8 +1,7 @@
 """Compare any two rows of a comparison on the held-out documents that they share; needs no torch.
 
-``comparison-documents.npz`` lies beside ``comparison.csv`` and holds the NLL of every row by document. Rows share their
-documents, so the error of a difference is computed from the differences by document: adding the errors of both rows in
-quadrature would overestimate it several times.
+``comparison-documents.npz``, beside ``comparison.csv``, holds the NLL of every row by document. Adding the errors of
+both rows in quadrature would overestimate that of their difference several times.
 """
 
 from __future__ import annotations

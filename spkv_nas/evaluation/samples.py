@@ -1,7 +1,6 @@
 """Read and write per-sample model answers as JSON lines in ``runs/``, for inspection and for reuse by later runs.
 
-The file name includes a hash of everything that its content depends on. Files are written atomically, so an existing
-file is complete.
+The file name has a hash of everything that its content depends on, and an existing file is complete.
 """
 
 from __future__ import annotations

@@ -39,12 +39,10 @@ class _Record(Recorded):
 
 @dataclass(frozen=True)
 class Selected:
-    """Documents that layouts were selected on.
+    """Documents (``DocumentInfo.text_id``) that layouts were selected on, by what selected them.
 
-    Attributes:
-        by_record: identities of the texts that they are, or are pieces of (``DocumentInfo.text_id``), by what selected
-            the layouts, such as "probe mine" or "search mine among 248 layouts scored on 9 documents".
-        unknown: names of layouts of which no record, or not every record, has its documents.
+    That is such as "probe mine" or "search mine among 248 layouts scored on 9 documents". ``unknown`` names layouts of
+    which no record, or not every record, has its documents.
     """
 
     by_record: Mapping[str, Selection] = field(default_factory=dict)

@@ -44,13 +44,11 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class SeparatorReport:
-    """NLL of a model on short documents packed with each separator, over the tokens that all packings share.
+    """NLL (nats per token) of a model on short documents packed with each separator, over the tokens of all packings.
 
-    Attributes:
-        best: the tokenizer's convention, unless another is better by two standard errors and 0.2 %; then the shortest
-            that is not that much worse than the separator of the lowest NLL.
-        nll: nats per token by separator; empty if the user chose ``best``.
-        alone: nats per token of each document alone, after what begins a text.
+    ``best`` is the tokenizer's convention, unless another is better by two standard errors and 0.2 %; then the shortest
+    that is not that much worse than the separator of the lowest NLL. ``nll`` is empty if the user chose ``best``;
+    ``alone`` is that of each document alone, after what begins a text.
     """
 
     best: str

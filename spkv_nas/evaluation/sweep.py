@@ -128,13 +128,7 @@ def read_sweep(path: Path) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class EvaluatedCheckpoint:
-    """A checkpoint and its evaluation.
-
-    Attributes:
-        checkpoint: folder or model id.
-        variant: what its run trained, such as the name of a layout; "" if no run record says it.
-        evaluation: NLL by document, and density of its gates.
-    """
+    """A checkpoint, what its run trained ("" if no run record says it), and its evaluation."""
 
     checkpoint: str
     variant: str

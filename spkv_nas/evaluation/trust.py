@@ -1,10 +1,9 @@
 """Summarize how well a head table ranks the heads, measured by the gains of single heads, each added alone.
 
-Add-one-head gains (``artifacts.head_tables``) are noisy and ignore interactions: the heads of largest gain lose more,
-once retrained, than those chosen by head gates (``reports/study``). They therefore describe a table but recommend
-nothing, and no optimum over the gains is reported, which would be chosen and evaluated on the same tokens. Only heads
-whose gain is significant are named, and none where documents are few. Standard errors treat heads as independent;
-because heads gain on the same documents, the true errors are up to 1.7 times as large (reports/LOG.md).
+These gains (``artifacts.head_tables``) are noisy and ignore interactions: heads of largest gain lose more, once
+retrained, than those chosen by head gates (``reports/study``). So they describe a table but recommend nothing, and no
+optimum over the gains, chosen and evaluated on the same tokens, is reported. Standard errors treat heads as
+independent; as heads gain on the same documents, the true errors are up to 1.7 times as large (reports/LOG.md).
 """
 
 from __future__ import annotations
@@ -44,14 +43,10 @@ class MissedHead:
 class Trust:
     """Agreement of a head table with the gains of adding single heads.
 
-    Attributes:
-        rho: Spearman's rank correlation of the table with the gains; None where it is not defined.
-        interval: 95 % interval of ``rho``, over resamples of the heads.
-        budget: number of heads that the table chooses.
-        left_out: share in [0, 1] of all positive gains that belongs to the other heads; NaN if no gain is significant.
-        left_out_error: standard error of ``left_out``.
-        missed: heads left out although their gains are significant, largest first; none where documents are few.
-        num_documents: documents on which the gains were measured; None if unknown.
+    ``rho`` is Spearman's correlation, with a 95 % interval over resamples of the heads; None where it is not defined.
+    Of all positive gains, the share ``left_out`` in [0, 1] belongs to the heads that the ``budget`` chosen ones
+    exclude; NaN if no gain is significant. ``missed`` are those of significant gain, largest first; none where
+    documents are few.
     """
 
     rho: float | None

@@ -68,20 +68,12 @@ def zero_shot(
     """Compute the NLL by document of ``blocks`` under ``model`` with each layout on its weights, in order.
 
     During scoring the model's windows are lifted and its gates are open, so that a global head sees every key and a
-    local head its window and sink tokens; learned sinks of a hybrid are left out, with a warning. It is left unchanged.
-    Must be called on all ranks: each runs its share of the blocks, and rank 0 alone reads and extends the cache.
+    local head its window and sink tokens; learned sinks of a hybrid are left out, with a warning. None is full
+    attention. At most one hidden state per layer is kept of ``batch_size`` blocks.
 
-    Args:
-        model: dense, hybrid or SP-KV.
-        layouts: None is full attention.
-        blocks: text to score on.
-        batch_size: blocks per forward pass; at most one hidden state per layer is kept of them.
-        cache: folder of finished scores of this model on this text (``cache_folder``).
-        reporter: receives the number of cached scores and the progress of the others.
-        work: totals to add to.
-
-    Raises:
-        UserError: if there is no text, or a layout is for another number of layers or KV heads.
+    Must be called on all ranks: each runs its share of the blocks, and rank 0 alone reads and extends ``cache``, a
+    folder of finished scores of this model on this text (``cache_folder``). ``work`` receives what it cost. Raises
+    ``UserError`` if there is no text, or a layout is for another number of layers or KV heads.
     """
     _check(model, blocks)
     work = work or Work()

@@ -40,7 +40,6 @@ def _with_error(column: str, error: str, form: Callable[[float, float], str] = c
 
 
 _COLUMNS: dict[str, tuple[str, Cell]] = {  # title and cell of every column that sections show
-    "above": ("Above the lowest there", _with_error("above_lowest", "above_lowest_standard_error")),
     "against": ("Baseline", _digits("against", 3)),
     "against_density": ("Baseline density, %", _digits("against_density", 1, 100)),
     "against_ppl": ("Baseline PPL", _digits("against_ppl", 3)),
@@ -172,7 +171,7 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
             folded=True,
         ),
         "Method",
-        "delta nll sinks target density above",
+        "delta nll sinks target density",
         name=name,
         charts=(baselines_chart(rows),),
     )

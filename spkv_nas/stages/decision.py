@@ -29,15 +29,9 @@ EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
 
 @dataclass(frozen=True)
 class Compared:
-    """What a command compares, and on what.
+    """What a command compares, and on what: the samples have none of the documents ``selected`` for a candidate.
 
-    Attributes:
-        name: name of the results.
-        against: the dense checkpoint.
-        candidates: candidates.
-        trial: criteria with their samples, and the models.
-        selected: documents that the candidates were selected on, which the samples do not have.
-        num_left_out: number of these documents in the text; None: no criterion reads text.
+    ``num_left_out`` counts these in the text; None: no criterion reads text.
     """
 
     name: str

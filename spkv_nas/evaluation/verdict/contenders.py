@@ -27,13 +27,10 @@ _REMEDY = "remove it and run the command again"
 
 @dataclass(frozen=True)
 class Contender:
-    """Candidate or dense model.
+    """Candidate or dense model: a checkpoint, "" for a model in memory, with a layout put on it.
 
-    Attributes:
-        name: name in the verdict.
-        source: checkpoint with its weights; empty for a model in memory.
-        layout: layout that is put on them; None: the checkpoint as it is, with hard gates if it has any.
-        chosen: the layout that was selected, which is the candidate or was trained into it.
+    Without a layout, it is the checkpoint as it is, with hard gates if it has any. ``chosen`` is the layout that was
+    selected, which is the candidate or was trained into it.
     """
 
     name: str
@@ -58,14 +55,9 @@ class Contender:
 class ScoreStore:
     """Scores of all contenders, and what the dense model prepared for them, by criterion and round.
 
-    At most two models are in memory: the dense one, and the last other one.
-
-    Attributes:
-        dense: the dense model.
-        contender: the dense model as a contender.
-        folder: folder of the scores; None: they are kept in memory alone.
-        load: loads the model of another checkpoint.
-        setting: device and dtype that all are measured with.
+    At most two models are in memory: the dense one, which is also a contender, and the last other one, which ``load``
+    loads. Scores are kept in a folder, or in memory alone. ``setting`` is the device and dtype that all are measured
+    with.
     """
 
     dense: PreTrainedModel

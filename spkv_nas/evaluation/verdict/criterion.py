@@ -43,14 +43,8 @@ if TYPE_CHECKING:
 class Setting:
     """Models and text that every candidate of a verdict is measured with.
 
-    Attributes:
-        dense: the model to compare with.
-        known_tokenizer: tokenizer of all models; None if it was not given.
-        text: blocks of the text, its documents in random order, on none of which a candidate was selected; None if
-            no criterion reads text.
-        seed: random seed of samples.
-        identity: identity of the dense model; empty for a model in memory.
-        reporter: receives messages.
+    ``text`` has its documents in random order, on none of which a candidate was selected; None if no criterion reads
+    text. ``identity`` is that of the dense model, "" for a model in memory; ``seed`` draws samples.
     """
 
     dense: PreTrainedModel

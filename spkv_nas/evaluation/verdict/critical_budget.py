@@ -33,13 +33,9 @@ Test = Callable[[int, float], Answer]  # position, level -> answer
 
 @dataclass(frozen=True, order=True)
 class Look:
-    """Candidate that a bisection looked at.
+    """Position that a bisection looked at, with the answer that holds at the risk of the whole bisection.
 
-    Attributes:
-        position: position of the candidate.
-        answer: answer that holds at the risk of the whole bisection.
-        passes: largest p-value at which it passes; 0 if no bisection asked whether it does.
-        fails: largest p-value at which it fails; 0 if no bisection asked whether it does.
+    ``passes`` and ``fails`` are the largest p-values at which it does; 0 if no bisection asked whether it does.
     """
 
     position: int
@@ -107,10 +103,7 @@ def _bisect(number: int, risk: float, goes_down: Callable[[int, float], bool]) -
 class CriticalBudget(Outcome):
     """Smallest budget that passes, and what is known of the budgets around it.
 
-    Attributes:
-        margins: margins with unit and criterion, for people.
-        layouts: the layout of each budget, which share the risk, by ascending number of global heads.
-        critical: the bisection of ``layouts``.
+    ``layouts``, by ascending number of global heads, share the risk; ``margins`` name unit and criterion, for people.
     """
 
     margins: Sequence[str]

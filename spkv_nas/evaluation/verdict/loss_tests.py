@@ -44,12 +44,8 @@ class PairedTest(ABC):
     """Test of a loss that is measured on the same samples with both models.
 
     Pairs are float64 [n, 2]: what the candidate and the baseline scored, in random order of the samples. A positive
-    loss means that the candidate is worse.
-
-    Attributes:
-        unit: unit of losses and margins.
-        lowest: smallest possible loss.
-        highest: largest possible loss.
+    loss means that the candidate is worse. Losses and margins have a unit, and losses are between ``lowest`` and
+    ``highest``.
     """
 
     unit: ClassVar[str]

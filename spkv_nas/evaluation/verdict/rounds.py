@@ -27,10 +27,8 @@ NO_SCORE = -1.0  # of a sample that turns out to have none
 class Rounds(ABC):
     """Samples of a criterion, in rounds of ``size``, of which the last may be shorter.
 
-    Attributes:
-        identity: text of everything that the samples depend on besides the model.
-        num_samples: number of samples in all rounds.
-        prepared: arrays that the dense model prepares for each round; empty if it prepares none.
+    ``identity`` is a text of everything that the samples depend on besides the model; ``prepared`` are the arrays that
+    the dense model prepares for each round.
     """
 
     size = 16

@@ -82,14 +82,10 @@ def decide(evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[st
 
 @dataclass(frozen=True)
 class Outcome:
-    """Measurements that answers rest on.
+    """Measurements that answers rest on: a row per candidate and criterion that was measured.
 
-    Attributes:
-        risk: largest probability that any candidate passes wrongly, and that any fails wrongly, as a share.
-        rows: one row per candidate and criterion that was measured: the loss with its interval, the margin, the number
-            of samples, and anytime-valid p-values; columns of ``VERDICT`` or ``CRITICAL_BUDGET``.
-        nouns: what a sample is, by criterion.
-        num_samples: how many samples there are, by criterion.
+    That any candidate passes wrongly, and that any fails wrongly, has a probability of at most ``risk`` each, a share.
+    ``nouns`` and ``num_samples`` say by criterion what a sample is, and how many there are.
     """
 
     risk: float
@@ -100,12 +96,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict(Outcome):
-    """Answers about candidates.
-
-    Attributes:
-        answers: "passes", "fails" or "open" for each candidate, by name.
-        alarm: sentence if the numbers make no sense (``evaluation.alarms``).
-    """
+    """Answers about candidates by name, and a sentence if the numbers make no sense (``evaluation.alarms``)."""
 
     answers: Mapping[str, Answer]
     alarm: str | None
@@ -142,14 +133,7 @@ def text_in_random_order(
 
 @dataclass(frozen=True)
 class Trial:
-    """Criteria with their samples, and the models that are measured on them.
-
-    Attributes:
-        margins: criteria with their margins.
-        samples: samples of each criterion.
-        store: scores that were measured.
-        circumstances: of measurements on the text; None: unknown.
-    """
+    """Criteria with their margins and samples, measured scores, and circumstances of the text, if known."""
 
     margins: Margins
     samples: Mapping[str, Rounds]

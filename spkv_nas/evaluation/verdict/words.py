@@ -42,9 +42,8 @@ def basis(
 ) -> str:
     """Return what the error rate is, and what was left out for it to hold.
 
-    ``shared`` says who shares the risk, such as " for all 2 candidates together (Holm)". ``num_left_out`` counts the
-    documents of the text that ``selected_by`` selected a layout on; None if no text is read. ``unrecorded`` names
-    layouts whose selection documents are not known, or not all of them.
+    ``shared`` says who shares the risk, if anybody. ``num_left_out`` counts the documents of the text, if one is read,
+    that ``selected_by`` selected a layout on; ``unrecorded`` names layouts whose documents are not, or not all, known.
     """
     words = f"risk of a wrong pass, and of a wrong failure, {100 * risk:g} % each{shared}, checked after every sample"
     if num_left_out is None:

@@ -38,10 +38,9 @@ class AgreementResult(SampledTable):
 
 
 def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> AgreementResult:
-    """Measure agreement and acceptance, and write ``reports/<name>/token-agreement.csv``; tokens go to ``runs/``.
+    """Measure agreement and acceptance: ``reports/<name>/token-agreement.csv``, with tokens in ``runs/``.
 
-    Raises:
-        UserError: no dense model, another tokenizer, continuations as long as a block, or something cannot be loaded.
+    Raises ``UserError`` for another tokenizer, continuations as long as a block, or what cannot be loaded.
     """
     transformers_logging.quiet_transformers(reporter)
     check(options)

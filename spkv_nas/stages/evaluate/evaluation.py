@@ -15,13 +15,10 @@ from spkv_nas.stages.result import Results
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Subcommand of ``evaluate``.
+    """Subcommand of ``evaluate``; ``distributed`` if several processes of torchrun can share the work.
 
-    Attributes:
-        name: name of the subcommand.
-        run: measures a checkpoint. Its first parameter is annotated with a dataclass whose fields become the options,
-            and its docstring is the help. A function ``check`` beside that dataclass checks the options first.
-        distributed: whether several processes of torchrun can share the work.
+    The first parameter of ``run`` is annotated with a dataclass whose fields become the options, and its docstring is
+    the help. A function ``check`` beside that dataclass checks the options first.
     """
 
     name: str

@@ -14,7 +14,6 @@ from paths import TESTS
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.comparison import SP_KV
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.errors import UserError
@@ -25,10 +24,9 @@ from spkv_nas.contrib.evaluate.baselines.expected_attention import ExpectedAtten
 from spkv_nas.contrib.evaluate.baselines.kvzap import KVzap, Surrogate, fit_kvzap, kvzip_scores
 from spkv_nas.contrib.evaluate.baselines.observed_attention import ObservedAttention, heavy_hitters
 from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, chunked_attention
-from spkv_nas.contrib.evaluate.baselines.run_baselines import Measurement, baselines_table, measure_sp_kv, pruned_nll
+from spkv_nas.contrib.evaluate.baselines.stage import measure_sp_kv, pruned_nll
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
-from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
@@ -264,33 +262,6 @@ def test_kvzap_learns(
 def test_a_model_whose_queries_are_not_rotated_by_halves() -> None:
     with pytest.raises(UserError, match="expected-attention needs"):
         Rotation.of(tiny_model("smollm3"), BLOCK)
-
-
-def test_rules_of_equal_density_are_compared_by_document() -> None:
-    """The standard error is that of the paired difference."""
-    rng = np.random.default_rng(0)
-    tokens = np.full(40, 100)
-    dense = 200.0 + rng.normal(size=40)
-    harm = rng.uniform(1.0, 20.0, size=40)  # the same for all rules
-    totals = [dense, dense + harm + 1.0, dense + harm + 0.1 * rng.normal(size=40), dense + harm + 0.1]
-    result = [
-        Measurement(method, None, target, density, DocumentNLL(total, tokens), tau)
-        for (method, target, density, tau), total in zip(
-            [
-                ("full-attention", None, 1.0, None),
-                ("kvzap", 0.2, 0.2, None),
-                ("h2o", 0.2, 0.2, None),
-                (SP_KV, None, 0.205, 0.5),
-            ],
-            totals,
-            strict=True,
-        )
-    ]
-    rows = baselines_table(result).set_index("method")
-    assert rows["above_lowest"].isna().tolist() == [True, False, True, False]
-    assert rows.loc["kvzap", "above_lowest"] == pytest.approx(0.5, abs=0.02)  # 1 of 200 nats
-    assert rows.loc["kvzap", "above_lowest_standard_error"] < rows.loc["kvzap", "delta_nll_standard_error"] / 20
-    assert rows.loc[SP_KV, "above_lowest"] == pytest.approx(0.05, abs=0.02)
 
 
 class TestCommand:

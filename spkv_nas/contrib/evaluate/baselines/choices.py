@@ -14,8 +14,6 @@ METHODS = (STREAMING, RANDOM, KVZAP, H2O, EXPECTED)
 EXACT, KVPRESS = "exact", "kvpress"
 PROTOCOLS = (EXACT, KVPRESS)
 
-NEAR_DENSITY = 0.01  # SP-KV is compared at a target density if its own density is within this distance of it
-
 Value = TypeVar("Value")
 
 

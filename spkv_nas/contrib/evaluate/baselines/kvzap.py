@@ -132,12 +132,10 @@ class Surrogate(nn.Module):
 
 @dataclass(frozen=True)
 class KVzap:
-    """Fitted predictors of all layers.
+    """Fitted predictors, one network per layer.
 
-    Attributes:
-        surrogates: one network per layer.
-        explained: share of the variance of held-out log KVzip+ that they predict.
-        tokens: number of context tokens, one in eight of which was held out.
+    ``explained`` is the share of the variance of held-out log KVzip+ that they predict; one in eight of ``tokens``
+    context tokens was held out.
     """
 
     surrogates: list[Surrogate]

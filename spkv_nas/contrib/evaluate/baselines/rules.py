@@ -47,14 +47,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Protocol:
-    """Parameters of chunked reading.
-
-    Attributes:
-        window: w, number of visible recent keys, including the query's own.
-        sinks: number of first keys of a block that are always kept.
-        chunk: number of queries between two compressions.
-        kind: one of ``PROTOCOLS``.
-    """
+    """Chunked reading: the window includes the query's own key; a chunk is so many queries; one of ``PROTOCOLS``."""
 
     window: int
     sinks: int = 4
@@ -141,16 +134,9 @@ def chunked_attention(
 
 
 class Read(NamedTuple):
-    """Inputs of a layer's attention for the blocks of one pass.
+    """Inputs of a layer's attention for the blocks of one pass, from index ``block`` on.
 
-    Attributes:
-        layer: index of the layer, from 0.
-        block: index of the first block.
-        hidden: [B, T, C], hidden states that enter the layer's attention.
-        q: [B, Hq, T, D], with positions applied.
-        k: [B, Hkv, T, D], with positions applied.
-        v: [B, Hkv, T, D].
-        scale: factor of the scores.
+    ``hidden`` [B, T, C] enters the layer's attention; q [B, Hq, T, D] and k, v [B, Hkv, T, D] have positions applied.
     """
 
     layer: int
@@ -168,14 +154,9 @@ Rule = Callable[[Read], tuple[Tensor, Tensor]]
 
 @dataclass
 class Reading:
-    """State of a model whose attention follows an eviction rule.
+    """State of a model whose attention follows an eviction rule in ``layers``, those without a native window.
 
-    Attributes:
-        layers: attention layers that the rule applies to: those without a native window.
-        num_heads: number of KV heads in these layers.
-        rule: None is the model's own attention.
-        block: index of the first block of the next pass.
-        kept: pairs that the rule reported in this pass, one entry per call.
+    Without a rule it is the model's own. ``kept`` has the pairs that the rule reported in a pass, an entry per call.
     """
 
     layers: list[nn.Module]

@@ -1,114 +1,290 @@
-"""Baselines: measure post-hoc (training-free) KV-cache pruning of a dense model, to ``reports/<name>/``."""
+"""Measure the cost of post-hoc (training-free) KV pruning: NLL by method and density, against the dense model.
+
+SP-KV paper, table "Comparison of KV-cache reduction methods". A density is a share of query-key pairs: of the pairs
+outside the window, those that are kept, including sinks, averaged over all queries and heads. Rows of SP-KV are counted
+in the same way, whereas ``evaluate`` reports the share of tokens whose gates are open.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
 from rich.markup import escape
 from rich.table import Table
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.progress import SILENT, Progress, Reporter, part_of
 from spkv_nas.contrib.defaults import BASELINE_CHUNK, BASELINE_TOKENS
-from spkv_nas.contrib.evaluate.baselines.choices import (
-    EXPECTED,
-    KVZAP,
-    parse_densities,
-    parse_methods,
-    parse_sinks,
-)
-from spkv_nas.contrib.evaluate.baselines.expected_attention import Rotation
+from spkv_nas.contrib.evaluate.baselines import choices
+from spkv_nas.contrib.evaluate.baselines.choices import EXPECTED, H2O, KVZAP, RANDOM, STREAMING
+from spkv_nas.contrib.evaluate.baselines.expected_attention import Rotation, expected_attention
 from spkv_nas.contrib.evaluate.baselines.kvzap import fit_kvzap
+from spkv_nas.contrib.evaluate.baselines.observed_attention import heavy_hitters
 from spkv_nas.contrib.evaluate.baselines.options import BaselinesOptions
-from spkv_nas.contrib.evaluate.baselines.rules import Protocol
-from spkv_nas.contrib.evaluate.baselines.run_baselines import (
-    Measurement,
-    Plan,
-    baselines_table,
-    check_prunable,
-    measure,
-    measure_sp_kv,
-)
+from spkv_nas.contrib.evaluate.baselines.rules import Protocol, Rule, random_keys, reading, streaming
+from spkv_nas.data.batches import run_own_batches
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.nll import DocumentSums, document_nll
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.thresholds import parse_taus
-from spkv_nas.model import checkpoint, config_section, transformers_logging
+from spkv_nas.model import checkpoint, hooks, modes, transformers_logging
+from spkv_nas.model.config_section import checkpoint_layout, gate_config
+from spkv_nas.model.gates import keeps
+from spkv_nas.model.loss import token_nll
 from spkv_nas.stages import checkpoints, checks, printing
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 SEED = 0  # of random keys and of kvzap's networks
+_THRESHOLD_TOKENS = 16_384  # maximum number of tokens used to find the threshold for a density
+
+MakeRule = Callable[[Protocol, float], Rule]  # of a density
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row of the baselines table; sinks, target density or tau are None for a method that has none."""
+
+    method: str
+    sinks: int | None
+    target: float | None
+    density: float
+    nll: DocumentNLL
+    tau: float | None = None
+
+
+def run(options: BaselinesOptions, reporter: Reporter) -> Result:
+    """Run the command."""
+    return Result(baselines(options, reporter), show)
 
 
 def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTable:
     """Measure the NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
     checks.check(options)
     transformers_logging.quiet_transformers(reporter)
-    # Parse what to compare
-    methods, densities, sinks = (
-        parse_methods(options.methods),
-        parse_densities(options.densities),
-        parse_sinks(options.sinks),
-    )
-    taus = None if options.taus is None else parse_taus(options.taus)
     # Load the models and the text
     subject = Subject.of(options, DENSE, "prune on")
-    folder = options.folders.report_dir(subject.name)
     checkpoints.check_pair(subject.source, options.against)
     measured = subject.load(reporter, tokens=BASELINE_TOKENS, learns=True)
     check_prunable(measured.model, measured.blocks, options.max_tokens)
-    gated = None if options.against is None else _load_gated(options, measured)
+    gated, gates = _load_gated(options, measured)
     # Fix the protocol
-    window = options.window or (suitable_window(measured.blocks.block_size) if gated is None else gated.gates.window)
+    window = options.window or (suitable_window(measured.blocks.block_size) if gates is None else gates.window)
     chunk = min(BASELINE_CHUNK, window)
-    protocol = partial(Protocol, window, chunk=chunk, kind=options.protocol)
-    for number in sinks:
-        protocol(number).check(measured.blocks.block_size)
+    protocols = [
+        Protocol(window, sinks, chunk=chunk, kind=options.protocol) for sinks in choices.parse_sinks(options.sinks)
+    ]
+    for protocol in protocols:
+        protocol.check(measured.blocks.block_size)
     # Measure the pruned model and the gated one
-    plan = Plan(protocol, methods, densities, sinks)
-    measurements, fit_record = _measure(measured, plan, SEED, reporter)
-    if gated is not None:
-        gate_taus = [gated.gates.tau] if taus is None else taus
+    methods, record = _methods(measured, choices.parse_methods(options.methods), SEED, reporter)
+    measurements = _measure(measured, methods, choices.parse_densities(options.densities), protocols, reporter)
+    if gated is not None and gates is not None:
+        taus = [gates.tau] if options.taus is None else parse_taus(options.taus)
         with reporter.bar("evaluating --against") as progress:
             measurements += measure_sp_kv(
-                gated.model, measured.blocks, gate_taus, batch_size=measured.batch_size, progress=progress
+                gated, measured.blocks, taus, batch_size=measured.batch_size, progress=progress
             )
     # Write the table
-    rows = baselines_table(measurements)
-    settings = {"window": window, "chunk": chunk, "protocol": options.protocol, "seed": SEED, **fit_record}
+    rows, nll = baselines_table(measurements), measurements[0].nll
+    settings = {"window": window, "chunk": chunk, "protocol": options.protocol, "seed": SEED, **record}
     if options.against is not None:
         settings["against"] = checkpoint.model_origin(options.against)
-    _write(folder, rows, {**measured_on(subject, measured, measurements[0].nll), **settings}, reporter)
-    nll = measurements[0].nll
+    folder = options.folders.report_dir(subject.name)
+    _write(folder, rows, {**measured_on(subject, measured, nll), **settings}, reporter)
     return NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents)
 
 
-def _measure(measured: Measured, plan: Plan, seed: int, reporter: Reporter) -> tuple[list[Measurement], dict[str, Any]]:
-    """Measure the rows of a plan; return them and the record of networks that were fitted for them."""
+def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int | None = None) -> None:
+    """Raise ``UserError`` unless a model is dense and the text, cut at ``max_tokens``, has two documents."""
+    if gate_config(model) is not None:
+        raise UserError(
+            "the model has SP-KV gates, which prune keys already: give a dense model, and this one to --against"
+        )
+    if checkpoint_layout(model) is not None:
+        raise UserError("the model is a hybrid, whose local heads see only their window: give a dense model")
+    if len(np.unique(blocks.document)) < 2:
+        if max_tokens is None or blocks.tokens.size + blocks.block_size <= max_tokens:
+            raise UserError(
+                "the text is a single document, so no standard error can be computed: give at least two documents"
+            )
+        raise UserError(
+            f"--max-tokens {max_tokens} keeps {blocks.tokens.size} tokens, all of a single document, so no standard "
+            "error can be computed\ngive a larger --max-tokens"
+        )
+
+
+def _load_gated(
+    options: BaselinesOptions, measured: Measured
+) -> tuple[PreTrainedModel, GateConfig] | tuple[None, None]:
+    """Load the model of ``--against``. Raises ``UserError`` if it lacks gates or has another window."""
+    if options.against is None:
+        return None, None
+    model, _ = checkpoint.load_on(options.against, measured.model.device.type, options.dtype)
+    gates = gate_config(model)
+    if gates is None:
+        raise UserError(f"--against {options.against} has no gates: give an SP-KV checkpoint")
+    if options.window not in (None, gates.window):
+        raise UserError(
+            f"--window {options.window} differs from the window of --against, {gates.window}: they must be equal"
+        )
+    return model, gates
+
+
+def _methods(
+    measured: Measured, names: Sequence[str], seed: int, reporter: Reporter
+) -> tuple[dict[str, MakeRule], dict[str, Any]]:
+    """Return what makes the rule of each method, and the record of networks that were fitted for them."""
     model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size
+    methods: dict[str, MakeRule] = {
+        STREAMING: lambda protocol, density: streaming(protocol),
+        RANDOM: partial(random_keys, seed=seed),
+        H2O: heavy_hitters,
+    }
     # Refuse models without a known rotation before hours of work
-    rotation = Rotation.of(model, blocks.block_size) if EXPECTED in plan.methods else None
-    # Fit KVzap's networks
-    kvzap, fit_record = None, {}
-    if KVZAP in plan.methods:
+    if EXPECTED in names:
+        methods[EXPECTED] = partial(expected_attention, rotation=Rotation.of(model, blocks.block_size))
+    record = {}
+    if KVZAP in names:
+        # Fit KVzap's networks
         assert measured.train is not None
         with reporter.bar("fitting kvzap") as progress:
             kvzap = fit_kvzap(
                 model, measured.tokenizer, measured.train, seed=seed, batch_size=batch_size, progress=progress
             )
-        fit_record = {"kvzap": {"tokens": kvzap.tokens, "explained_variance": float(f"{kvzap.explained:.4g}")}}
-    # Measure
-    with reporter.bar("evaluating pruned") as progress:
-        measurements = measure(
-            model, blocks, plan, kvzap=kvzap, rotation=rotation, seed=seed, batch_size=batch_size, progress=progress
-        )
-    return measurements, fit_record
+        record = {"kvzap": {"tokens": kvzap.tokens, "explained_variance": float(f"{kvzap.explained:.4g}")}}
+        sample = blocks.spread(max(1, _THRESHOLD_TOKENS // blocks.block_size))
+
+        def rule(protocol: Protocol, density: float) -> Rule:
+            return kvzap.rule(protocol, kvzap.threshold(model, sample, protocol, density, batch_size=batch_size))
+
+        methods[KVZAP] = rule
+    return {name: methods[name] for name in names}, record
+
+
+def _measure(
+    measured: Measured,
+    methods: dict[str, MakeRule],
+    densities: Sequence[float],
+    protocols: Sequence[Protocol],
+    reporter: Reporter,
+) -> list[Measurement]:
+    """Measure the dense model, and then every method by protocol, and at every density if it has any."""
+    model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size
+    rows: list[tuple[str, Protocol, float | None]] = []
+    if STREAMING in methods:
+        rows += [(STREAMING, protocol, None) for protocol in protocols]
+    others = [name for name in methods if name != STREAMING]
+    rows += [(name, protocol, density) for density in densities for name in others for protocol in protocols]
+    with reporter.bar("evaluating pruned") as bar:
+        dense = document_nll(model, blocks, batch_size=batch_size, progress=part_of(bar, 0, 1 + len(rows)))
+        measurements = [Measurement(FULL_ATTENTION, None, None, 1.0, dense)]
+        for number, (name, protocol, target) in enumerate(rows, 1):
+            rule, progress = methods[name](protocol, target or 0.0), part_of(bar, number, 1 + len(rows))
+            nll, density = pruned_nll(model, blocks, rule, protocol, batch_size=batch_size, progress=progress)
+            measurements.append(Measurement(name, protocol.sinks, target, density, nll))
+    return measurements
+
+
+@torch.inference_mode()
+def pruned_nll(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    rule: Rule,
+    protocol: Protocol,
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> tuple[DocumentNLL, float]:
+    """Compute the NLL of ``blocks`` read by a rule of a protocol, and the density of what it kept.
+
+    Raises ``UserError`` if the model cannot be hooked, or an NLL is not finite.
+    """
+    sums, num_kept = DocumentSums(blocks), 0
+    with reading(model) as reader:
+        # Evaluate under the rule, counting the kept pairs
+        reader.rule = rule
+
+        def run(start: int, tokens: Tensor) -> tuple[Tensor, int]:
+            reader.begin(start)
+            losses = token_nll(model, tokens)
+            return losses, sum(int(num_pairs) for num_pairs in reader.kept)
+
+        def add(start: int, result: tuple[Tensor, int]) -> None:
+            nonlocal num_kept
+            sums.add(start, result[0])
+            num_kept += result[1]
+
+        run_own_batches(run, add, blocks, batch_size, model.device, progress)
+    # Divide by the pairs outside the window
+    outside = int(protocol.num_outside(blocks.block_size).sum()) * blocks.num_blocks * reader.num_heads
+    return sums.result(), num_kept / outside
+
+
+@torch.inference_mode()
+def measure_sp_kv(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    taus: Sequence[float],
+    *,
+    batch_size: int = 8,
+    progress: Progress = lambda done, total: None,
+) -> list[Measurement]:
+    """Measure a model with gates: with open gates (tau 0), and with hard gates at each of ``taus``, in [0, 1].
+
+    ``progress`` counts over all thresholds. Raises ``UserError`` if an NLL is not finite.
+    """
+    gates = gate_config(model)
+    assert gates is not None
+    num_outside = Protocol(gates.window).num_outside(blocks.block_size)
+    all_taus = [0.0, *(tau for tau in sorted(set(taus)) if tau > 0.0)]
+    measurements: list[Measurement] = []
+
+    def step(done: int, num_blocks: int) -> None:
+        progress(len(measurements) * num_blocks + done, len(all_taus) * num_blocks)
+
+    for tau in all_taus:
+        # Count the kept pairs outside the window in a pass at each threshold
+        num_kept, outside = torch.zeros((), dtype=torch.int64, device=model.device), 0
+
+        def count_kept(_layer: int, logits: Tensor, tau: float = tau) -> None:
+            nonlocal num_kept, outside
+            num_kept = num_kept + (keeps(logits, tau) * num_outside.to(logits.device)).sum().to(num_kept.device)
+            outside += int(num_outside.sum()) * logits.shape[0] * logits.shape[1]
+
+        with modes.gate_mode(model, "hard", tau), hooks.watch_logits(model, count_kept):
+            nll = document_nll(model, blocks, batch_size=batch_size, progress=step)
+        measurements.append(Measurement(SP_KV, gates.sinks, None, int(num_kept) / outside, nll, tau))
+    return measurements
+
+
+def baselines_table(measurements: Sequence[Measurement]) -> pd.DataFrame:
+    """Return one row per measurement, columns of ``BASELINES``, where missing values are NaN.
+
+    NLL is in nats per token; its change is in percent of the first row, with the standard error of the difference
+    paired by document.
+    """
+    cells = []
+    for row in measurements:
+        change = paired_difference(row.nll, measurements[0].nll)
+        nll = (row.nll.mean, change.percent, change.standard_error)
+        cells.append((row.method, row.sinks, row.target, row.density, row.tau, *nll))
+    rows = pd.DataFrame(cells, columns=BASELINES.header)
+    return rows.astype({"sinks": float, "target_density": float, "tau": float})
 
 
 def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:
@@ -118,27 +294,6 @@ def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: R
 
     BASELINES.write(folder, rows, origin, reporter)
     save_chart(folder, baselines_chart(rows))
-
-
-class _GatedModel(NamedTuple):
-    """SP-KV model of ``--against``."""
-
-    model: PreTrainedModel
-    gates: GateConfig
-
-
-def _load_gated(options: BaselinesOptions, measured: Measured) -> _GatedModel:
-    """Load the model of ``--against``. Raises ``UserError`` if it lacks gates or has another window."""
-    assert options.against is not None
-    model, _ = checkpoint.load_on(options.against, measured.model.device.type, options.dtype)
-    gates = config_section.gate_config(model)
-    if gates is None:
-        raise UserError(f"--against {options.against} has no gates: give an SP-KV checkpoint")
-    if options.window is not None and options.window != gates.window:
-        raise UserError(
-            f"--window {options.window} differs from the window of --against, {gates.window}: they must be equal"
-        )
-    return _GatedModel(model, gates)
 
 
 def show(result: NLLTable) -> None:
@@ -153,8 +308,3 @@ def show(result: NLLTable) -> None:
     out.print(grid)
     printing.about_errors(result.num_documents, result.effective_documents)
     print_path("figure", result.folder / "baselines.png")
-
-
-def run(options: BaselinesOptions, reporter: Reporter) -> Result:
-    """Run the command."""
-    return Result(baselines(options, reporter), show)

@@ -6,12 +6,9 @@ in the whole text. Key tokens are stored as spans of characters, so that every m
 same ones, whatever its tokenizer: its key tokens are those that lie inside a span.
 
 Two things differ from the authors' package ``longppl``. Every sequence, short contexts included, begins with the tokens
-that the tokenizer puts before a text, such as BOS, as models of such tokenizers were trained; the package gives them to
-the evaluator's whole text only. Log-likelihoods are computed in float32 from the model's logits, where the package
-computes them in the model's dtype: for bfloat16 models its LongPPL differs by 0.4 to 5 %. For float32 models whose
-tokenizers begin a text with nothing it is the same.
-
-The SP-KV paper calls its validation text LongPPL, but reports the NLL of all tokens on it, which is not this measure.
+that the tokenizer puts before a text, such as BOS; the package gives them to the evaluator's whole text only.
+Log-likelihoods are computed in float32 from the model's logits; the package computes them in the model's dtype, which
+changes the LongPPL of bfloat16 models by 0.4 to 5 %.
 """
 
 from __future__ import annotations
@@ -52,13 +49,9 @@ class LongText:
 
 @dataclass(frozen=True)
 class Criterion:
-    """Criterion for the key tokens of LongPPL.
+    """Criterion for the key tokens of LongPPL: tokens of the short context, and how many tokens share one.
 
-    Attributes:
-        short: minimum length of the short context, in tokens of the evaluator.
-        stride: number of tokens that share a short context.
-        alpha: minimum gain in log-likelihood (nats) of the whole text over the short context.
-        beta: minimum log-likelihood (nats) in the whole text.
+    The whole text must gain ``alpha`` nats of log-likelihood over the short context, and reach ``beta``.
     """
 
     short: int

@@ -1,7 +1,6 @@
 """Evaluate a model on RULER (arXiv 2404.06654): the share of correct answers, and the density at which it gives them.
 
-The score of a sample is the share of its answers that occur in the model's output, ignoring case; for questions on
-documents any one answer suffices. The score of a task is the mean over its samples, with its standard error.
+The score of a sample is the share of its answers that occur in the model's output; see ``score``.
 """
 
 from __future__ import annotations

@@ -33,9 +33,7 @@ from spkv_nas.stages.result import Result
 def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> SampledTable:
     """Score a checkpoint on RULER at several lengths: ``reports/<name>/ruler.csv``, with answers in ``runs/``.
 
-    A sample that does not fit in its length is skipped, if the task's first one does fit.
-
-    Raises ``UserError`` if a length is too short for a task, or something cannot be loaded.
+    A sample that does not fit in its length is skipped, unless it is a task's first: ``UserError``.
     """
     from spkv_nas.model.windows import default_window, every_head_local, local_sinks
 

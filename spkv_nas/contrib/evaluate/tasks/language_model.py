@@ -2,11 +2,9 @@
 
 lm-eval's own class pads without a mask, computes the logits of all positions, and generates with a cache of every key,
 continuing rows that have ended. Here a text that several requests share is read once, generation uses the cache that
-suits the model, and the density counts real tokens only: neither padding nor tokens after the end of an answer.
-Log-likelihoods are computed in float32 from the logits, where lm-eval computes them in the model's dtype. The caller
-sets the gates, usually hard.
-
-Must be called on all ranks: each process of torchrun answers its share, and all get all answers.
+suits the model, and the density counts neither padding nor tokens after the end of an answer. Log-likelihoods are
+computed in float32, where lm-eval computes them in the model's dtype. The caller sets the gates. Must be called on all
+ranks: each answers its share, and all get all answers.
 """
 
 from __future__ import annotations
@@ -52,11 +50,7 @@ Result = TypeVar("Result")
 
 
 class CheckpointLM(HFLM):
-    """A checkpoint as a model for ``lm_eval.evaluator.evaluate``.
-
-    Attributes:
-        progress: called with (requests answered, in all) of this process.
-    """
+    """A checkpoint as a model for ``lm_eval.evaluator.evaluate``; ``progress`` receives (requests answered, in all)."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, batch_size: int = BATCH_SIZE
@@ -93,10 +87,9 @@ class CheckpointLM(HFLM):
         return math.nan if head_densities is None else float(np.nanmean(head_densities))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
-        """Answer log-likelihood requests as lm-eval does, without its progress bars.
+        """Answer log-likelihood requests as lm-eval does.
 
-        Raises:
-            UserError: if an answer has no tokens or does not fit in the model's context, or a value is not finite.
+        Raises ``UserError`` if an answer has no tokens or does not fit, or a value is not finite.
         """
         if any(request.args[:2] == ("", "") for request in requests):
             raise _bad_length("answer ''", 0, self.max_length)
@@ -167,8 +160,7 @@ class CheckpointLM(HFLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Generate as lm-eval does, by ``_model_generate``; warn if prompts had to be truncated.
 
-        Raises:
-            UserError: a prompt has no tokens, those to generate do not fit in the context, or logits are not finite.
+        Raises ``UserError`` if a prompt has no tokens, those to generate do not fit, or logits are not finite.
         """
         # Check that prompts and answers fit into the context
         new_tokens = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]

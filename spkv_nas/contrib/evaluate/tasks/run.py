@@ -39,13 +39,10 @@ _RESAMPLES = 200  # bootstrap resamples for the error of metrics that are not me
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Results of a checkpoint on a task.
+    """Results of a checkpoint on a task: values of each metric by sample, with the density over all real tokens.
 
-    Attributes:
-        values: values of each metric by sample; named ``exact_match (strict-match)`` if the task has several filters.
-        density: mean over the heads, over all real tokens.
-        wholes: aggregation function by metric; metrics that are not in it are averaged.
-        was_kept: True if the answers come from an earlier run.
+    A metric is named ``exact_match (strict-match)`` if the task has several filters; ``wholes`` has the aggregation
+    function of those that are not averaged. ``was_kept`` tells that the answers come from an earlier run.
     """
 
     values: dict[str, list[Any]]

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 
 def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> SampledTable:
-    """Evaluate a checkpoint on downstream tasks.
-
-    Metrics are written to ``reports/<name>/tasks.csv``, every sample to ``runs/<name>/tasks/``.
+    """Evaluate a checkpoint on downstream tasks: ``reports/<name>/tasks.csv``, with every sample in ``runs/``.
 
     Raises ``UserError`` if a task is unknown, lacks data or does not fit the context, or something cannot be loaded.
     """

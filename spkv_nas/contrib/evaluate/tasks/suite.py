@@ -54,13 +54,10 @@ Index = dict[str, Any]  # entries of lm-eval's task index by name
 
 @dataclass(frozen=True)
 class SelectedTasks:
-    """Tasks selected by one name.
+    """Tasks selected by one name: one task, or those of a group that has a mean.
 
-    Attributes:
-        name: name of a task or group.
-        tasks: one task, or those of a group that has a mean.
-        metrics: metrics that the group averages; empty for a single task, which reports all of its metrics.
-        by_size: True if such a mean weights tasks by their number of samples.
+    ``metrics`` are those that the group averages, empty for a single task, which reports all of its metrics;
+    ``by_size`` tells whether such a mean weights tasks by their number of samples.
     """
 
     name: str

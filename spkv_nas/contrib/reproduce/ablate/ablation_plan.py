@@ -62,14 +62,9 @@ class Ablations(BaseModel):
 
 @dataclass(frozen=True)
 class AblationPlan:
-    """Validated ablations file: the recipe and the variant of each row.
+    """Validated ablations file: recipe and variant by row; ``untrained`` rows are the dense checkpoint as it is.
 
-    Attributes:
-        name: name of the ablations.
-        base: folder that relative paths in the recipes start from.
-        recipes: recipe to train by row.
-        variants: variant to train by row.
-        untrained: rows that are measured on the dense checkpoint as it is.
+    Relative paths in the recipes start from ``base``.
     """
 
     name: str

@@ -102,14 +102,10 @@ def _spaced(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Measures:
-    """Results of a model on the task: NLL in nats per output token; what is of gates is None if it has none.
+    """Results of a model on the task: NLL in nats per output token with soft and with hard gates.
 
-    Attributes:
-        nll: NLL with soft gates.
-        hard_nll: NLL with hard gates.
-        mean_utility: mean utility over heads and tokens.
-        density: density of hard gates, mean over heads and tokens.
-        kept: density by kind of token.
+    Utility and density of hard gates are means over heads and tokens; ``kept`` is the density by kind of token. What is
+    of gates is None if there are none.
     """
 
     nll: float

@@ -33,8 +33,8 @@ class ScalingOptions(InWorkspace):
 def scaling(options: ScalingOptions, reporter: Reporter) -> Result:
     """Fit the scaling law L(C) = L_inf + A C^-alpha to training runs, by default the paper's.
 
-    Needs at least four runs of different compute per variant. Predicts the held-out runs, and the last run from the
-    others. Writes reports/NAME/scaling.yaml and a figure.
+    Needs at least four runs of different compute per variant. Predicts the held-out runs. Writes
+    reports/NAME/scaling.yaml and a figure.
     """
     from spkv_nas.contrib.reproduce.scaling import stage
 

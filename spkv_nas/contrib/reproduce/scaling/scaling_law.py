@@ -53,13 +53,8 @@ class Interval:
 class ScalingLaw:
     """A fitted scaling law.
 
-    Attributes:
-        parameters: [3], L_inf, the log of the amplitude at ``reference`` FLOPs, and alpha.
-        covariance: [3, 3], of the parameters; NaN without degrees of freedom.
-        reference: compute in FLOPs at which the amplitude is defined.
-        residual: standard deviation of runs about the law; NaN without degrees of freedom.
-        r_squared: coefficient of determination.
-        num_runs: number of fitted runs.
+    ``parameters`` [3] are L_inf, the log of the amplitude at ``reference`` FLOPs, and alpha; ``residual`` is the
+    standard deviation of runs about the law. It and ``covariance`` [3, 3] are NaN without degrees of freedom.
     """
 
     parameters: Array
@@ -155,13 +150,6 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     )
 
 
-def leave_last_out(compute: ArrayLike, nll: ArrayLike) -> float:
-    """Predict the NLL at the largest compute from the runs below it. Raises ``UserError`` as ``fit``."""
-    flops, loss = np.asarray(compute, dtype=np.float64), np.asarray(nll, dtype=np.float64)
-    below = flops < flops.max()
-    return float(fit(flops[below], loss[below])(flops.max()))
-
-
 def read_runs(path: Path) -> pd.DataFrame:
     """Read runs from a CSV file with ``train_flops`` and ``nll``, and optionally ``name``, ``variant``, ``held_out``.
 
@@ -226,14 +214,6 @@ def write_laws(folder: Path, laws: list[dict[str, Any]], source: str) -> None:
 
 def _describe(variant: str, law: ScalingLaw, rows: pd.DataFrame) -> dict[str, Any]:
     """Describe one variant's law as plain values."""
-    # Predict the last run from the others
-    fitted = rows[~rows["held_out"]]
-    last = fitted.iloc[-1]
-    try:
-        predicted: float | None = leave_last_out(fitted["train_flops"], fitted["nll"])
-    except UserError:
-        predicted = None  # the runs without the last one do not follow the law
-    # Describe the law in plain values
     parameters = {"L_inf": law.irreducible, "A": law.amplitude, "alpha": law.exponent}
     return {
         "variant": variant,
@@ -243,12 +223,6 @@ def _describe(variant: str, law: ScalingLaw, rows: pd.DataFrame) -> dict[str, An
         "parameters": {name: [_plain(v) for v in (i.value, i.low, i.high)] for name, i in parameters.items()},
         "r_squared": _plain(law.r_squared, 8),
         "residual": _plain(law.residual),
-        "leave_last_out": {
-            "name": last["name"],
-            "nll": _plain(last["nll"]),
-            "predicted": None if predicted is None else _plain(predicted),
-            "error_percent": None if predicted is None else _plain(100.0 * (predicted / last["nll"] - 1.0), 3),
-        },
         "runs": [
             {
                 "name": row["name"],

@@ -58,7 +58,7 @@ def show(result: ScalingResult) -> None:
 
 
 def _law(name: str, law: dict[str, Any]) -> None:
-    """Print one scaling law: parameters, fit, and predictions of the last and the held-out runs."""
+    """Print one scaling law: parameters, fit, and predictions of held-out runs."""
     # Fitted parameters
     title = f"{name}, {law['variant']}" if law["variant"] else name
     grid = Table("", "value", f"{law['confidence']:.0%} interval", title=escape(f"{title}: {law['law']}"))
@@ -68,13 +68,6 @@ def _law(name: str, law: dict[str, Any]) -> None:
     out.print(
         f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; residual standard deviation {law['residual']:.4f}"
     )
-    # Prediction of the last run from the others
-    last = law["leave_last_out"]
-    if last["predicted"] is not None:
-        out.print(
-            f"last run from the others: {escape(last['name'])} predicted {last['predicted']:.4f}, "
-            f"measured {last['nll']:.4f} ({last['error_percent']:+.2f} %)"
-        )
     # Predictions of held-out runs
     for run in law["runs"]:
         if run["held_out"]:

@@ -3,9 +3,8 @@
     NLL(layout) = c - sum over the layout's global heads of gain_h + interactions
 
 ``add-one-head`` measures a head when all others are local and ``leave-one-out`` when all others are global; here, the
-others are global as often as the budget allows, so that interactions are averaged in. Random layouts are scored without
-training (``evaluation.zero_shot``). Ridge regression on their global-head masks gives the gains, with the
-penalty chosen by leave-one-out cross-validation.
+others are global as often as the budget allows. Random layouts are scored without training (``evaluation.zero_shot``).
+Ridge regression on their global-head masks gives the gains, with the penalty chosen by leave-one-out cross-validation.
 
 All layouts have the same number of global heads, so only differences between heads are identified: the least useful
 head gets gain 0. Standard errors combine the sampling error over documents with the error of the fit; errors of
@@ -147,13 +146,9 @@ def _gains(
 class Ridge:
     """A ridge regression of responses [n] on a design [n, p] with an intercept, reusable for other responses.
 
-    Attributes:
-        design: [n, p], minus its column means.
-        operator: [p, n], maps responses to coefficients.
-        variance: [p], variance of the coefficients in units of the residual variance.
-        freedom: residual degrees of freedom, n minus the effective number of parameters.
-        penalty: the chosen penalty.
-        explained: 1 - mean squared leave-one-out error / leave-one-out error of predicting the mean.
+    ``operator`` [p, n] maps responses to coefficients, whose variance [p] is in units of the residual variance.
+    ``freedom`` is n minus the effective number of parameters. ``explained`` is 1 - mean squared leave-one-out error /
+    that of the mean.
     """
 
     design: Float
