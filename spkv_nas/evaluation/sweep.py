@@ -126,42 +126,31 @@ def read_sweep(path: Path) -> pd.DataFrame:
     return read_table(path, "sweep", tuple(Column(name, "number", low=-MAX_SHOWN, high=MAX_SHOWN) for name in COLUMNS))
 
 
-@dataclass(frozen=True)
-class EvaluatedCheckpoint:
-    """A checkpoint, what its run trained ("" if no run record says it), and its evaluation."""
-
-    checkpoint: str
-    variant: str
-    evaluation: Evaluation
-
-
-def checkpoint_table(text: str, candidate: EvaluatedCheckpoint, baseline: EvaluatedCheckpoint) -> pd.DataFrame:
+def checkpoint_table(
+    text: str, names: Sequence[tuple[str, str]], candidate: Evaluation, baseline: Evaluation
+) -> pd.DataFrame:
     """Return the rows of two checkpoints, columns of ``EVALUATION``; the baseline is first and has no difference.
 
-    ``text`` is the hash of the blocks that both were measured on.
+    ``text`` is the hash of the blocks that both were measured on. ``names`` are (checkpoint, what its run trained) of
+    the candidate and the baseline.
     """
-    change = paired_difference(candidate.evaluation.nll, baseline.evaluation.nll)
+    change = paired_difference(candidate.nll, baseline.nll)
+    differences = [(names[1][0], change.percent, change.standard_error), ("", np.nan, np.nan)]
     rows = [
-        (*_measured(text, baseline), "", np.nan, np.nan),
-        (*_measured(text, candidate), baseline.checkpoint, change.percent, change.standard_error),
+        (
+            *checkpoint,
+            evaluation.nll.mean,
+            np.nan if evaluation.density is None else evaluation.density,
+            np.nan if evaluation.tau is None else evaluation.tau,
+            text,
+            int(evaluation.nll.num_tokens.sum()),
+            evaluation.nll.num_documents,
+            evaluation.nll.effective_documents,
+            *difference,
+        )
+        for checkpoint, evaluation, difference in zip(names, (candidate, baseline), differences, strict=True)
     ]
-    return pd.DataFrame(rows, columns=EVALUATION.header)
-
-
-def _measured(text: str, scored: EvaluatedCheckpoint) -> tuple[object, ...]:
-    """Return the columns of a row that need no baseline."""
-    evaluation = scored.evaluation
-    return (
-        scored.checkpoint,
-        scored.variant,
-        evaluation.nll.mean,
-        np.nan if evaluation.density is None else evaluation.density,
-        np.nan if evaluation.tau is None else evaluation.tau,
-        text,
-        int(evaluation.nll.num_tokens.sum()),
-        evaluation.nll.num_documents,
-        evaluation.nll.effective_documents,
-    )
+    return pd.DataFrame(rows[::-1], columns=EVALUATION.header)
 
 
 def merged(earlier: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:

@@ -25,7 +25,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import distributed, records, replace, version
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.evaluation import comparison_documents, ranking
+from spkv_nas.evaluation import paired, ranking
 from spkv_nas.evaluation.alarms import Circumstances, alarm, control_alarm, packing_warning
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
@@ -347,10 +347,10 @@ def _write(
     inputs = result_tables.inputs_of(
         {"recipe": content["recipe"], "layouts": [each.content for each in layouts.values()]}
     )
-    tables = ["comparison.csv", "checkpoints.csv", comparison_documents.FILE]
+    tables = ["comparison.csv", "checkpoints.csv", paired.DOCUMENTS_FILE]
     with replace.replacing(compared.folder) as new:
         comparison.write_comparison(new / "comparison.csv", compared.rows)
-        comparison_documents.write_documents(new / comparison_documents.FILE, compared.documents)
+        paired.write_documents(new / paired.DOCUMENTS_FILE, compared.documents)
         write_checkpoints(new, compared.models, workspace.root)
         records.write_record(new / "comparison.yaml", {"inputs": inputs, **content})
         result_tables.keep_earlier(compared.folder, new, "comparison.yaml", tables, inputs, context.reporter)

@@ -11,8 +11,7 @@ import pytest
 from spkv_nas.artifacts.comparison import DENSE
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.statistics import critical_errors, effective_number, jackknife_ratio
-from spkv_nas.evaluation.comparison_documents import pair_error, read_documents, write_documents
-from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.evaluation.paired import DocumentNLL, pair_error, paired_difference, read_documents, write_documents
 
 OLD_DEMO = np.array([26_000, 24_000, 3_500, 3_000, 2_500, 1_500, 1_400, 1_300, 1_100, 700, 408])  # tokens by document
 

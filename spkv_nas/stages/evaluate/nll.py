@@ -18,7 +18,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.micro_batch import fitting_batch
 from spkv_nas.evaluation.paired import PairedDifference, paired_difference
 from spkv_nas.evaluation.selected import Selected, find_selected
-from spkv_nas.evaluation.sweep import EvaluatedCheckpoint, Evaluation, checkpoint_table, evaluate, merged
+from spkv_nas.evaluation.sweep import Evaluation, checkpoint_table, evaluate, merged
 from spkv_nas.model import config_section, transformers_logging
 from spkv_nas.stages.checkpoints import check_pair, evaluated, load
 from spkv_nas.stages.checks import check
@@ -90,18 +90,18 @@ def _pair(
     # Make the rows of both
     key = hashlib.sha256()
     blocks.feed(key)
-    scored = [_evaluated(subject.source, evaluation), _evaluated(against, baseline)]
-    rows = checkpoint_table(key.hexdigest()[:8], *scored)
+    names = [(source, _variant(source)) for source in (subject.source, against)]
+    rows = checkpoint_table(key.hexdigest()[:8], names, evaluation, baseline)
     origin = measured_on(subject, measured, evaluation.nll, against=against)
     folder = options.folders.report_dir(subject.name)
     rows = distributed.on_main(lambda: _add_rows(folder, rows, origin, reporter))
     return Pair(against, baseline, paired_difference(evaluation.nll, baseline.nll), rows)
 
 
-def _evaluated(source: str, evaluation: Evaluation) -> EvaluatedCheckpoint:
-    """Name a checkpoint by its source and by the variant that its run trained."""
+def _variant(source: str) -> str:
+    """Return what the run of a checkpoint trained, such as the name of a layout; "" if no run record says it."""
     origin = None if source.startswith(EMBEDDED_PREFIX) else checkpoints.run_origin(Path(source))
-    return EvaluatedCheckpoint(source, "" if origin is None else origin.variant, evaluation)
+    return "" if origin is None else origin.variant
 
 
 def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> pd.DataFrame:

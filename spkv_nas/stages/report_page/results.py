@@ -20,7 +20,7 @@ from spkv_nas.base.files import is_file
 from spkv_nas.base.records import read_record
 from spkv_nas.base.schema import Recorded
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.evaluation.comparison_documents import FILE, pair_error, read_documents
+from spkv_nas.evaluation.paired import DOCUMENTS_FILE, pair_error, read_documents
 from spkv_nas.proposal.agreement import read_agreement
 from spkv_nas.report.benchmark_sections import file_section, read_benchmarks
 from spkv_nas.report.inputs import ReportInputs, ResultFile
@@ -72,8 +72,8 @@ def read_results(folder: Path) -> dict[str, Any]:
     }
     results: dict[str, Any] = {name: read(file) for name, (file, read) in tables.items() if file.is_file()}
     results |= {name: read_record(*record) for name, record in records.items() if is_file(record[0])}
-    if (folder / FILE).is_file():
-        results["pair_error"] = pair_error(read_documents(folder / FILE))
+    if (folder / DOCUMENTS_FILE).is_file():
+        results["pair_error"] = pair_error(read_documents(folder / DOCUMENTS_FILE))
     files = (folder / f"{name}.yaml" for name in ("comparison", "search", "zero-shot", "verdict"))
     alarms = [read_record(file, "results", AlarmRecord).get(ALARM) for file in files if file.is_file()]
     return {**results, "benchmarks": read_benchmarks(folder), "alarms": [each for each in alarms if each is not None]}

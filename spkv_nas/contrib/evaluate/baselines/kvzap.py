@@ -19,8 +19,7 @@ model was trained on.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -295,15 +294,15 @@ def _fit(hidden: Tensor, target: Tensor, device: torch.device) -> tuple[Surrogat
     mean, deviation = y.mean(0), y.std(0).clamp(min=1e-6)
     # Fit by AdamW with cosine decay
     surrogate = Surrogate(x.shape[1], y.shape[1]).to(device)
-    steps = _EPOCHS * -(-len(x) // _BATCH)
     optimizer = torch.optim.AdamW(surrogate.parameters(), lr=_LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _EPOCHS * -(-len(x) // _BATCH))
     normalized = (y - mean) / deviation
-    for batch in itertools.islice(_batches(len(x)), steps):
-        optimizer.zero_grad()
-        torch.autograd.backward(F.mse_loss(surrogate(x[batch].to(device)), normalized[batch].to(device)))
-        optimizer.step()
-        schedule.step()
+    for _ in range(_EPOCHS):
+        for batch in torch.split(torch.randperm(len(x)), _BATCH):
+            optimizer.zero_grad()
+            torch.autograd.backward(F.mse_loss(surrogate(x[batch].to(device)), normalized[batch].to(device)))
+            optimizer.step()
+            schedule.step()
     # Fold the normalization into the last layer, then validate
     with torch.no_grad():
         surrogate.down.weight *= deviation.to(device)[:, None]
@@ -312,9 +311,3 @@ def _fit(hidden: Tensor, target: Tensor, device: torch.device) -> tuple[Surrogat
         predicted = surrogate(hidden[is_held_out].flatten(0, 1).to(device)).cpu()
     surrogate.requires_grad_(False)
     return surrogate, float((predicted - held_out).square().sum()), float((held_out - held_out.mean(0)).square().sum())
-
-
-def _batches(number: int) -> Iterator[Tensor]:
-    """Yield indices of ``_BATCH`` tokens, epoch after epoch."""
-    while True:
-        yield from torch.split(torch.randperm(number), _BATCH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -274,12 +274,7 @@ class _Sums:
     @classmethod
     def of(cls, readings: Sequence[Reading], documents: NDArray[np.int64]) -> _Sums:
         """Sum readings; ``documents`` holds the document index of each."""
-        total, tokens, key_total, keys, density = np.array(
-            [
-                (reading.total, reading.num_tokens, reading.key_total, reading.num_keys, reading.density)
-                for reading in readings
-            ]
-        ).T
+        total, tokens, key_total, keys, density = np.array([astuple(reading) for reading in readings]).T
         return cls(
             nll=float(total.sum() / tokens.sum()),
             num_tokens=int(tokens.sum()),
@@ -309,16 +304,8 @@ def _row(domain: str, sums: _Sums, against: _Sums | None) -> tuple[Any, ...]:
     has_enough = sums.num_keys >= MIN_KEYS
     mean, error = sums.mean() if has_enough else (nan, nan)
     ppl = math.exp(mean)
-    row = (
-        domain,
-        len(sums.keys),
-        sums.num_tokens,
-        sums.num_keys,
-        ppl,
-        ppl * error,
-        math.exp(sums.nll),
-        sums.density,
-    )
+    counts = (len(sums.keys), sums.num_tokens, sums.num_keys)
+    row = (domain, *counts, ppl, ppl * error, math.exp(sums.nll), sums.density)
     if against is None:
         return *row, *(nan,) * 5
     # Add the other checkpoint and the difference

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,6 +34,7 @@ from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 _OF_PLACES = ("metadata", "dataset_path", "dataset_kwargs")
 _KEPT = ("doc_id", "filter", "target", "resps", "filtered_resps")  # keys kept of lm-eval's samples
 
+Cell = tuple[float, ...]  # columns of ``TASKS`` from "num_samples" on
 _RESAMPLES = 200  # bootstrap resamples for the error of metrics that are not means over samples
 
 
@@ -197,19 +198,6 @@ class Results:
     against: Sequence[TaskResult] | None = None
 
 
-class _Cell(NamedTuple):
-    """One metric of a task: the columns from ``num_samples`` on."""
-
-    num_samples: int
-    value: float
-    standard_error: float
-    density: float
-    against: float
-    against_density: float
-    difference: float
-    difference_standard_error: float
-
-
 def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
     """Return one row per metric of each name, columns of ``TASKS``, and an average over several names.
 
@@ -229,7 +217,7 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=TASKS.header)
 
 
-def _cells(results: Results) -> list[tuple[str, _Cell]]:
+def _cells(results: Results) -> list[tuple[str, Cell]]:
     """Return (metric, its cell) of each row of a name."""
     selected, task_results = results.selected, results.results
     against: Sequence[TaskResult | None] = results.against or [None] * len(task_results)
@@ -241,18 +229,17 @@ def _cells(results: Results) -> list[tuple[str, _Cell]]:
     ]
 
 
-def _cell(metric: str, result: TaskResult, against: TaskResult | None) -> _Cell:
+def _cell(metric: str, result: TaskResult, against: TaskResult | None) -> Cell:
     """Return the cell of a metric of one task."""
     values = result.values[metric]
     aggregate = result.wholes.get(metric)
     value, error = _spread(aggregate, values)
     if against is None:
-        nan = float("nan")
-        return _Cell(len(values), value, error, result.density, nan, nan, nan, nan)
+        return len(values), value, error, result.density, *(np.nan,) * 4
     against_values = against.values[metric]
     against_value, _ = _spread(aggregate, against_values)
     difference = _spread(aggregate, values, against_values)
-    return _Cell(len(values), value, error, result.density, against_value, against.density, *difference)
+    return len(values), value, error, result.density, against_value, against.density, *difference
 
 
 def _spread(metric_function: Callable[[list[Any]], float] | None, *models: list[Any]) -> tuple[float, float]:
@@ -277,14 +264,12 @@ def _spread(metric_function: Callable[[list[Any]], float] | None, *models: list[
     return aggregate(range(num_samples)), float(np.std(resampled, ddof=1))
 
 
-def _mean(cells: Sequence[_Cell], *, by_size: bool) -> _Cell:
+def _mean(cells: Sequence[Cell], *, by_size: bool) -> Cell:
     """Return the mean of the cells of several tasks, whose samples are independent."""
-    sizes = np.array([cell.num_samples for cell in cells]) if by_size else np.ones(len(cells))
-    weights = sizes / sizes.sum()
-    columns = dict(zip(_Cell._fields, np.array(cells).T, strict=True))
-    means: dict[str, Any] = {
-        name: float(np.sqrt(((weights * column) ** 2).sum()) if name.endswith("error") else (weights * column).sum())
-        for name, column in columns.items()
-    }
-    means["num_samples"] = sum(cell.num_samples for cell in cells)
-    return _Cell(**means)
+    sizes, *columns = np.array(cells).T
+    weights = sizes / sizes.sum() if by_size else np.full(len(cells), 1.0 / len(cells))
+    means = [
+        float(np.sqrt(((weights * column) ** 2).sum()) if name.endswith("error") else (weights * column).sum())
+        for name, column in zip(TASKS.header[-len(columns) :], columns, strict=True)
+    ]
+    return int(sizes.sum()), *means

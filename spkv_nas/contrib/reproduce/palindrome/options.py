@@ -8,14 +8,14 @@ from typing import Annotated
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.contrib import defaults
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import Trains
+from spkv_nas.stages.options import InWorkspace, OnDevice
 
 BatchSize = Annotated[int | None, Flag("Sequences per training step.", low=1, high=2**20)]
 NAME = "palindrome"  # default name of the results
 
 
 @dataclass(frozen=True, kw_only=True)
-class PalindromeOptions(Trains):
+class PalindromeOptions(InWorkspace, OnDevice):
     """Train the paper's toy task, reversing a list that lies beyond the window, with three kinds of attention.
 
     Trains three small models from scratch: full attention, a sliding window of 32, SP-KV with window 32. Writes

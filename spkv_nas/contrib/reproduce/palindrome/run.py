@@ -103,7 +103,7 @@ def compare(
     settings: PalindromeSettings, runs: Path, *, device: str = "cpu", reporter: Reporter = SILENT
 ) -> list[PalindromeRun]:
     """Train every variant on the same sequences in the same order, reusing finished ones."""
-    folders = {variant: variant_folder(settings, variant, runs) for variant in VARIANTS}
+    folders = {variant: runs / f"{variant}-{settings.content_hash}" for variant in VARIANTS}
     reporter.reused(sum(map(is_finished, folders.values())), len(VARIANTS), "runs")
     finished = []
     for number, (variant, folder) in enumerate(folders.items(), 1):
@@ -111,11 +111,6 @@ def compare(
             reporter.announce(f"{variant} ({number} of {len(VARIANTS)})")
         finished.append(train_variant(settings, variant, folder, device=device, reporter=reporter))
     return finished
-
-
-def variant_folder(settings: PalindromeSettings, variant: str, runs: Path) -> Path:
-    """Return the folder of a variant's run, trained or not."""
-    return runs / f"{variant}-{settings.content_hash}"
 
 
 def train_variant(

@@ -17,22 +17,15 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.reproduce.palindrome.options import NAME, PalindromeOptions
 from spkv_nas.contrib.reproduce.palindrome.run import (
     SLIDING_WINDOW,
-    VARIANTS,
     PalindromeRun,
     PalindromeSettings,
     compare,
-    is_finished,
-    new_model,
-    variant_folder,
 )
 from spkv_nas.contrib.reproduce.palindrome.task import Palindromes
-from spkv_nas.cost.stage_costs import Training
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.report.axes import round_axis
 from spkv_nas.report.chart import Chart, Dash, Line, Mark, Panels, Rule, Tone, numbers
 from spkv_nas.stages.result import Result
-from spkv_nas.training import run_files, step_cost
-from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun
 
 COLUMNS = ("variant", "nll", "hard_nll", "mean_utility", "density", "steps", "seconds")
 _VARIANTS: tuple[tuple[Tone, Dash], ...] = (("ink", "solid"), ("second", "dashed"), ("accent", "dashdot"))
@@ -52,7 +45,8 @@ def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Palin
 
     quiet_transformers(reporter)
     options.folders.check_writable()
-    settings = palindrome_settings(options)
+    overrides = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
+    settings = PalindromeSettings(**{key: value for key, value in overrides.items() if value is not None})
     name = options.name or NAME
     folder = options.folders.report_dir(name)
     # Train the three models
@@ -67,12 +61,6 @@ def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Palin
     return PalindromeResult(rows, folder)
 
 
-def palindrome_settings(options: PalindromeOptions) -> PalindromeSettings:
-    """Return the settings of the comparison, overridden by the options that are set."""
-    overrides = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
-    return PalindromeSettings(**{key: value for key, value in overrides.items() if value is not None})
-
-
 def show(result: PalindromeResult) -> None:
     """Print NLL, utility, density and training time of each kind of attention."""
     grid = Table("attention", "NLL", "hard NLL", "mean utility", "density %", "seconds", title="nats per output token")
@@ -82,30 +70,6 @@ def show(result: PalindromeResult) -> None:
         grid.add_row(row.variant, f"{row.nll:.4f}", *gate_cells, f"{100 * row.density:.1f}", f"{row.seconds:.0f}")
     console.out.print(grid)
     console.print_path("figure", result.folder / "palindrome.png")
-
-
-def plan(options: PalindromeOptions, reporter: Reporter) -> Plan:
-    """Plan the training of all variants, some of which may be finished."""
-    settings, name = palindrome_settings(options), options.name or NAME
-    runs, device = options.folders.run_dir(name), choose_device(options.device)
-    reporter.announce("timing a training step of each model")
-    shape = (settings.batch_size, Palindromes(0).length)
-    training = Training(settings.steps, settings.batch_size, bfloat16=False)
-    planned = []
-    for variant in VARIANTS:
-        folder = variant_folder(settings, variant, runs)
-        # Finished run
-        if is_finished(folder):
-            planned.append(PlannedRun(variant, settings.steps, 0, 0.0, FINISHED))
-            continue
-        # New or interrupted run
-        done = run_files.newest_step(folder)
-        cost = step_cost.measure(new_model(settings, variant), shape, training, device=device)
-        remaining = settings.steps - done
-        state = f"goes on from step {done}" if done else ""
-        tokens, seconds = remaining * shape[0] * shape[1], remaining * cost.seconds(settings.batch_size)
-        planned.append(PlannedRun(variant, settings.steps, tokens, seconds, state))
-    return Plan(name, tuple(planned))
 
 
 def run(options: PalindromeOptions, reporter: Reporter) -> Result:

@@ -21,7 +21,6 @@ import pandas as pd
 import scipy  # imports its subpackages on first use
 from numpy.typing import ArrayLike, NDArray
 
-from spkv_nas.base import records, replace, version
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.tables import Column, read_table
@@ -191,28 +190,12 @@ def fit_runs(runs: pd.DataFrame) -> dict[str, ScalingLaw]:
     return laws
 
 
-def predictions(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> pd.DataFrame:
-    """Add to ``runs`` the ``predicted`` NLL, the interval ``low`` .. ``high`` of one run, and ``error_percent``."""
-    rows = [laws[variant].predict(c) for variant, c in zip(runs["variant"], runs["train_flops"], strict=True)]
-    table = runs.assign(predicted=[r.value for r in rows], low=[r.low for r in rows], high=[r.high for r in rows])
-    return table.assign(error_percent=100.0 * (table["predicted"] / table["nll"] - 1.0))
-
-
 def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[str, Any]]:
     """Describe each variant's law as plain values: parameters with intervals, goodness of fit, predictions."""
-    table = predictions(runs, laws)
-    return [_describe(variant, law, table[table["variant"] == variant]) for variant, law in laws.items()]
+    return [_describe(variant, law, runs[runs["variant"] == variant]) for variant, law in laws.items()]
 
 
-def write_laws(folder: Path, laws: list[dict[str, Any]], source: str) -> None:
-    """Write ``scaling.yaml`` from ``describe_laws``; ``source`` names the origin of the runs."""
-    with replace.replacing(folder) as new:
-        records.write_record(
-            new / "scaling.yaml", {"source": source, "fits": laws, "environment": version.environment()}
-        )
-
-
-def _describe(variant: str, law: ScalingLaw, rows: pd.DataFrame) -> dict[str, Any]:
+def _describe(variant: str, law: ScalingLaw, runs: pd.DataFrame) -> dict[str, Any]:
     """Describe one variant's law as plain values."""
     parameters = {"L_inf": law.irreducible, "A": law.amplitude, "alpha": law.exponent}
     return {
@@ -223,15 +206,21 @@ def _describe(variant: str, law: ScalingLaw, rows: pd.DataFrame) -> dict[str, An
         "parameters": {name: [_plain(v) for v in (i.value, i.low, i.high)] for name, i in parameters.items()},
         "r_squared": _plain(law.r_squared, 8),
         "residual": _plain(law.residual),
-        "runs": [
-            {
-                "name": row["name"],
-                "held_out": bool(row["held_out"]),
-                **{key: _plain(row[key]) for key in ("train_flops", "nll", "predicted", "low", "high")},
-                "error_percent": _plain(row["error_percent"], 3),
-            }
-            for _, row in rows.iterrows()
-        ],
+        "runs": [_describe_run(run, law.predict(run.train_flops)) for run in runs.itertuples()],
+    }
+
+
+def _describe_run(run: Any, predicted: Interval) -> dict[str, Any]:
+    """Describe a run, and the NLL that the law predicts for it with the interval of one run."""
+    return {
+        "name": run.name,
+        "held_out": bool(run.held_out),
+        "train_flops": _plain(run.train_flops),
+        "nll": _plain(run.nll),
+        "predicted": _plain(predicted.value),
+        "low": _plain(predicted.low),
+        "high": _plain(predicted.high),
+        "error_percent": _plain(100.0 * (predicted.value / run.nll - 1.0), 3),
     }
 
 

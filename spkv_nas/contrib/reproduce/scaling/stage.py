@@ -11,6 +11,7 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
+from spkv_nas.base import records, replace, version
 from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.workspace import Workspace
@@ -21,7 +22,6 @@ from spkv_nas.contrib.reproduce.scaling.scaling_law import (
     describe_laws,
     fit_runs,
     read_runs,
-    write_laws,
 )
 from spkv_nas.report import axes, figures
 from spkv_nas.report.chart import SERIES, Band, Chart, Line, Mark, Points, numbers
@@ -45,7 +45,9 @@ def scaling(workspace: Workspace, file: Path | None, name: str | None) -> Scalin
     name = name or (PAPER if file is None else file.stem)
     workspace.check_writable()
     folder = workspace.report_dir(name)
-    write_laws(folder, described, PAPER if file is None else str(file))
+    record = {"source": PAPER if file is None else str(file), "fits": described, "environment": version.environment()}
+    with replace.replacing(folder) as new:
+        records.write_record(new / "scaling.yaml", record)
     figure = figures.save_figure(folder, scaling_chart(runs, laws))
     return ScalingResult(name, described, folder, figure)
 
