@@ -94,10 +94,7 @@ class Agreement:
         return np.asarray(np.where(differs.any(1), differs.argmax(1), self.equal.shape[1]))
 
     def ratio(self, values: NDArray[Any], bases: NDArray[Any]) -> tuple[float, float]:
-        """Return (sum of values / sum of bases, its standard error), with documents as clusters; both are [P].
-
-        If a share is 0 or 1 in all documents, the error is ``unseen_share`` / 1.96, as that of ``mean_and_error``.
-        """
+        """Return (sum of values / sum of bases [P], its standard error), with documents as clusters."""
         _, document = np.unique(self.document, return_inverse=True)
         sums = [np.bincount(document, column).astype(np.float64) for column in (values, bases)]
         ratio, error = (float(number) for number in jackknife_ratio(*sums))
@@ -187,7 +184,15 @@ def compare(
     """
 
     def columns(tokens: Tensor, logits: Tensor, dense_logits: Tensor) -> dict[str, Tensor]:
-        return _compared(logits, dense_logits.to(logits.device), tokens, temperature)
+        dense_logits = dense_logits.to(logits.device)
+        equal = (logits.argmax(-1) == dense_logits.argmax(-1)).long().cpu()
+        if temperature == 0:
+            return {"equal": equal}
+        log_q, log_p = ((scores.float() / temperature).log_softmax(-1) for scores in (logits, dense_logits))
+        # Sum of min(p, q), as 1 - sum |p - q| / 2: exactly 1 for equal distributions
+        accepted = 1.0 - (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+        log_ratio = (log_q - log_p).gather(-1, tokens[..., None].to(log_q.device))[..., 0]
+        return {"equal": equal, "accepted": accepted.cpu(), "kept": log_ratio.clamp(max=0.0).exp().cpu()}
 
     return _by_continuation((model, dense), blocks, continuations, new_tokens, columns, progress)
 
@@ -225,10 +230,7 @@ def _by_continuation(
     columns: Callable[..., dict[str, Tensor]],
     progress: Progress | None,
 ) -> list[Line]:
-    """Return the columns [B, N] of each continuation, by its tokens [B, N] and each model's logits [B, N, V] of them.
-
-    Must be called on all ranks. A batch is as large as the logits in memory allow.
-    """
+    """Return the columns [B, N] of each continuation, from its tokens and each model's logits; call on all ranks."""
     prompt_length = blocks.block_size - new_tokens
 
     def run(part: range) -> list[Line]:
@@ -258,18 +260,6 @@ def _continued(blocks: TokenBlocks, continuations: Sequence[Mapping[str, Any]], 
         row[:prompt_length] = torch.from_numpy(blocks.tokens[line["block"], :prompt_length].astype(np.int64))
         row[prompt_length : prompt_length + len(line["tokens"])] = torch.tensor(line["tokens"])
     return tokens
-
-
-def _compared(logits: Tensor, dense_logits: Tensor, tokens: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Return equal, accepted and kept of ``Agreement``, each [B, N], from logits [B, N, V] and next tokens [B, N]."""
-    equal = (logits.argmax(-1) == dense_logits.argmax(-1)).long().cpu()
-    if temperature == 0:
-        return {"equal": equal}
-    log_q, log_p = ((scores.float() / temperature).log_softmax(-1) for scores in (logits, dense_logits))
-    # Sum of min(p, q), as 1 - sum |p - q| / 2: exactly 1 for equal distributions
-    accepted = 1.0 - (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
-    log_ratio = (log_q - log_p).gather(-1, tokens[..., None].to(log_q.device))[..., 0]
-    return {"equal": equal, "accepted": accepted.cpu(), "kept": log_ratio.clamp(max=0.0).exp().cpu()}
 
 
 @torch.inference_mode()

@@ -167,10 +167,7 @@ def control_alarm(circumstances: Circumstances, control: DocumentNLL, dense: Doc
 def check_text(
     model: PreTrainedModel, blocks: TokenBlocks, window: int, separator: SeparatorReport
 ) -> tuple[Circumstances, str | None]:
-    """Measure in two passes over a sample of a text whether a model knows it; must be called on all ranks.
-
-    Returns (circumstances of the measurement; a sentence if its numbers make no sense, else None).
-    """
+    """Return (circumstances, a sentence if they make no sense) from two passes over a sample; call on all ranks."""
     # Score a sample with full attention, and with local heads only
     sample = blocks.spread(max(2, _SAMPLE // blocks.block_size))
     num_layers, num_kv_heads = config_shape(model.config).grid

@@ -26,10 +26,7 @@ def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
 
 
 def check_blocks(model: PreTrainedModel, blocks: TokenBlocks) -> None:
-    """Check that there is text, and that a model can read its tokens and its length (``check_length``, which may warn).
-
-    Raises ``UserError`` if not.
-    """
+    """Check that there is text, and that a model can read its tokens and length; ``UserError`` if not."""
     from spkv_nas.model.model_shape import check_tokens
 
     if blocks.num_blocks == 0:

@@ -25,10 +25,7 @@ from spkv_nas.model.modes import evaluation_mode
 
 
 class DocumentSums:
-    """Accumulator of the NLL of predicted tokens by document; a token counts for the document it belongs to.
-
-    Tokens that begin a text do not count: a model reads them before every prompt, and never has to predict them.
-    """
+    """Accumulator of the NLL of predicted tokens by document; tokens that begin a text are never predicted."""
 
     def __init__(self, blocks: TokenBlocks) -> None:
         """Start with zero for every document of ``blocks``."""
@@ -45,10 +42,7 @@ class DocumentSums:
         np.add.at(self._count, owner, 1)
 
     def result(self) -> DocumentNLL:
-        """Return the sums so far over all processes; must be called on all ranks.
-
-        Raises ``UserError`` if a sum is not finite, so that the mean would silently leave documents out.
-        """
+        """Return the sums over all processes; call on all ranks. Raises ``UserError`` if one is not finite."""
         total, count = sum_over_processes(self._total), sum_over_processes(self._count)
         num_invalid, num_seen = int((~np.isfinite(total)).sum()), int((count > 0).sum())
         if num_invalid:

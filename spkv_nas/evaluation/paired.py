@@ -107,10 +107,7 @@ def read_documents(path: Path) -> dict[str, DocumentNLL]:
 
 
 def pair_error(rows: Mapping[str, DocumentNLL]) -> Callable[[str, str], float]:
-    """Return a function that gives the standard error (percentage points) of the ΔNLL difference of two strategies.
-
-    It gives NaN for a strategy that ``rows`` does not have, and if ``rows`` lacks the dense baseline of ΔNLL.
-    """
+    """Return a function that gives the standard error of the ΔNLL difference of two strategies, NaN if unknown."""
 
     def error(first: str, second: str) -> float:
         if not {first, second, DENSE} <= rows.keys():

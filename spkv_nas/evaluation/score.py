@@ -45,10 +45,7 @@ def score(
 
 
 def by_name(layouts: Layout | Sequence[Layout] | Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """Return layouts by name: without names, each is called by its strategy.
-
-    Raises ``UserError`` if there is none, or two have the same name.
-    """
+    """Return layouts by name, or by strategy; ``UserError`` if there is none, or two have the same name."""
     if isinstance(layouts, Layout):
         layouts = [layouts]
     named = layouts if isinstance(layouts, Mapping) else {layout.strategy or layout.hash: layout for layout in layouts}

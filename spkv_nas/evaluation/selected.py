@@ -86,7 +86,10 @@ def find_selected(
     # Collect what may have selected each layout
     for name, layout in layouts.items():
         origins = [layout.provenance, *equal.get(layout.content, ())]
-        evidence = [*_probes(origins), *_comparisons(workspace, layout, with_scores=with_scores)]
+        evidence: list[tuple[str, object]] = [
+            (f"probe {origin['probe']}", origin.get(SELECTION)) for origin in origins if "probe" in origin
+        ]
+        evidence += _comparisons(workspace, layout, with_scores=with_scores)
         selections = [read_selection(selection, folders) for _, selection in evidence]
         # Merge the documents of each source
         for (record, _), selection in zip(evidence, selections, strict=True):
@@ -122,27 +125,15 @@ def _provenances(workspace: Workspace) -> dict[str, list[Mapping[str, Any]]]:
     return provenances
 
 
-def _probes(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
-    """Yield the probes that selected a layout, for people, each with the digest of its documents."""
-    for origin in origins:
-        if "probe" in origin:
-            yield f"probe {origin['probe']}", origin.get(SELECTION)
-
-
 def _comparisons(workspace: Workspace, layout: Layout, *, with_scores: bool) -> Iterator[tuple[str, object]]:
     """Yield the scores and searches that have a layout, for people, each with the digest of its documents."""
     for table, command in _TABLES.items():
         for file in sorted(workspace.reports.glob(f"*/{table}*.csv")):
-            hashes = _hashes(file)
+            rows = read_table(file, "table of layouts", (Column("hash", default=""),), others=True, empty=True)
+            hashes = set(rows["hash"]) - {""}
             if layout.hash in hashes and (with_scores or command != "score"):
                 record = records.read_unchecked(file.with_suffix(".yaml"), table, _Record)
                 yield f"{command} {file.parent.name}{_among(len(hashes), record)}", record.get(SELECTION)
-
-
-def _hashes(table: Path) -> set[str]:
-    """Return the hashes of the layouts in a table of a search or of scores."""
-    rows = read_table(table, "table of layouts", (Column("hash", default=""),), others=True, empty=True)
-    return set(rows["hash"]) - {""}
 
 
 def _among(num_layouts: int, record: Mapping[str, Any]) -> str:

@@ -132,10 +132,7 @@ def measure_separator(
 
 
 def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
-    """Tokenize texts into blocks of the default size, or of the model's context length if shorter.
-
-    Raises ``UserError`` if there is no tokenizer.
-    """
+    """Tokenize texts into blocks of the default size, or of the model's context length if shorter."""
     if tokenizer is None:
         raise UserError("strings need the model's tokenizer: give tokenizer=tokenizer, or blocks of build_blocks")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

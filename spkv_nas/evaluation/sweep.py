@@ -108,11 +108,7 @@ def tau_sweep(
 
 
 def sweep_table(sweep: Sequence[Evaluation]) -> pd.DataFrame:
-    """Return one row per evaluation with columns ``COLUMNS``.
-
-    NLL is in nats per token; its change is in percent of the first evaluation's NLL, with the standard error of the
-    difference paired by document.
-    """
+    """Return a row per evaluation, columns ``COLUMNS``: NLL in nats, and its change in percent of the first, paired."""
     changes = [paired_difference(evaluation.nll, sweep[0].nll) for evaluation in sweep]
     rows = [
         (evaluation.tau, evaluation.density, evaluation.nll.mean, change.percent, change.standard_error)

@@ -24,10 +24,7 @@ Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 
 
 def evaluated(options: SubjectOptions) -> Subject:
-    """Return the checkpoint to evaluate with its text; results take the name of ``result_name``.
-
-    Raises ``UserError`` if a model that is not embedded has no text.
-    """
+    """Return the checkpoint to evaluate with its text; results take the name of ``result_name``."""
     subject = Subject.of(options, REFERENCE, "evaluate on")
     if options.name is not None or subject.source.startswith(EMBEDDED_PREFIX):
         return subject

@@ -43,11 +43,7 @@ def run(options: VerdictOptions, reporter: Reporter) -> Result:
 
 
 def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResult:
-    """Measure candidates and the dense model until the answer about every candidate is known.
-
-    Raises ``UserError`` if all documents were used to select a layout, two models differ in their tokenizer, or
-    something cannot be read.
-    """
+    """Measure candidates and the dense model until the answer about every candidate is known."""
     transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     # Check the candidates, then measure them
@@ -69,11 +65,12 @@ def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Con
     # Read every candidate once
     candidates: dict[tuple[str, str], tuple[str, Contender]] = {}
     for text in texts:
-        layout = Layout.read(text) if is_layout(text) else None
-        source, chosen = (text, _layout_of(text)) if layout is None else (dense, layout)
-        candidate = Contender(
-            sized_model.model_name(text) if layout is None else layout.strategy, source, layout, chosen
-        )
+        if is_layout(text):
+            layout = Layout.read(text)
+            candidate = Contender(layout.strategy, dense, layout, layout)
+        else:
+            config = checkpoint.read_config(str(resolve(text)), f"model {text}")
+            candidate = Contender(sized_model.model_name(text), text, None, config_section.saved_layout(config))
         first, _ = candidates.setdefault(candidate.content, (text, candidate))
         if first != text:
             reporter.announce(f"{text} is the same as {first}: measured once")
@@ -84,11 +81,6 @@ def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Con
         name = next(names) if candidate.layout else candidate.name
         named.append(replace(candidate, name=text if any(other.name == name for other in named) else name))
     return named
-
-
-def _layout_of(source: str) -> Layout | None:
-    """Return the layout of a checkpoint, from its config alone; None if it has none."""
-    return config_section.saved_layout(checkpoint.read_config(str(resolve(source)), f"model {source}"))
 
 
 def show(result: VerdictResult) -> None:

@@ -25,7 +25,7 @@ from spkv_nas.base.files import read_json, read_text, read_yaml, write_json
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv
 from spkv_nas.contrib.reproduce.ablate.ablation_plan import Ablations
-from spkv_nas.contrib.reproduce.scaling.scaling_law import fit_runs, predictions, read_runs
+from spkv_nas.contrib.reproduce.scaling.scaling_law import describe_laws, fit_runs, read_runs
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.sources import documents
@@ -195,7 +195,7 @@ def _use_calibration(file: Path) -> None:
 
 def _use_runs(file: Path) -> None:
     runs = read_runs(file)
-    predictions(runs, fit_runs(runs))
+    describe_laws(runs, fit_runs(runs))
 
 
 def _make_nll(folder: Path) -> Path:

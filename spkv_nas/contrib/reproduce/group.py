@@ -1,12 +1,74 @@
-"""Command group ``reproduce``: the paper's experiments."""
+"""Command group ``reproduce``: the paper's experiments, with the options of those that need no training."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.progress import Reporter
+from spkv_nas.contrib.defaults import LADDER_DENSITY, PAPER
 from spkv_nas.contrib.reproduce.ablate.options import AblateOptions
-from spkv_nas.contrib.reproduce.ladder.command import ladder
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
-from spkv_nas.contrib.reproduce.scaling.command import scaling
+from spkv_nas.stages import flags
 from spkv_nas.stages.command_group import CommandGroup, runner
+from spkv_nas.stages.options import InWorkspace
+from spkv_nas.stages.result import Result
+
+Runs = Annotated[
+    Path | None,
+    Flag(
+        "CSV with a row per run. Columns: train_flops (training compute), nll (nats per token); optional: name, "
+        "variant (such as dense or sp-kv, each fitted separately) and held_out (1: predicted, not fitted).",
+        argument=True,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingOptions(InWorkspace):
+    """Options of the ``reproduce scaling`` command."""
+
+    command = "reproduce scaling"
+
+    runs: Runs = default(None, "the paper's levels")
+    name: flags.Name = None
+
+
+def scaling(options: ScalingOptions, reporter: Reporter) -> Result:
+    """Fit the scaling law L(C) = L_inf + A C^-alpha to training runs, by default the paper's.
+
+    Needs at least four runs of different compute per variant. Predicts the held-out runs. Writes
+    reports/NAME/scaling.yaml and a figure.
+    """
+    from spkv_nas.contrib.reproduce.scaling import stage
+
+    return Result(stage.scaling(options.folders, options.runs, options.name), stage.show)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LadderOptions(InWorkspace):
+    """Options of the ``reproduce ladder`` command."""
+
+    command = "reproduce ladder"
+
+    density: flags.Density = default(None, f"{LADDER_DENSITY:g}")
+    context: flags.Context = "128k"
+    name: flags.Name = default(None, PAPER)
+
+
+def ladder(options: LadderOptions, reporter: Reporter) -> Result:
+    """Compute FLOPs per token of the paper's model ladder: full attention, and SP-KV at a density.
+
+    Writes reports/NAME/flops.csv and a figure of FLOPs against model size.
+    """
+    from spkv_nas.base.units import parse_context
+    from spkv_nas.contrib.reproduce import ladder as stage
+
+    context, density = parse_context(options.context), LADDER_DENSITY if options.density is None else options.density
+    return Result(stage.ladder(options.folders, options.name or PAPER, context, density), stage.show)
+
 
 _COMMANDS = (runner(PalindromeOptions), runner(AblateOptions), scaling, ladder)
 REPRODUCE = CommandGroup("reproduce", "Reproduce the paper's experiments.", _COMMANDS)

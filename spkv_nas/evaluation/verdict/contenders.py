@@ -69,10 +69,7 @@ class ScoreStore:
     _kept: dict[tuple[str, str], Arrays] = field(default_factory=dict, init=False)
 
     def score(self, contender: Contender, rounds: Rounds, number: int) -> NDArray[np.float64]:
-        """Return the scores of the samples that rounds 0 to ``number`` - 1 complete, from files where they exist.
-
-        Raises ``UserError`` if a file is damaged, or a model cannot be loaded or measured.
-        """
+        """Return the scores of the samples that rounds 0 to ``number`` - 1 complete, from files where they exist."""
         key = self._key(contender, rounds)
         return rounds.scores([self._round(contender, rounds, index, key) for index in range(number)])
 

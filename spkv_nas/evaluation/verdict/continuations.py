@@ -62,10 +62,7 @@ class Acceptance(Agreement):
 
 
 def one_per_document(blocks: TokenBlocks, new_tokens: int) -> TokenBlocks:
-    """Return the first block of each document, which is that of the last token of a block's prompt.
-
-    Continuations of the same document are not independent, so each document gets one.
-    """
+    """Return the first block of each document, as continuations of the same document are not independent."""
     _, first = np.unique(blocks.document[:, blocks.block_size - new_tokens - 1], return_index=True)
     return replace(blocks, tokens=blocks.tokens[first], document=blocks.document[first], largest=None)
 
@@ -94,10 +91,7 @@ class ContinuationRounds(Rounds):
         seed: int,
         identity: str,
     ) -> None:
-        """Continue the beginning of each block, of which there is one per document, in random order.
-
-        Temperature 0 decodes greedily. ``identity`` is that of the text, the dense model and these numbers.
-        """
+        """Continue the beginning of each block, of which there is one per document, in random order."""
         self._tokenizer, self._blocks, self._new_tokens = tokenizer, blocks, new_tokens
         self._temperature, self._seed, self.identity = temperature, seed, identity
         self.num_samples = blocks.num_blocks

@@ -110,10 +110,7 @@ class Criterion(Entry, ABC):
         )
 
     def with_words(self, words: Sequence[str]) -> Criterion:
-        """Return this criterion with options such as "lengths=512,4k"; a list has one word for each item.
-
-        Raises ``UserError`` if an option is unknown, or its value is of another type or out of bounds.
-        """
+        """Return this criterion with options such as "lengths=512,4k", a word for each item of a list."""
         # Collect the words of each option
         texts: dict[str, list[str]] = {}
         options = {name.replace("_", "-"): option for name, option in self.options().items()}

@@ -35,10 +35,7 @@ def parse_margins(text: str) -> Margins:
 
 
 def parse_risk(text: str | float) -> float:
-    """Return a risk as a share: 0.05 for "5%" and for 0.05.
-
-    Raises ``UserError`` if it is no number above 0 and up to 50 %.
-    """
+    """Return a risk as a share: 0.05 for "5%" and for 0.05; ``UserError`` unless it is above 0 and up to 50 %."""
     text = str(text)
     risk = _number(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     if not 0.0 < risk <= 0.5:

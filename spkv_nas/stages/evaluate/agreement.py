@@ -38,10 +38,7 @@ class AgreementResult(SampledTable):
 
 
 def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> AgreementResult:
-    """Measure agreement and acceptance: ``reports/<name>/token-agreement.csv``, with tokens in ``runs/``.
-
-    Raises ``UserError`` for another tokenizer, continuations as long as a block, or what cannot be loaded.
-    """
+    """Measure agreement and acceptance: ``reports/<name>/token-agreement.csv``, with tokens in ``runs/``."""
     transformers_logging.quiet_transformers(reporter)
     check(options)
     subject = evaluated(options)

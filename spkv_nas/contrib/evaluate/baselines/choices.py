@@ -18,10 +18,7 @@ Value = TypeVar("Value")
 
 
 def parse_methods(text: str | None) -> list[str]:
-    """Parse comma-separated methods, in the order of ``METHODS``; None selects all.
-
-    Raises ``UserError`` if a method is unknown.
-    """
+    """Parse comma-separated methods, in the order of ``METHODS``; None selects all. Raises ``UserError``."""
     if text is None:
         return list(METHODS)
     names = _listed(text, str)
@@ -32,18 +29,12 @@ def parse_methods(text: str | None) -> list[str]:
 
 
 def parse_densities(text: str) -> list[float]:
-    """Parse comma-separated shares of keys, such as ``20%,0.15``, highest first.
-
-    Raises ``UserError`` if one is not a number in (0, 1].
-    """
+    """Parse comma-separated shares of keys in (0, 1], such as ``20%,0.15``, highest first. Raises ``UserError``."""
     return sorted(_listed(text, _density), reverse=True)
 
 
 def parse_sinks(text: str) -> list[int]:
-    """Parse comma-separated numbers of sink tokens, such as ``0,4``, ascending.
-
-    Raises ``UserError`` if one is not a whole number.
-    """
+    """Parse comma-separated numbers of sink tokens, such as ``0,4``, ascending. Raises ``UserError``."""
     return sorted(_listed(text, _sinks))
 
 

@@ -34,10 +34,7 @@ class Rotation:
 
     @classmethod
     def of(cls, model: PreTrainedModel, block_size: int) -> Rotation:
-        """Compute the rotation of a model for all positions that blocks of ``block_size`` tokens need.
-
-        Raises ``UserError`` if the model's queries are not rotated by halves, in every layer alike.
-        """
+        """Compute the rotation for blocks; ``UserError`` unless it is by halves, in every layer alike."""
         refusal = UserError(
             "expected-attention needs rotary positions (RoPE) that rotate the halves of a head, equally in every "
             "layer; this model encodes positions differently: leave expected-attention out of --methods"
@@ -57,10 +54,7 @@ class Rotation:
 
     @torch.inference_mode()
     def _fits(self, model: PreTrainedModel) -> bool:
-        """Check that the rotation is inverted correctly.
-
-        For a constant input sequence all hidden states are equal, so un-rotated queries must be equal too.
-        """
+        """Check that queries of a constant sequence are equal once RoPE is inverted, as its hidden states are."""
         layer_fits = []
 
         def check_layer(read: Read) -> tuple[Tensor, Tensor]:

@@ -93,10 +93,7 @@ def _output_norms(v: Tensor, output: Tensor) -> Tensor:
 
 
 def repeating(layers: list[nn.Module], context: int, see: Callable[[Read, Tensor], None]) -> Rule:
-    """Return the rule that reads with full attention, and gives ``see`` each layer's inputs and its context's scores.
-
-    Raises ``UserError`` if a layer has no ``o_proj``.
-    """
+    """Return the rule that reads with full attention, and gives ``see`` the inputs and scores of each layer."""
     # Find the output projections W_O
     outputs = [getattr(getattr(layer, "o_proj", None), "weight", None) for layer in layers]
     if not all(isinstance(output, Tensor) for output in outputs):

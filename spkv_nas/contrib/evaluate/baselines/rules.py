@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,10 +165,31 @@ class Reading:
     rule: Rule | None = None
     block: int = 0
     kept: list[Tensor] = field(default_factory=list)
+    _hidden: Tensor = field(default_factory=lambda: torch.empty(0), init=False)  # of the layer that runs
 
     def begin(self, block: int) -> None:
         """Start a pass over the blocks from ``block`` on."""
         self.block, self.kept = block, []
+
+    def see_hidden(self, _layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Keep the hidden states that enter a layer, before its attention is computed."""
+        self._hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+    def attend(
+        self, layer: int, native: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None
+    ) -> Tensor | None:
+        """Apply the rule to a layer in place of its attention, whose window in the checkpoint is ``native``."""
+        refuse_learned_sinks(sink_logits)
+        if k.shape[2] > native:
+            raise UserError(
+                f"blocks of {k.shape[2]} tokens are longer than the model's own sliding window of {native} keys, which "
+                "these rules do not apply\ngive a smaller --block-size"
+            )
+        if self.rule is None:
+            return None
+        out, num_kept = self.rule(Read(layer, self.block, self._hidden, q, k, v, scale))
+        self.kept.append(num_kept)
+        return out
 
 
 @contextmanager
@@ -179,39 +201,11 @@ def reading(model: PreTrainedModel) -> Iterator[Reading]:
     with full_attention(model) as states, ExitStack() as hooks:
         layers = [layer for layer in attention_layers(model).values() if not layer_state(layer).is_always_local]
         reader = Reading(layers, sum(state.num_kv_heads for state in states if not state.is_always_local))
-        for layer_index, layer in enumerate(layers):
-            hidden: list[Tensor] = []
-            hooks.callback(layer.register_forward_pre_hook(_see_input(hidden), with_kwargs=True).remove)
-            layer_state(layer).observer = _observer(reader, layer_index, hidden, layer_state(layer).checkpoint_window)
+        for index, layer in enumerate(layers):
+            state = layer_state(layer)
+            hooks.callback(layer.register_forward_pre_hook(reader.see_hidden, with_kwargs=True).remove)
+            state.observer = partial(reader.attend, index, state.checkpoint_window)
         yield reader
-
-
-def _see_input(hidden: list[Tensor]) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
-    """Return a pre-forward hook that stores the hidden states in ``hidden``."""
-
-    def see(_layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        hidden[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
-
-    return see
-
-
-def _observer(reader: Reading, layer: int, hidden: list[Tensor], native: int) -> Any:
-    """Return the attention replacement that applies the rule to one layer, whose window in the checkpoint is given."""
-
-    def observe(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor | None:
-        refuse_learned_sinks(sink_logits)
-        if k.shape[2] > native:
-            raise UserError(
-                f"blocks of {k.shape[2]} tokens are longer than the model's own sliding window of {native} keys, which "
-                "these rules do not apply\ngive a smaller --block-size"
-            )
-        if reader.rule is None:
-            return None
-        out, num_kept = reader.rule(Read(layer, reader.block, hidden[0], q, k, v, scale))
-        reader.kept.append(num_kept)
-        return out
-
-    return observe
 
 
 def keeping(read: Read, protocol: Protocol, keep: Tensor) -> tuple[Tensor, Tensor]:

@@ -273,11 +273,7 @@ def measure_sp_kv(
 
 
 def baselines_table(measurements: Sequence[Measurement]) -> pd.DataFrame:
-    """Return one row per measurement, columns of ``BASELINES``, where missing values are NaN.
-
-    NLL is in nats per token; its change is in percent of the first row, with the standard error of the difference
-    paired by document.
-    """
+    """Return a row per measurement, columns of ``BASELINES``: NLL in nats, and its paired change from the first."""
     cells = []
     for row in measurements:
         change = paired_difference(row.nll, measurements[0].nll)

@@ -148,11 +148,7 @@ def _longest(
 
 @torch.inference_mode()
 def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, criterion: Criterion) -> Spans:
-    """Find the key tokens of a text as spans of characters; adjacent key tokens form one span.
-
-    The evaluator is in evaluation mode, with open gates if it has any. Raises ``UserError`` if the tokenizer does not
-    support offsets, or an NLL is not finite.
-    """
+    """Find the key tokens of a text as spans of characters, merging adjacent ones, with an evaluator of open gates."""
     ids, offsets = _encoded(tokenizer, text)
     is_key = key_mask(evaluator, ids, criterion, tokens_before(tokenizer))
     return _merged(offsets[index] for index in np.flatnonzero(is_key))
@@ -162,10 +158,7 @@ def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
 def key_mask(
     evaluator: PreTrainedModel, ids: NDArray[np.int64], criterion: Criterion, opening: tuple[int, ...]
 ) -> NDArray[np.bool_]:
-    """Return which tokens of ``ids`` [T] are key tokens, bool [T], where every sequence begins with ``opening``.
-
-    Raises ``UserError`` if an NLL is not finite.
-    """
+    """Return which tokens of ``ids`` [T] are key tokens, bool [T], where every sequence begins with ``opening``."""
     is_key = np.zeros(len(ids), dtype=np.bool_)
     if len(ids) > criterion.short:
         # Compare the NLL in the whole text with that in the short context
@@ -198,10 +191,7 @@ def _short_losses(
 
 @torch.inference_mode()
 def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> Reading:
-    """Evaluate a model, whose gates the caller sets, on a text and the spans of its key tokens.
-
-    Raises ``UserError`` if the tokenizer does not support offsets, or an NLL is not finite.
-    """
+    """Evaluate a model, whose gates the caller sets, on a text and the spans of its key tokens."""
     ids, offsets = _encoded(tokenizer, text)
     # Compute the losses, counting kept keys if there are gates
     watch = DensityTracker(model) if config_section.gate_config(model) is not None else None
@@ -242,10 +232,7 @@ def _merged(offsets: Iterable[tuple[int, int]]) -> Spans:
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
-    """Return (tokens, the characters of each), without special tokens.
-
-    Raises ``UserError`` if the tokenizer does not support offsets.
-    """
+    """Return (tokens, the characters of each), without special tokens; ``UserError`` for a slow tokenizer."""
     try:
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     except NotImplementedError as error:
@@ -258,10 +245,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[NDArray[np.
 
 @torch.inference_mode()
 def sequence_nll(model: PreTrainedModel, ids: NDArray[np.int64], opening: tuple[int, ...]) -> NDArray[np.float64]:
-    """Compute the NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``.
-
-    Raises ``UserError`` if one is not finite, or the model has fewer positions.
-    """
+    """Compute the finite NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``."""
     begun = np.concatenate([np.tile(np.array(opening, np.int64), (len(ids), 1)), ids], axis=1)
     model_shape.check_length(model, begun.shape[1], "give a smaller --block-size", warns=False)
     losses = token_nll(model, torch.from_numpy(begun).to(model.device)).cpu().double().numpy()[:, len(opening) :]

@@ -61,10 +61,7 @@ class LongPPLResult(SampledTable):
 
 
 def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResult:
-    """Measure LongPPL of a checkpoint and write ``reports/<name>/longppl.csv``; details by text go to ``runs/``.
-
-    Raises ``UserError`` if no text is long enough, or something cannot be loaded.
-    """
+    """Measure LongPPL of a checkpoint: ``reports/<name>/longppl.csv``, with details by text in ``runs/``."""
     transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     name = options.name or sized_model.result_name(options.model, options.folders)
@@ -178,10 +175,7 @@ def _texts(options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: 
 
 
 def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
-    """Return the user's documents, or the embedded models' held-out ones.
-
-    The latter are sorted by hash, so that the first ones are a random sample.
-    """
+    """Return the user's documents, or the embedded models' held-out ones in the random order of their hashes."""
     from spkv_nas.training.recipe import Recipe
 
     if options.data:

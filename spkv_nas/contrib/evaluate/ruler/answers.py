@@ -69,10 +69,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class Answers:
-    """Scores and densities, both [samples], of a model's answers to one task at one length.
-
-    NaN for samples that do not fit in the length; densities also for a model that has none.
-    """
+    """Scores and densities, both [samples], of one task at one length; NaN for samples that do not fit in it."""
 
     scores: NDArray[np.float64]
     densities: NDArray[np.float64]

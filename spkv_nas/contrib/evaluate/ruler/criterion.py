@@ -82,10 +82,7 @@ class QuestionRounds(Rounds):
         seed: int,
         identity: str,
     ) -> None:
-        """Draw the (task, length) of all questions, with equal probability, and number the questions of each.
-
-        ``identity`` is that of the questions besides these numbers.
-        """
+        """Draw the (task, length) of all questions, with equal probability, and number the questions of each."""
         self._make, self._tokenizer, self.num_samples = make, tokenizer, number
         self.identity = f"{identity} {seed} {list(cells)}"
         counts = dict.fromkeys(cells, 0)

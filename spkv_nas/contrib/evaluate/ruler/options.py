@@ -49,10 +49,7 @@ def check(options: RulerOptions) -> None:
 
 
 def check_questions(lengths: str, tasks: str | None, haystack: Sequence[str] | None, qa: Sequence[str] | None) -> None:
-    """Check the lengths, the tasks and the material of RULER's questions, as the options give them.
-
-    Raises ``UserError`` if a length is no number, a task is unknown, or a file does not exist.
-    """
+    """Check the lengths, the tasks and the material of RULER's questions, as the options give them."""
     from pathlib import Path
 
     from spkv_nas.base.units import parse_context

@@ -31,10 +31,7 @@ from spkv_nas.stages.result import Result
 
 
 def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> SampledTable:
-    """Score a checkpoint on RULER at several lengths: ``reports/<name>/ruler.csv``, with answers in ``runs/``.
-
-    A sample that does not fit in its length is skipped, unless it is a task's first: ``UserError``.
-    """
+    """Score a checkpoint on RULER at several lengths: ``reports/<name>/ruler.csv``, with answers in ``runs/``."""
     from spkv_nas.model.windows import default_window, every_head_local, local_sinks
 
     quiet_transformers(reporter)
@@ -99,10 +96,7 @@ def _warn_of_skipped(cells: Sequence[tuple[str, int]], answers: list[Answers], r
 
 @dataclass(frozen=True)
 class _Exam:
-    """Questions by (task, length), ``number`` of each, that every model answers in one of ``passes``.
-
-    The samples depend on nothing but task, length and ``samples_identity``.
-    """
+    """Questions by (task, length), ``number`` of each, that every model answers in one of ``passes``."""
 
     cells: Sequence[tuple[str, int]]
     make: MakeSample

@@ -55,10 +55,7 @@ class CheckpointLM(HFLM):
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, batch_size: int = BATCH_SIZE
     ) -> None:
-        """Wrap a model and its tokenizer; ``batch_size`` is the maximum number of texts per batch.
-
-        Raises ``UserError`` if the tokenizer has no end-of-text token.
-        """
+        """Wrap a model and its tokenizer, which needs an end-of-text token; at most ``batch_size`` texts per batch."""
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "tasks need a tokenizer with an end-of-text token, which ends answers and is an empty context\n"
@@ -77,20 +74,14 @@ class CheckpointLM(HFLM):
             self._watch.start()
 
     def stop(self) -> float:
-        """Return the density since ``start``, mean over the heads; must be called on all ranks.
-
-        It is the share of kept tokens for gates, the share of global heads for a layout, and NaN for a dense model.
-        """
+        """Return the density since ``start``, mean over the heads, NaN for a dense model; call on all ranks."""
         if self._watch is None:
             return layout_density(self.model)
         head_densities = self._watch.stop()
         return math.nan if head_densities is None else float(np.nanmean(head_densities))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
-        """Answer log-likelihood requests as lm-eval does.
-
-        Raises ``UserError`` if an answer has no tokens or does not fit, or a value is not finite.
-        """
+        """Answer log-likelihood requests as lm-eval does; ``UserError`` for an answer without tokens."""
         if any(request.args[:2] == ("", "") for request in requests):
             raise _bad_length("answer ''", 0, self.max_length)
         answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=True)
@@ -158,10 +149,7 @@ class CheckpointLM(HFLM):
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Generate as lm-eval does, by ``_model_generate``; warn if prompts had to be truncated.
-
-        Raises ``UserError`` if a prompt has no tokens, those to generate do not fit, or logits are not finite.
-        """
+        """Generate as lm-eval does, by ``_model_generate``; warn if prompts had to be truncated."""
         # Check that prompts and answers fit into the context
         new_tokens = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]
         if (max_new := max(new_tokens, default=0)) >= self.max_length:
@@ -264,10 +252,7 @@ class _Ends(StoppingCriteria):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stops: list[str], eos: Any, start: int, tell: Callable[[Tensor], None]
     ) -> None:
-        """Stop at one of the tokens ``eos`` or at a stop string, ``start`` tokens of prompt aside.
-
-        ``tell`` is called with bool [B, 1] before the next pass: which of its tokens are real.
-        """
+        """Stop at tokens ``eos`` or a stop string after ``start`` tokens, and ``tell`` which next tokens are real."""
         self._tokenizer, self._stops, self._start, self._tell = tokenizer, stops, start, tell
         self._eos = torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=torch.long)
         # Maximum number of tokens that a stop string spans

@@ -55,11 +55,7 @@ class TaskResult:
 def run_task(
     lm: CheckpointLM, task: Task, folder: Path, identity: str, *, limit: int | None = None, allow_code: bool = False
 ) -> TaskResult:
-    """Run a task, or read its cached answers; must be called on all ranks.
-
-    ``identity`` is that of the checkpoint, its gates and its dtype; ``limit`` is the maximum number of samples, from
-    the first; ``allow_code`` lets the task run code that the model writes.
-    """
+    """Run the first ``limit`` samples of a task, or read its cached answers; must be called on all ranks."""
     # Build the requests, which the file name depends on
     with _requests_built(task, limit=limit):
         file = sample_file(folder, task.task_name, _content(task, identity))

@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> SampledTable:
-    """Evaluate a checkpoint on downstream tasks: ``reports/<name>/tasks.csv``, with every sample in ``runs/``.
-
-    Raises ``UserError`` if a task is unknown, lacks data or does not fit the context, or something cannot be loaded.
-    """
+    """Evaluate a checkpoint on downstream tasks: ``reports/<name>/tasks.csv``, with every sample in ``runs/``."""
     checks.check(options)
     from spkv_nas.contrib.evaluate.tasks.run import Results, tasks_table
     from spkv_nas.contrib.evaluate.tasks.suite import code_allowed, load_suite, quiet_libraries

@@ -156,10 +156,7 @@ def _known() -> Index:
 
 
 def _index(names: Iterable[str], include: Sequence[str]) -> Index:
-    """Return an index that has all names; this package's and the user's tasks override lm-eval's.
-
-    Raises ``UserError`` if a name is unknown.
-    """
+    """Return an index that has all names, or ``UserError``; this package's and the user's tasks override lm-eval's."""
     index: Index = TaskManager(include_path=[str(ASSETS), *include], include_defaults=False).task_index
     if not all(_is_whole(index, name) for name in names):
         index = {**_known(), **index}

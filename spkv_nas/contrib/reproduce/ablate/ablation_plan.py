@@ -39,10 +39,7 @@ class Row(BaseModel):
         return self
 
     def read_variant(self, folder: Path) -> Variant:
-        """Return the variant to train for this row; the path of a layout file starts from ``folder``.
-
-        Raises ``UserError`` if the layout file cannot be read, or has a reserved name.
-        """
+        """Return the variant to train for this row; the path of a layout file starts from ``folder``."""
         if self.layout is not None:
             layout = Layout.read(folder / self.layout)
             check_layout_names([layout.strategy])

@@ -78,10 +78,7 @@ def run(options: PalindromeOptions, reporter: Reporter) -> Result:
 
 
 def result_table(settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> pd.DataFrame:
-    """Tabulate the results, one row per variant with columns ``COLUMNS``.
-
-    The density of full attention is 1, that of the sliding window 0.
-    """
+    """Tabulate the variants, columns ``COLUMNS``, with density 1 of full attention and 0 of the sliding window."""
     rows = [{**vars(run), "steps": settings.steps} for run in finished]
     table = pd.DataFrame(rows, columns=list(COLUMNS))
     return table.assign(

@@ -42,10 +42,7 @@ _INSTRUCTION = np.array([_ID[word] for word in INSTRUCTION.split()])
 
 @dataclass(frozen=True)
 class Palindromes(Dataset[dict[str, Tensor]]):
-    """Dataset of ``num_sequences`` sequences, generated on access from ``seed``, ``heldout`` and the index.
-
-    With 100^N possible sequences, repeats and overlaps between training and held-out data do not occur in practice.
-    """
+    """Sequences generated on access from ``seed``, ``heldout`` and the index; of 100^N, repeats do not occur."""
 
     num_sequences: int
     seed: int = 0
@@ -57,10 +54,7 @@ class Palindromes(Dataset[dict[str, Tensor]]):
         return self.num_sequences
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``labels``, int64 [T]; labels are -100 outside the output.
-
-        Raises ``IndexError`` if there is no such sequence.
-        """
+        """Return ``input_ids`` and ``labels``, int64 [T]; labels are -100 outside the output."""
         if not 0 <= index < self.num_sequences:
             raise IndexError(index)
         values = np.random.default_rng([self.seed, self.heldout, index]).integers(NUM_VALUES, size=self.num_numbers)
@@ -173,10 +167,7 @@ class GateWatch:
         self._num_rows += len(logits)
 
     def stop(self) -> NDArray[np.float64] | None:
-        """Stop, and return mean utility and density by position [2, T]; None if no gate ran.
-
-        The means are over layers, heads and sequences.
-        """
+        """Stop, and return mean utility and density by position [2, T], over all else; None if no gate ran."""
         self._hooks.close()
         means = torch.stack(self._sums).double().sum(0).cpu().numpy() / self._num_rows if self._sums else None
         self._sums, self._num_rows = [], 0

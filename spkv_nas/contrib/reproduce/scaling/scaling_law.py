@@ -79,10 +79,7 @@ class ScalingLaw:
 
     @property
     def amplitude(self) -> Interval:
-        """Return A, the reducible NLL at 1 FLOP.
-
-        Its interval is wide, because 1 FLOP is far from the runs, and symmetric in log A.
-        """
+        """Return A, the reducible NLL at 1 FLOP, with a wide interval, as 1 FLOP is far from the runs."""
         log = self._interval(np.array([0.0, 1.0, np.log(self.reference)]))
         with np.errstate(over="ignore"):  # with few runs, A may be unbounded
             return Interval(*(float(np.exp(end)) for end in (log.value, log.low, log.high)))
@@ -170,10 +167,7 @@ def read_runs(path: Path) -> pd.DataFrame:
 
 
 def fit_runs(runs: pd.DataFrame) -> dict[str, ScalingLaw]:
-    """Fit the law of each variant of ``read_runs``.
-
-    Raises ``UserError`` if a variant has too few runs or does not follow the law.
-    """
+    """Fit the law of each variant of ``read_runs``; ``UserError`` if one has too few runs or follows no law."""
     laws = {}
     for variant, rows in runs.groupby("variant", sort=False):
         where = f"variant '{variant}': " if variant else ""
@@ -237,10 +231,7 @@ def _jacobian(parameters: Array, x: Array) -> Array:
 
 
 def _start(x: Array, loss: Array) -> Array:
-    """Return initial parameters of the fit.
-
-    For a given exponent the other two parameters are linear, so only the exponent is searched.
-    """
+    """Return initial parameters of the fit, by a search of the exponent, as the other two are linear given it."""
 
     def solve(exponent: float) -> tuple[float, Array]:
         basis = np.column_stack([np.ones_like(x), np.exp(-exponent * x)])

@@ -92,10 +92,7 @@ def regression(
 
 
 def _layouts(like: Layout, layers: list[int], num_global: int, number: int, seed: int) -> list[Layout]:
-    """Draw ``number`` random layouts ``like`` one, with ``num_global`` of the heads of ``layers`` global.
-
-    Raises ``UserError`` if there are too few distinct ones.
-    """
+    """Draw distinct random layouts ``like`` one, with ``num_global`` of the heads of ``layers`` global."""
     (num_layers, num_kv_heads), number_of_heads = like.grid, len(layers) * like.grid[1]
     order = np.random.default_rng(seed).random((number, number_of_heads)).argsort(1)
     masks = np.zeros((number, num_layers, num_kv_heads), dtype=np.bool_)
@@ -124,10 +121,7 @@ def _fit(layouts: list[Layout], nll: Float) -> Ridge:
 def _gains(
     fit: Ridge, totals: Float, counts: NDArray[np.int64], blocks: TokenBlocks, grid: Grid, layers: list[int]
 ) -> list[HeadMeans]:
-    """Compute gains by domain from NLL ``totals`` [layouts, documents] over ``counts`` [documents] tokens.
-
-    Gains are 0 outside ``layers``, where heads are local by design.
-    """
+    """Compute gains by domain, 0 outside ``layers``, from ``totals`` [layouts, documents] over ``counts`` tokens."""
     # Gains by document, shifted so that the least useful head has gain 0: [L, Hkv, documents]
     fitted = (-fit.operator @ totals).reshape(*grid, -1)[layers]
     sums = np.zeros((*grid, len(counts)))
