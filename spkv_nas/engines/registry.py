@@ -14,7 +14,7 @@ from spkv_nas.base.registry import Registry
 from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.engines import known
 from spkv_nas.engines.cache import PlannedEngine, Serving
-from spkv_nas.engines.engine import UNTRIED, Cell, Engine, Outcome
+from spkv_nas.engines.engine import Engine, Outcome
 from spkv_nas.engines.vllm import VLLM
 
 if TYPE_CHECKING:
@@ -89,11 +89,6 @@ def guards(form: str) -> dict[str, Any]:
         for engine in ENGINES
         if engine.guard_key is not None and form in engine.ignores_windows
     }
-
-
-def cells(form: str) -> dict[Engine, Cell]:
-    """Return what each engine does with a form; not tried for a form that it does not list, such as a package's."""
-    return {engine: engine.outcomes.get(form, UNTRIED) for engine in ENGINES}
 
 
 def outcomes(form: str, config: PreTrainedConfig) -> dict[str, str]:

@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar
 
-from spkv_nas.base.errors import UserError
 from spkv_nas.engines import engine
 from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache
 from spkv_nas.engines.engine import EXACT, OTHER_LAYERS, REFUSED, SPKV_FORMS, Cell, Outcome, Program, tried_with
@@ -43,13 +42,7 @@ class Part:
 
 
 def unit_parts(cache: ServedCache, num_global: int, size: int = 1) -> Counter[Part]:
-    """Count the parts of a model that is split into units of ``size`` heads.
-
-    Raises:
-        UserError: the number of heads is no multiple of the size.
-    """
-    if num_global % size or cache.num_heads % size:
-        raise UserError(f"{num_global} of {cache.num_heads} KV heads cannot be split into units of {size} heads")
+    """Count the parts of a model that is split into units of ``size`` heads, which divides both numbers of heads."""
     counts = {False: num_global // size, True: (cache.num_heads - num_global) // size}
     return Counter({Part(size, is_local): count for is_local, count in counts.items() if count})
 

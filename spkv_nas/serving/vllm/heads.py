@@ -1,16 +1,13 @@
 """Choose how the KV heads of a layer are divided among vLLM's ``Attention`` layers. Imports no vLLM.
 
-An ``Attention`` has one window, so the heads of a mixed layer need several. Pages of vLLM's cache have one size, and
-all groups equally many ``Attention`` layers (``v1/core/kv_cache_utils.py`` of 0.32: ``unify_kv_cache_spec_page_size``,
-``_get_kv_cache_groups_uniform_page_size``; ``engines/vllm.py`` has the rules). There are two ways, each of which
-wastes pages on some layouts:
+An ``Attention`` has one window, so the heads of a mixed layer need several. There are two ways, each of which wastes
+pages of the cache on some layouts (``engines/vllm.py`` has the rules):
 
 - "pair": one ``Attention`` for the global and one for the local heads of a layer. Fewest calls, but 3 heads beside 4
   lose a quarter of each page, 1 head beside 3 gets blocks three times as long, and many kinds make small groups.
 - "units": ``Attention`` layers of g heads each, g the greatest common divisor of all counts. All pages are equal and
   there are two kinds alone, for up to Hkv calls a layer.
 
-``choose_unit`` plans the cache of a request both ways, and takes the cheaper one, or pairs where both cost the same.
 Cache layouts that a platform packs block by block (``_get_packed_kv_cache_groups``) waste less with pairs than is
 planned here. Local heads of two windows are planned as if all had the larger one, and the sink token of any.
 """
