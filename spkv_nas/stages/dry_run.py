@@ -25,11 +25,7 @@ from spkv_nas.stages import forecast
 from spkv_nas.stages.commands import stage_module
 from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.lookup import chosen_recipe, chosen_table, find_proposal
-from spkv_nas.stages.options import InPrecision, OnDevice, Trains
-from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
-from spkv_nas.stages.options.search import SearchOptions, specify
-from spkv_nas.stages.options.train import TrainOptions
-from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
+from spkv_nas.stages.options import InPrecision, OnDevice, Trains, probe, search, train, train_hybrid
 from spkv_nas.stages.result import Result
 from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.recipe import Recipe
@@ -52,28 +48,28 @@ def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan | Forecast:
     Commands that are added by entry points have a function ``plan`` in the module that runs them.
     """
     planned: dict[type, Callable[[Any, Reporter], Plan | Forecast]] = {
-        TrainOptions: plan_train,
-        ProbeOptions: plan_probe,
-        TrainHybridOptions: plan_train_hybrid,
-        SearchOptions: plan_search,
+        train.TrainOptions: plan_train,
+        probe.ProbeOptions: plan_probe,
+        train_hybrid.TrainHybridOptions: plan_train_hybrid,
+        search.SearchOptions: plan_search,
     }
     plan = planned.get(type(options)) or import_module(stage_module(type(options))).plan
     result: Plan | Forecast = plan(options, reporter)
     return result
 
 
-def plan_train(options: TrainOptions, reporter: Reporter = SILENT) -> Plan:
+def plan_train(options: train.TrainOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``train``: the dense model and the SP-KV branch."""
     planner = _planner(options, options.recipe, reporter)
     return planner.plan(reference_runs(planner))
 
 
-def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan | Forecast:
+def plan_probe(options: probe.ProbeOptions, reporter: Reporter = SILENT) -> Plan | Forecast:
     """Plan ``probe RECIPE``: the models that its signal needs, and the probe. Without a recipe, see ``forecast``."""
     if options.recipe is None:
         return forecast.plan_probe(options, reporter)
     planner = _planner(options, options.recipe, reporter)
-    signal = chosen_signal(options)
+    signal = probe.chosen_signal(options)
     # Count the passes over the held-out text
     tokens = planner.text.heldout(planner.recipe.data)
     limit = options.max_tokens or (SCORING_TOKENS if signal.computes_logits else tokens)
@@ -85,7 +81,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan | For
     return planner.plan([*trained, planner.heldout_pass(name, variant, work.passes, work.tokens, work.effort)])
 
 
-def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> Plan:
+def plan_train_hybrid(options: train_hybrid.TrainHybridOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``train-hybrid``: full attention, SP-KV and every layout."""
     table = chosen_table(options, reporter)
     proposal = find_proposal(options.folders, table.name, options.layouts)
@@ -96,9 +92,9 @@ def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) 
     return planner.plan(hybrid_runs(planner, hybrid_variants(layouts, reference=options.reference), options.seeds))
 
 
-def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
+def plan_search(options: search.SearchOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``search``: its scores and retrainings, with upper bounds for the layouts that it has yet to find."""
-    specification = specify(options, reporter)
+    specification = search.specify(options, reporter)
     planner = _planner(options, specification.file, reporter)
     # Split the held-out text as the search does
     text, data = planner.text, specification.recipe.data

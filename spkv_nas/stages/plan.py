@@ -31,11 +31,10 @@ from spkv_nas.stages.options.plan import PlanOptions
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.sized_model import choose_context, model_name
 from spkv_nas.stages.subject import default_block_size
+from spkv_nas.training import run_plan, step_cost
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.recipe import DenseConfig, Recipe
-from spkv_nas.training.run_plan import Planner
-from spkv_nas.training.step_cost import how_trained
 from spkv_nas.training.text_size import TextSize, count_text
 
 _ENOUGH = TextSize(documents=1000, tokens=10**9)  # enough text for the largest blocks and batches that init chooses
@@ -109,7 +108,7 @@ def _of_recipe(file: Path, options: PlanOptions, reporter: Reporter) -> _Workflo
     """Train as a recipe says, then measure."""
     # Read the recipe and its model
     recipe, site = Recipe.read(file), _site(options)
-    planner = Planner(recipe, file.parent, options.folders.run_dir(recipe.name), announce=reporter.announce)
+    planner = run_plan.Planner(recipe, file.parent, options.folders.run_dir(recipe.name), announce=reporter.announce)
     size = planner.size
     check_dense(size, f"of recipe {file}")
     item = ITEM_BYTES[options.dtype or "float32"]  # the dtype that training saves
@@ -154,7 +153,7 @@ def _training(
     """Return how a phase of a recipe trains; on requested GPUs in bfloat16 where the recipe allows it."""
     native = "bfloat16" if site.speed is not None else training_precision(site.name)
     bfloat16 = (native if recipe.precision == "auto" else recipe.precision) == "bfloat16"
-    return how_trained(recipe, phase, size, bfloat16=bfloat16, gated=gated)
+    return step_cost.how_trained(recipe, phase, size, bfloat16=bfloat16, gated=gated)
 
 
 def _about_time(options: PlanOptions) -> str:
