@@ -26,7 +26,7 @@ from spkv_nas.base.registry import reinstall_hint
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import evaluate
 from spkv_nas.cli.demo import demo
-from spkv_nas.cli.options import Debug, Quiet, Root, Verbose, command
+from spkv_nas.cli.options import Debug, Device, Quiet, Root, Verbose, command
 from spkv_nas.stages.command_group import COMMAND_GROUPS, runner
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options.calibrate import CalibrateOptions
@@ -167,6 +167,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     workspace: Root = None,
+    device: Device = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
     debug: Debug = False,

@@ -1,8 +1,8 @@
 """Turn a function of one options dataclass (``stages.options``) into a command: each field becomes an option.
 
-The options that commands share (``--workspace``, ``--quiet``, ``--verbose``, ``--debug``, ``--json``) are declared and
-handled here; all but the last may also precede the command's name. With ``--dry-run`` a training command prints its
-plan instead of training.
+The options that commands share (``--workspace``, ``--device``, ``--quiet``, ``--verbose``, ``--debug``, ``--json``) are
+declared and handled here; all but the last may also precede the command's name. With ``--dry-run`` a training command
+prints its plan instead of training.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli.present import print_results
 from spkv_nas.cli.screen import working
-from spkv_nas.stages.flags import WORKSPACE
+from spkv_nas.stages.flags import DEVICE, WORKSPACE
 from spkv_nas.stages.options import OnDevice, Trains
 from spkv_nas.stages.result import Results
 
 Options = TypeVar("Options")
-_LAST = ("device", "dtype")  # shown last in the help
+_LAST = "dtype"  # shown last in the help
 _FEW = 3  # help panels with at most this many options are merged into the default one
 _LARGE = 10_000  # numbers beyond it are not shown as bounds in the help: nobody comes near them
-_OUTPUT_PANEL = "Output"
+_PANEL = "Shared options"
 
 Root = Annotated[
     Path | None,
-    typer.Option(*WORKSPACE.names, help=WORKSPACE.help, rich_help_panel=_OUTPUT_PANEL, show_default="current folder"),
+    typer.Option(*WORKSPACE.names, help=WORKSPACE.help, rich_help_panel=_PANEL, show_default="current folder"),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(*DEVICE.names, help=DEVICE.help, rich_help_panel=_PANEL, show_default="cuda if available"),
 ]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.", rich_help_panel=_OUTPUT_PANEL)
+    bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.", rich_help_panel=_PANEL)
 ]
 Verbose = Annotated[
-    bool,
-    typer.Option("--verbose", "-v", help="Also show details and library logs.", rich_help_panel=_OUTPUT_PANEL),
+    bool, typer.Option("--verbose", "-v", help="Also show details and library logs.", rich_help_panel=_PANEL)
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT_PANEL)]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as one JSON document.", rich_help_panel=_OUTPUT_PANEL)
-]
-_SHARED = {"json": Json, "workspace": Root, "quiet": Quiet, "verbose": Verbose, "debug": Debug}  # main reads --debug
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_PANEL)]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.", rich_help_panel=_PANEL)]
+_SHARED = {"workspace": Root, "device": Device, "quiet": Quiet, "verbose": Verbose, "debug": Debug}  # main reads debug
 
 
 def command(
@@ -68,39 +69,35 @@ def command(
         hints = get_type_hints(function)
         returns = hints.pop("return", None)
         options_class: type[Options] = next(iter(hints.values()))
-        default_of = {field.name: field.default for field in fields(options_class)}  # type: ignore[arg-type]
+        names = [field.name for field in fields(options_class)]  # type: ignore[arg-type]
 
         def run(invocation: typer.Context, **values: Any) -> None:
             from spkv_nas.stages.checks import check  # pandas takes too long for --help
 
-            # Take the shared options out of the values
+            # Take the shared options out of the values; they may stand before the command's name
             before = invocation.find_root().params
-            quiet, verbose = (values.pop(key) or before.get(key, False) for key in ("quiet", "verbose"))
-            if "workspace" in values:
-                values["workspace"] = values["workspace"] or before.get("workspace") or default_of["workspace"]
-            as_json = values.pop("json", False)
-            del values["debug"]
+            shared = {key: values.pop(key, None) or before.get(key) for key in (*_SHARED, "json")}
             # Build and check the options
-            options = options_class(**values)
+            options = options_class(**values, **{key: shared[key] for key in names if shared.get(key)})
             check(options)
             # Run the command and print its result
-            title, takes_long = _title(invocation), isinstance(options, OnDevice)
-            with working(title, quiet=quiet, verbose=verbose, takes_long=takes_long) as reporter:
+            verbosity = {key: bool(shared[key]) for key in ("quiet", "verbose")}
+            with working(_title(invocation), takes_long=isinstance(options, OnDevice), **verbosity) as reporter:
                 if isinstance(options, Trains) and options.dry_run:
                     from spkv_nas.stages.dry_run import dry_run
 
                     results: Results | None = dry_run(options, reporter)
                 else:
                     results = function(options, reporter)
-                code = 0 if results is None else print_results(results, as_json=as_json)
+                code = 0 if results is None else print_results(results, as_json=bool(shared["json"]))
             raise typer.Exit(code)
 
         # Give typer the signature that it reads the options from
         paragraphs = (function.__doc__ or "").split("\n\n")  # typer would keep the line breaks of the source
         run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         run.__name__ = function.__name__
-        left_out = {"json": returns is type(None), "workspace": "workspace" not in default_of}
-        common = {key: kind for key, kind in _SHARED.items() if not left_out.get(key)}
+        common = {key: kind for key, kind in _SHARED.items() if key in names or key not in ("workspace", "device")}
+        common = common if returns is type(None) else {"json": Json, **common}
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters = [inspect.Parameter("invocation", keyword, annotation=typer.Context), *_parameters(options_class)]
         parameters += [inspect.Parameter(key, keyword, default=None, annotation=kind) for key, kind in common.items()]
@@ -132,7 +129,7 @@ def _parameters(options_class: type) -> list[inspect.Parameter]:
         (field, kind, flag if panels[flag.panel] > _FEW else replace(flag, panel=None))
         for field, kind, flag in declared
     ]
-    declared.sort(key=lambda row: (not row[2].argument, row[0].name in _LAST, row[0].default is not MISSING))
+    declared.sort(key=lambda row: (not row[2].argument, row[0].name == _LAST, row[0].default is not MISSING))
     return [_parameter(*row) for row in declared]
 
 

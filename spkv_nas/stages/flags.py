@@ -54,10 +54,10 @@ _GRANULARITY = Flag(
 WORKSPACE = Flag("Workspace folder; contains probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))
 Root = Annotated[Path, WORKSPACE]
 Name = Annotated[str | None, Flag("Name of the results.")]
-Device = Annotated[str | None, Flag("cpu or cuda.", values=("cpu", "cuda"))]
-AnyDevice = Annotated[
-    str | None, Flag("cpu, cuda, or auto: shard the model over all GPUs.", values=("cpu", "cuda", "auto"))
-]
+DEVICE = Flag(
+    "cpu, cuda, or auto: shard a model that is measured over all GPUs.", ("--device",), values=("cpu", "cuda", "auto")
+)
+Device = Annotated[str | None, DEVICE]
 Dtype = Annotated[str | None, Flag("Compute precision: float32, bfloat16 or float16.", values=DTYPES)]
 
 # Models, text and training length

@@ -20,7 +20,7 @@ from spkv_nas.cli.app import app
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "spkv_nas"
 COMMANDS = ("stages", "commands", "cli")  # packages that hold commands
-SHARED_OPTIONS = ("help", "json", "workspace", "quiet", "verbose", "debug")  # declared once for all commands
+SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "debug")  # declared once for all commands
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {

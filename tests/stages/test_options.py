@@ -74,7 +74,7 @@ def test_every_field_is_a_flag_and_every_flag_is_used() -> None:
 
 def test_a_name_means_one_thing() -> None:
     """Fields of one name have the same flag in every command, or one that takes other values."""
-    allowed = {"budget": 2, "tau": 2, "device": 2}  # a range; a choice; several
+    allowed = {"budget": 2, "tau": 2}  # a range; a choice
     allowed |= {"sinks": 3}  # a number; a number or auto; several
     allowed |= {"engine": 3}  # whose memory is counted; that an export is for; that is run
     allowed |= {"layout": 3}  # by place; several by name; the one that an engine must run

@@ -42,7 +42,7 @@ class InWorkspace:
 class OnDevice:
     """Options of a command that computes with torch."""
 
-    device: flags.Device = default(None, "cuda if available")
+    device: flags.Device = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,6 @@ class Trains(InWorkspace, OnDevice):
 @dataclass(frozen=True, kw_only=True)
 class Measures(InWorkspace, InDtype):
     """Options of a command that measures a model, which it can spread over all GPUs."""
-
-    device: flags.AnyDevice = default(None, "cuda if available")
 
 
 @dataclass(frozen=True, kw_only=True)
