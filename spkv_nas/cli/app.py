@@ -121,23 +121,14 @@ app = typer.Typer(
     "arguments measures the embedded reference model (21 layers x 3 KV heads).",
 )
 _attention = runner(AttentionOptions)
+_OPTIONS = (
+    *(InitOptions, ProbeOptions, ProposeOptions, CompareOptions, SearchOptions, TrainHybridOptions, ReportOptions),
+    *(ScoreOptions, VerdictOptions, CriticalBudgetOptions, PlanOptions, CalibrateOptions, TrainOptions, ExportOptions),
+)
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
-    runner(InitOptions),
-    runner(ProbeOptions),
-    runner(ProposeOptions),
-    runner(CompareOptions),
-    runner(SearchOptions),
-    runner(TrainHybridOptions),
-    runner(ReportOptions),
-    runner(ScoreOptions),
-    runner(VerdictOptions),
-    runner(CriticalBudgetOptions),
-    generate,
-    runner(PlanOptions),
+    *map(runner, _OPTIONS),
     _attention,
-    runner(CalibrateOptions),
-    runner(TrainOptions),
-    runner(ExportOptions),
+    generate,
     serve_check,
     schema,
 )

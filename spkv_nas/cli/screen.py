@@ -7,11 +7,11 @@ that no step is silent. A step that knows its progress gets a row of its own wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.console import RenderableType
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TaskID
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
@@ -107,11 +107,8 @@ class _Rows:
         if self._shown is None:
             self._shown = Progress(
                 SpinnerColumn(),
-                _Title(),
-                _Bar(),
-                _Count(),
-                _Note(),
-                _Time(),
+                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+                *map(_Cell, (_bar, _count, lambda task: Text(task.fields["note"], style="dim"), _time)),
                 console=err,
                 transient=True,
                 redirect_stdout=False,
@@ -146,45 +143,29 @@ class _Rows:
             rows.update(TaskID(0), visible=len(rows.tasks) == 1)
 
 
-class _Title(ProgressColumn):
-    """The name of the step; the only column that is truncated in a narrow terminal."""
+class _Cell(ProgressColumn):
+    """A column that shows what a function makes of a task, and is never truncated."""
 
-    def render(self, task: Task) -> Text:
-        return Text(task.description, no_wrap=True, overflow="ellipsis")
-
-
-class _FixedColumn(ProgressColumn):
-    """A column that is never truncated."""
-
-    def __init__(self) -> None:
+    def __init__(self, show: Callable[[Task], RenderableType]) -> None:
         super().__init__(Column(no_wrap=True))
-
-
-class _Bar(_FixedColumn):
-    """The progress bar; empty where the total is unknown."""
+        self._show = show
 
     def render(self, task: Task) -> RenderableType:
-        return "" if task.total is None else ProgressBar(total=task.total, completed=task.completed, width=12)
+        return self._show(task)
 
 
-class _Count(_FixedColumn):
-    """Steps done of the total, such as ``3/10``."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.total is None else f"{int(task.completed)}/{int(task.total)}")
+def _bar(task: Task) -> RenderableType:
+    """Return the progress bar; empty where the total is unknown."""
+    return "" if task.total is None else ProgressBar(total=task.total, completed=task.completed, width=12)
 
 
-class _Note(_FixedColumn):
-    """A note of the step, such as the loss."""
-
-    def render(self, task: Task) -> Text:
-        return Text(task.fields["note"], style="dim")
+def _count(task: Task) -> RenderableType:
+    """Return the steps done of the total, such as ``3/10``."""
+    return "" if task.total is None else f"{int(task.completed)}/{int(task.total)}"
 
 
-class _Time(_FixedColumn):
-    """The time left if it can be estimated, else the time since the start."""
-
-    def render(self, task: Task) -> Text:
-        if task.total is None or task.time_remaining is None:
-            return Text(clock(task.elapsed or 0.0), style="dim")
-        return Text(f"{clock(task.time_remaining)} left", style="cyan")
+def _time(task: Task) -> RenderableType:
+    """Return the time left if it can be estimated, else the time since the start."""
+    if task.total is None or task.time_remaining is None:
+        return Text(clock(task.elapsed or 0.0), style="dim")
+    return Text(f"{clock(task.time_remaining)} left", style="cyan")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from spkv_nas.artifacts.comparison import check_layout_names
 from spkv_nas.artifacts.defaults import RECOMMENDED
@@ -17,8 +16,11 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.commands import command_line, next_line
+from spkv_nas.stages.options import ChoosesProbe, RetrainsLayouts
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.record import first_recipe, model_identity, probe_records, read_options
+
+_MAX_LISTED = 8  # maximum number of commands in an error
 
 
 def find_table(workspace: Workspace, probe: str) -> HeadScores:
@@ -57,30 +59,7 @@ def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = No
     return proposal
 
 
-_MAX_LISTED = 8  # maximum number of commands in an error
-
-
-class OfProbe(Protocol):
-    """Options of a command that takes a probe; it is a dataclass, of which an error suggests a command."""
-
-    @property
-    def probe(self) -> str | None:
-        """Return the name or file of the probe; None leaves it open."""
-
-    @property
-    def folders(self) -> Workspace:
-        """Return the workspace."""
-
-
-class OfRecipe(OfProbe, Protocol):
-    """Options of a command that takes a probe and a recipe."""
-
-    @property
-    def recipe(self) -> Path | None:
-        """Return the file of the recipe; None leaves it open."""
-
-
-def chosen_table(options: OfProbe, reporter: Reporter = SILENT) -> HeadScores:
+def chosen_table(options: ChoosesProbe, reporter: Reporter = SILENT) -> HeadScores:
     """Read the probe that options name, by default the workspace's only one.
 
     With several probes of one model the default is the recommended signal's, else the densities'; the choice is
@@ -112,13 +91,13 @@ def chosen_table(options: OfProbe, reporter: Reporter = SILENT) -> HeadScores:
         if names:
             break
     # List the commands to choose from
-    named = [replace(options, probe=name) for name in list(records)[:_MAX_LISTED]]  # type: ignore[type-var]
+    named = [replace(options, probe=name) for name in list(records)[:_MAX_LISTED]]
     commands = [next_line(command_line(each)) for each in named]
     more = ["..."] if len(records) > _MAX_LISTED else []
     raise UserError("\n".join([f"{folder} has {len(records)} probes: choose one with --probe NAME", *commands, *more]))
 
 
-def chosen_recipe(options: OfRecipe, table: HeadScores, embedded: str) -> Path:
+def chosen_recipe(options: RetrainsLayouts, table: HeadScores, embedded: str) -> Path:
     """Return the recipe to retrain layouts by: the options', or ``embedded`` for a probe of an embedded model.
 
     Raises:
@@ -133,7 +112,7 @@ def chosen_recipe(options: OfRecipe, table: HeadScores, embedded: str) -> Path:
     recorded = read_options(table.metadata, options.folders.root)
     lines = [f"probe '{table.name}' is not of an embedded model: give the recipe to retrain its model with --recipe"]
     if recorded is not None and recorded.recipe is not None:
-        command = command_line(replace(options, recipe=recorded.recipe, probe=options.probe or table.name))  # type: ignore[type-var]  # every one is a dataclass
+        command = command_line(replace(options, recipe=recorded.recipe, probe=options.probe or table.name))
         lines.append(next_line(command))
     elif recorded is not None and recorded.model is not None:
         lines += ["init writes a recipe", next_line(command_line(first_recipe(recorded)))]

@@ -92,7 +92,7 @@ def test_command_line_and_stages_have_equal_options() -> None:
     option_classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
     mixins |= {options.SubjectOptions, options.ConstraintOptions, options.LayerOptions, options.EngineOptions}
-    mixins |= {options.Measures, evaluation_options.CheckpointOptions}
+    mixins |= {options.Measures, options.ChoosesProbe, options.RetrainsLayouts, evaluation_options.CheckpointOptions}
     nested = {ShowLayoutsOptions, DiffOptions, ConvertOptions}
     assert option_classes | nested == set(CLASSES) - mixins
 

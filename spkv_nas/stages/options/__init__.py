@@ -39,6 +39,13 @@ class InWorkspace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChoosesProbe(InWorkspace):
+    """Options of a command that takes a probe."""
+
+    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OnDevice:
     """Options of a command that computes with torch."""
 
@@ -64,6 +71,13 @@ class Trains(InWorkspace, OnDevice):
     """Options of a command that trains; with ``dry_run`` the CLI calls ``stages.dry_run`` instead."""
 
     dry_run: flags.DryRun = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrainsLayouts(ChoosesProbe, Trains):
+    """Options of a command that retrains layouts by a recipe."""
+
+    recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Its dense model is retrained.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import LONGEST, ONLY_PROBE, EngineOptions
+from spkv_nas.stages.options import LONGEST, ONLY_PROBE, ChoosesProbe, EngineOptions
 from spkv_nas.stages.options.margins import DecisionOptions, check_decision, is_layout
 
 Budgets = Annotated[
@@ -22,7 +22,7 @@ Budgets = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticalBudgetOptions(EngineOptions, DecisionOptions):
+class CriticalBudgetOptions(EngineOptions, DecisionOptions, ChoosesProbe):
     """Find the smallest budget of global heads whose loss against a dense model is below a margin.
 
     A bisection of the budgets tests their layouts on the weights of --against, as verdict does, until the smallest that

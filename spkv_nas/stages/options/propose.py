@@ -12,7 +12,7 @@ from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import ONLY_PROBE, ConstraintOptions, InWorkspace
+from spkv_nas.stages.options import ChoosesProbe, ConstraintOptions
 
 NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MAX_REPEATS)]
 Robust = Annotated[
@@ -37,7 +37,7 @@ SeveralSolutions = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposeOptions(ConstraintOptions, InWorkspace):
+class ProposeOptions(ConstraintOptions, ChoosesProbe):
     """Propose layouts for a budget of global heads, with every strategy. Writes layouts/NAME/.
 
     A constraint, --robust or --head-costs adds the best layout that satisfies it. Several budgets give the best layout
@@ -45,7 +45,6 @@ class ProposeOptions(ConstraintOptions, InWorkspace):
     """
 
     budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
-    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
     tau: flags.ChosenTau = None
     window: flags.OptionalWindow = default(None, "the probe's")
     sinks: flags.OptionalSinks = default(None, "the probe's")

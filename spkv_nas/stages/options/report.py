@@ -8,7 +8,7 @@ from typing import Annotated
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import InWorkspace
+from spkv_nas.stages.options import ChoosesProbe
 
 Figures = Annotated[
     str | None,
@@ -17,7 +17,7 @@ Figures = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(InWorkspace):
+class ReportOptions(ChoosesProbe):
     """Write reports/NAME/index.html and its figures from the results in the workspace.
 
     With several probes or searches, also writes their index, reports/index.html.

@@ -14,7 +14,7 @@ from spkv_nas.base.progress import SILENT, Announce, Reporter
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import EMBEDDED_RECIPE, ONLY_PROBE, LayerOptions, Trains
+from spkv_nas.stages.options import LayerOptions, RetrainsLayouts
 
 if TYPE_CHECKING:  # pandas takes too long for --help
     from spkv_nas.artifacts.layout import Layout
@@ -49,7 +49,7 @@ Storage = Annotated[str | None, Flag("URL of the study's database, such as postg
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions(LayerOptions, Trains):
+class SearchOptions(LayerOptions, RetrainsLayouts):
     """Search for better layouts than the strategies'. Writes reports/NAME/search.csv and layouts/NAME/search/.
 
     Many layouts are scored without training, the best are retrained briefly, and the best of these in full. Full
@@ -62,8 +62,6 @@ class SearchOptions(LayerOptions, Trains):
         note="Retrained, too; those within budget, window and constraints are also started from."
     )
     budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
-    probe: flags.OptionalProbe = default(None, ONLY_PROBE, note="Guides the search.")
-    recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Retrains the layouts.")
     objective: Objective = "nll"
     trials: Trials = 100
     sampler: Sampler = SAMPLER

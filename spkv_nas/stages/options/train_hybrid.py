@@ -7,13 +7,13 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import EMBEDDED_RECIPE, ONLY_PROBE, InPrecision, Trains
+from spkv_nas.stages.options import InPrecision, RetrainsLayouts
 
 Reference = Annotated[bool, Flag("Also retrain the SP-KV reference, with its gates.", ("--reference/--no-reference",))]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainHybridOptions(Trains, InPrecision):
+class TrainHybridOptions(RetrainsLayouts, InPrecision):
     """Retrain layouts, full attention and SP-KV from one dense checkpoint. Writes reports/NAME/comparison.csv.
 
     Runs resume where they stopped, and finished runs are reused: repeat the same command. The paths of the retrained
@@ -21,8 +21,6 @@ class TrainHybridOptions(Trains, InPrecision):
     """
 
     layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
-    recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Its dense model is retrained.")
-    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
     seeds: flags.Seeds = default(1, note="Each has a different data order.")
     reference: Reference = True
 
