@@ -47,8 +47,6 @@ _COLUMNS = (
     Column("note", default=""),
 )
 COLUMNS = tuple(column.name for column in _COLUMNS)
-# Only where training extended the block size; against the control, as the dense model never saw those positions.
-EXTENDED = ("extended_nll", "extended_delta_percent", "extended_delta_standard_error")
 
 
 class RankCorrelation(Recorded):

@@ -1,7 +1,6 @@
 """Attach gates to any Hugging Face decoder that uses the attention interface, and detach them.
 
-``attach_gates`` switches a model to the attention function ``spkv``, finds its attention layers by recording which
-modules call that function, and puts a forward pre-hook on each (``attention.py``). ``detach`` undoes all of it.
+Attention layers are found by recording which modules call the attention function; each gets a forward pre-hook.
 """
 
 from __future__ import annotations
@@ -22,19 +21,7 @@ from transformers.generation import GenerationMode
 from spkv_nas.artifacts import grid, local_layers
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import config_section, modes
-from spkv_nas.model.attention import (
-    GLOBAL_WINDOW,
-    GateSettings,
-    LayerState,
-    attention_layers,
-    cache_error,
-    install,
-    layer_predictor,
-    layer_state,
-    layer_states,
-    uninstall,
-)
+from spkv_nas.model import attention, config_section, modes
 from spkv_nas.model.attention_calls import PACKED, AttentionCall, watch_calls
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
 from spkv_nas.model.generation_cache import NOT_ASSISTED, SPKVCache
@@ -58,21 +45,20 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
         config: window, predictor, and gated heads; the defaults are the paper's.
         seed: seed of the predictors' initial weights; None draws from torch's global generator.
 
-    Raises:
-        UserError: the model already has gates, its class or settings cannot be gated (see ``attention.py``), or
-            ``config.heads`` is for another number of layers or KV heads.
+    Raises ``UserError``: the model already has gates, its class or settings cannot be gated (see ``attention.py``), or
+    ``config.heads`` is for another number of layers or KV heads.
     """
     # Hook the layers
     config = config or GateConfig()
-    if any(state.gate_window is not None for state in layer_states(model)):
+    if any(state.gate_window is not None for state in attention.layer_states(model)):
         raise UserError("this model already has gates: call detach(model) first")
-    if any(state.windows is not None for state in layer_states(model)):
+    if any(state.windows is not None for state in attention.layer_states(model)):
         detach(model)
     hook_layers(model)
     # Check the heads against the model
-    layers = list(attention_layers(model).values())
+    layers = list(attention.attention_layers(model).values())
     try:
-        rows = gate_rows(model, config, [layer_state(layer).num_kv_heads for layer in layers])
+        rows = gate_rows(model, config, [attention.layer_state(layer).num_kv_heads for layer in layers])
     except UserError:
         detach(model)
         raise
@@ -90,8 +76,8 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
 
 def detach(model: PreTrainedModel) -> None:
     """Remove gates, windows and hooks, which restores the model as before ``attach_gates`` or ``apply_layout``."""
-    for layer in attention_layers(model).values():
-        uninstall(layer)
+    for layer in attention.attention_layers(model).values():
+        attention.uninstall(layer)
     # Restore the settings from before the hooks
     before = getattr(model, "_spkv_before", None)
     if before is not None:
@@ -108,8 +94,14 @@ def restored(model: PreTrainedModel) -> Iterator[None]:
     """Restore gates, layout and hooks after the ``with`` block, whatever the block does to them."""
     # Remember hooks, gates, learned sinks and settings
     layers = [
-        (layer, layer_state(layer), dict(vars(layer_state(layer))), layer_predictor(layer), layer_learned_sinks(layer))
-        for layer in attention_layers(model).values()
+        (
+            layer,
+            attention.layer_state(layer),
+            dict(vars(attention.layer_state(layer))),
+            attention.layer_predictor(layer),
+            layer_learned_sinks(layer),
+        )
+        for layer in attention.attention_layers(model).values()
     ]
     attn_implementation, _, use_cache = getattr(model, "_spkv_before", (None, None, None))
     section = getattr(model.config, "spkv", None)
@@ -120,7 +112,7 @@ def restored(model: PreTrainedModel) -> Iterator[None]:
         # Restore them
         for layer, state, values, predictor, learned_sinks in layers:
             vars(state).update(values)
-            install(layer, state)
+            attention.install(layer, state)
             if predictor is not None:
                 layer.utility_predictor = predictor
             if learned_sinks is not None:
@@ -145,7 +137,7 @@ def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int
 
     Raises ``UserError`` if ``config.heads`` does not fit the model.
     """
-    local = {i for i, state in enumerate(layer_states(model)) if state.is_always_local}
+    local = {i for i, state in enumerate(attention.layer_states(model)) if state.is_always_local}
     if config.heads is None:
         return [None if i in local else GATED * heads for i, heads in enumerate(num_kv_heads)]
     # Check the configured rows
@@ -162,7 +154,7 @@ def install_gates(
     layer: nn.Module, row: str, config: GateConfig, model_size: int, device: torch.device | None = None
 ) -> None:
     """Attach a predictor and gate settings to one hooked layer, or fixed windows if none of its heads is gated."""
-    state = layer_state(layer)
+    state = attention.layer_state(layer)
     state.gate_window, state.settings.tau = config.window, config.tau
     state.sinks = tuple(0 if letter == LOCAL else config.sinks for letter in row)
     if GATED in row:
@@ -179,7 +171,7 @@ def hook_layers(model: PreTrainedModel) -> None:
 
     Raises ``UserError``: the model cannot be hooked (see ``attention.py``).
     """
-    if attention_layers(model):
+    if attention.attention_layers(model):
         return
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}")
@@ -192,22 +184,18 @@ def hook_layers(model: PreTrainedModel) -> None:
         model.set_attn_implementation(before)
         raise
     # Install state and hooks
-    settings = GateSettings()
+    settings = attention.GateSettings()
     for call in calls:
-        install(call.module, LayerState(call.num_kv_heads, call.native_window, settings))
-    local_layers.mark_local_layers([layer_state(call.module) for call in calls])
+        attention.install(call.module, attention.LayerState(call.num_kv_heads, call.native_window, settings))
+    local_layers.mark_local_layers([attention.layer_state(call.module) for call in calls])
     prepare(model, before)
 
 
 def prepare(model: PreTrainedModel, attn_implementation: str | None, use_cache: bool | None = None) -> None:
     """Prepare a hooked model as a whole: its cache, the check of each call, and the state that ``detach`` restores.
 
-    A forward pass creates a cache only on request, and ``generate`` creates one that the model can use.
-
-    Args:
-        model: a hooked model.
-        attn_implementation: implementation that ``detach`` restores; None: "sdpa".
-        use_cache: value in the config that ``detach`` restores; by default the current one.
+    A forward pass creates a cache only on request, and ``generate`` creates one that the model can use. ``detach``
+    restores ``attn_implementation`` (None: "sdpa") and ``use_cache``, by default the current one.
     """
     handle = model.register_forward_pre_hook(_check_call, with_kwargs=True)
     text = model.config.get_text_config()  # a vision-language model has its cache in this part
@@ -238,7 +226,7 @@ def _prepare_cache(
 
 def _can_cache(model: PreTrainedModel) -> bool:
     """Return whether gates are open or hard and ``SPKVCache`` can hold what they keep; True for a layout."""
-    gated = [state for state in layer_states(model) if state.gate_window is not None]
+    gated = [state for state in attention.layer_states(model) if state.gate_window is not None]
     try:
         return not gated or (gated[0].settings.mode in ("open", "hard") and len(SPKVCache(model).layers) > 0)
     except UserError:
@@ -262,7 +250,7 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
         raise UserError("SP-KV attention computes no attention weights: leave output_attentions off")
     if cache is not None and not isinstance(cache, SPKVCache):
-        raise cache_error(cache)
+        raise attention.cache_error(cache)
     num_cached = 0 if cache is None else cache.get_seq_length()
     _check_positions(kwargs.get("position_ids"), kwargs.get("attention_mask"), num_cached)
     if cache is None and uses_cache:
@@ -325,7 +313,7 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
     # Compare with the limits of the masks. Some models make masks that none of their kinds of layers uses, and nothing
     # exceeds a limit of as many keys as the model has positions
     uses_them = not layer_types or any("sliding" in kind or "chunked" in kind for kind in layer_types)
-    longest = getattr(text, "max_position_embeddings", None) or GLOBAL_WINDOW
+    longest = getattr(text, "max_position_embeddings", None) or attention.GLOBAL_WINDOW
     limits = [limit for limit in recording.undeclared_windows if uses_them and limit < longest]
     if limits:
         raise UserError(
@@ -336,15 +324,13 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
 
 
 def check_hooks(calls: list[AttentionCall], what: str) -> None:
-    """Raise ``UserError`` unless each attention layer has a hook whose state agrees with the layer's call.
+    """Raise ``UserError`` about ``what`` unless each attention layer has a hook whose state agrees with its call.
 
-    Args:
-        calls: calls of a dry run.
-        what: subject of the error message. The states come from a file, which may be wrong.
+    The states come from a file, which may be wrong.
     """
     for index, call in enumerate(calls):
         state = getattr(call.module, "spkv", None)
-        if not isinstance(state, LayerState):
+        if not isinstance(state, attention.LayerState):
             raise UserError(f"{what}: section 'spkv' of its config leaves out attention layer {index}")
         saved, actual = (state.num_kv_heads, state.native_window), (call.num_kv_heads, call.native_window)
         if saved != actual:

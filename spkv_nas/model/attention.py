@@ -3,12 +3,8 @@
 A forward pre-hook on each attention layer computes the layer's gate from the layer's (normalised) input and passes it
 to the attention function as a keyword argument, which keeps ``torch.compile`` and activation checkpointing working.
 
-Learned sinks, a logit per query head (``s_aux`` of gpt-oss and others, or ``learned_sinks.py``), go to the operator as
-``sink_logits``.
-
 Inputs for which the result would be silently wrong raise ``UserError`` (``attention_calls.py``), such as soft-capping,
-dropout, packed documents, a key-value cache other than ``SPKVCache``, and padding without such a cache. So do models
-whose mask alone limits attention, such as chunked attention.
+dropout, packed documents, and padding or a cache other than ``SPKVCache``.
 """
 
 from __future__ import annotations
@@ -47,48 +43,31 @@ class Observer(Protocol):
 
 @dataclass
 class GateSettings:
-    """Current mode of a model's gates: one object shared by all layers, changed by ``spkv_nas.model.modes``.
+    """Current mode of a model's gates: one object shared by all layers, changed by ``spkv_nas.model.modes``."""
 
-    Attributes:
-        mode: "open", "soft", "sampled" or "hard" (``gates.gate_from_logits``).
-        tau: threshold of the utility, in [0, 1].
-        anneal: weight ``a`` of the binary gate, in [0, 1].
-        p_min: minimum probability of either outcome of a sampled gate, in [0, 0.5].
-        price: weight of each layer's mean utility in the loss.
-    """
-
-    mode: str = "soft"
-    tau: float = 0.5
-    anneal: float = 0.0
-    p_min: float = 0.0
-    price: float = 0.0
+    mode: str = "soft"  # "open", "soft", "sampled" or "hard" (gates.gate_from_logits)
+    tau: float = 0.5  # threshold of the utility, in [0, 1]
+    anneal: float = 0.0  # weight a of the binary gate, in [0, 1]
+    price: float = 0.0  # weight of each layer's mean utility in the loss
 
 
 @dataclass
 class LayerState:
-    """State of the hook of one attention layer, stored on the layer so that copies of the model keep it.
+    """State of the hook of one attention layer, stored on the layer so that copies of the model keep it."""
 
-    Attributes:
-        num_kv_heads: KV heads of the layer.
-        native_window: sliding window of this layer in the checkpoint; None: full attention.
-        settings: gate settings of the model, the same object in all of its layers.
-        windows: window of each KV head, from a layout, or for a layer without gated heads; None: gates decide.
-        gate_window: window w of the gates, in keys; None: no gates.
-        sinks: number of first tokens that each KV head sees besides its window, from a layout or of gates; empty: 0.
-        learned_sinks: whether the layer's learned sinks act, which belong to the layout that they were added to.
-        observer: called with each pass's queries, keys and values.
-        is_always_local: whether all heads keep the native window in every layout (``local_layers.py``).
-    """
-
-    num_kv_heads: int
-    native_window: int | None
+    num_kv_heads: int  # KV heads of the layer
+    native_window: int | None  # sliding window of this layer in the checkpoint; None: full attention
+    # gate settings of the model, the same object in all of its layers
     settings: GateSettings = field(default_factory=GateSettings)
+    # window of each KV head, from a layout, or for a layer without gated heads; None: gates decide
     windows: tuple[int, ...] | None = None
-    gate_window: int | None = None
+    gate_window: int | None = None  # window w of the gates, in keys; None: no gates
+    # number of first tokens that each KV head sees besides its window, from a layout or of gates; empty: 0
     sinks: tuple[int, ...] = ()
+    # whether the layer's learned sinks act, which belong to the layout that they were added to
     learned_sinks: bool = False
-    observer: Observer | None = None
-    is_always_local: bool = False
+    observer: Observer | None = None  # called with each pass's queries, keys and values
+    is_always_local: bool = False  # whether all heads keep the native window in every layout (local_layers.py)
     _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -111,8 +90,7 @@ class LayerState:
     def head_windows(self, *, gated: bool) -> tuple[int, ...]:
         """Return the window of each KV head: how many recent keys it always sees.
 
-        Args:
-            gated: return the window of the gates, which decide about the keys beyond it, where no layout sets windows.
+        With ``gated`` it is that of the gates, which decide about the keys beyond it, where no layout sets windows.
         """
         if self.windows is not None:
             return self.windows
@@ -230,7 +208,7 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             logits = priced(logits, settings.price)
         # Let windows override the gate
         if state.windows is None:
-            extra["spkv_gate"] = gate_from_logits(logits, settings.mode, settings.tau, settings.anneal, settings.p_min)
+            extra["spkv_gate"] = gate_from_logits(logits, settings.mode, settings.tau, settings.anneal)
     if state.learned_sinks and (learned_sinks := layer_learned_sinks(layer)) is not None:
         extra["spkv_sink_logits"] = learned_sinks()
     return args, {**kwargs, **extra}

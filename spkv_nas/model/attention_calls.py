@@ -1,7 +1,6 @@
 """Check and record what a model asks of the attention function ``spkv`` and of its mask function.
 
-A call is refused unless each of its inputs is used, or declared here to be without effect. The recording tells how the
-layers of a model attend.
+A call is refused unless each of its inputs is used, or declared here to be without effect.
 """
 
 from __future__ import annotations
@@ -45,17 +44,11 @@ _NOT_CAUSAL = (
 
 @dataclass
 class AttentionCall:
-    """One recorded call of the attention function.
+    """One recorded call of the attention function."""
 
-    Attributes:
-        module: attention layer that made the call.
-        keys: the keys that it passed, [B, Hkv, T, D].
-        native_window: sliding window it asked for; None: full attention.
-    """
-
-    module: nn.Module
-    keys: Tensor
-    native_window: int | None
+    module: nn.Module  # attention layer that made the call
+    keys: Tensor  # the keys that it passed, [B, Hkv, T, D]
+    native_window: int | None  # sliding window it asked for; None: full attention
 
     @property
     def num_kv_heads(self) -> int:
@@ -65,14 +58,10 @@ class AttentionCall:
 
 @dataclass
 class Recording:
-    """Hold what a model asked of the attention function and of its mask function.
+    """Hold what a model asked of the attention function and of its mask function."""
 
-    Attributes:
-        calls: calls of the attention function, in order.
-        mask_windows: numbers of recent keys to which masks limit attention: sliding windows, and chunks.
-    """
-
-    calls: list[AttentionCall] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)  # calls of the attention function, in order
+    # numbers of recent keys to which masks limit attention: sliding windows, and chunks
     mask_windows: set[int] = field(default_factory=set)
 
     @property

@@ -23,10 +23,11 @@ from transformers import (
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize, Shape
-from spkv_nas.base import manifest, memory
+from spkv_nas.base import memory
 from spkv_nas.base.device import check_dtype, choose_dtype, named_dtype
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath, read_json
+from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.model import (
     config_limits,
     config_section,
@@ -81,7 +82,7 @@ def save(
     folder = Path(folder)
     wrappers.check_no_adapter(model)
     save_files(model, tokenizer, folder, weights)
-    manifest.write_manifest(folder)
+    write_manifest(folder)
 
 
 def save_files(
@@ -129,9 +130,7 @@ def save_as_files(model: PreTrainedModel, files: Sequence[Path], folder: Path, *
     impossible.
     """
     # Carry the files over if they hold no other tensors
-    if getattr(model.config, "transformers_weights", None) is not None:  # non-standard file names are not kept
-        model.config.transformers_weights = None
-    elif stored_names(files) <= model.state_dict().keys():
+    if stored_names(files) <= model.state_dict().keys():
         carried = [*files, *([] if files[0].name == FILE else [files[0].with_name(INDEX)])]
         with saving(folder, model):
             method = carry(carried, folder, link=link)
@@ -153,16 +152,10 @@ def weights_identity(folder: Path) -> str:
     """
     config = read_json(folder / "config.json", "config")
     config.pop("transformers_version", None)
-    if (folder / manifest.MANIFEST).exists():
-        hashes = {
-            name: value
-            for name, value in manifest.read_manifest(folder).items()
-            if name.endswith(manifest.WEIGHT_ENDINGS)
-        }
+    if (folder / MANIFEST).exists():
+        hashes = {name: value for name, value in read_manifest(folder).items() if name.endswith(WEIGHT_ENDINGS)}
     else:
-        hashes = content_hashes(
-            [p for p in folder.iterdir() if p.name.endswith(manifest.WEIGHT_ENDINGS) and p.is_file()]
-        )
+        hashes = content_hashes([p for p in folder.iterdir() if p.name.endswith(WEIGHT_ENDINGS) and p.is_file()])
     files = {name: value for name, value in hashes.items() if "/" not in name}  # subfolders are not loaded
     if not files:
         raise UserError(f"model {folder} has no weights in safetensors files")
@@ -212,22 +205,20 @@ def load(
             Gates and layouts have their own implementation.
         mapped: weights stay in their files (in their dtype), so no memory is required for them.
 
-    Raises:
-        UserError: nothing there, a damaged or truncated file, weights that are incomplete, not finite or do not match
-            the config, an unsupported class, too little memory, or an argument that does not suit the checkpoint.
+    Raises ``UserError``: nothing there, a damaged or truncated file, weights that are incomplete, not finite or do not
+    match the config, an unsupported class, too little memory, or an argument that does not suit the checkpoint.
     """
     # Read the config
     source, what = at_revision(str(resolve(path_or_id)), revision), f"model {path_or_id}"
     config = read_config(source, what)
-    explicit = getattr(config, "transformers_weights", None)
     options = {"device_map": device_map, "attn_implementation": attn_implementation}
     restore.check_attention(config, attn_implementation, what)
     # Find the weight files
     with _as_user_error(what):
-        folder = model_folder(source, explicit)
+        folder = model_folder(source)
     # Read the weights
-    with manifest.manifest_checked(folder):
-        files = check_files(folder, explicit)
+    with manifest_checked(folder):
+        files = check_files(folder)
         with _as_user_error(what):
             set_options = {name: value for name, value in options.items() if value is not None}
             model = _load_weights(folder, files, config, what, named_dtype(dtype), mapped, set_options)
@@ -320,8 +311,8 @@ def read_config(source: str, what: str) -> PreTrainedConfig:
 def weight_files(path_or_id: StrPath) -> list[Path]:
     """Return the weight files of a model that can be loaded. Raises ``UserError``, as ``load``."""
     source = str(resolve(path_or_id))
-    explicit = getattr(read_config(source, f"model {path_or_id}"), "transformers_weights", None)
-    return check_files(model_folder(source, explicit), explicit)
+    read_config(source, f"model {path_or_id}")
+    return check_files(model_folder(source))
 
 
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:

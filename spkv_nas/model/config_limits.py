@@ -23,12 +23,8 @@ _MAX_COUNTS = {
 def check_counts(config: Mapping[str, Any], what: str) -> None:
     """Refuse a config, nested sections included, with sizes below 1 or more layers, experts or labels than models have.
 
-    Args:
-        config: content of ``config.json``, before a library builds lists of these lengths.
-        what: subject of the error message.
-
-    Raises:
-        UserError: a size is below 1 or a count too large; the message names the key.
+    ``config`` is the content of ``config.json``, before a library builds lists of these lengths. Raises ``UserError``
+    about ``what``, which names the key.
     """
     for key, value in config.items():
         if isinstance(value, Mapping) and key != "spkv":  # validated by its own schema

@@ -1,8 +1,4 @@
-"""Continue a batch of prompts, as benchmarks require.
-
-``generation`` continues a single prompt for a reader. Here the caller sets the mode of the gates: hard, or windows in
-their place.
-"""
+"""Continue a batch of prompts, as benchmarks require, in the gate mode that the caller sets."""
 
 from __future__ import annotations
 
@@ -30,15 +26,11 @@ from spkv_nas.model.generation_cache import SPKVCache
 
 @dataclass(frozen=True)
 class Continuations:
-    """Continuations of a batch of prompts.
+    """Continuations of a batch of prompts."""
 
-    Attributes:
-        texts: one per prompt.
-        densities: float64 [B], density of each prompt's keys after it; NaN for a model with neither gates nor a layout,
-            and for a prompt no longer than the window.
-    """
-
-    texts: list[str]
+    texts: list[str]  # one per prompt
+    # float64 [B], density of each prompt's keys after it; NaN for a model with neither gates nor a layout, and for a
+    # prompt no longer than the window
     densities: NDArray[np.float64]
 
 
@@ -62,18 +54,23 @@ def continue_greedily(
     for row, prompt_ids in enumerate(ids):
         inputs[row, longest - len(prompt_ids) :] = torch.tensor(prompt_ids)
         mask[row, longest - len(prompt_ids) :] = 1
-    # Generate
-    with modes.evaluation_mode(model):
-        density = _DensityOfPrompts(len(ids))
-        config = generation_config(model, tokenizer, max(max_new_tokens))
-        hook = model.register_forward_hook(density)
-        try:
-            generated = _generate(model, inputs, mask, config)
-        finally:
-            hook.remove()
+    # Generate, and record the densities at the first pass, which holds the prompts
+    densities = np.full(len(ids), np.nan)
+
+    def record(_model: Any, _args: Any, output: Any) -> None:
+        hook.remove()
+        if isinstance(output.past_key_values, SPKVCache):  # NaN for a cache of transformers
+            densities[:] = output.past_key_values.densities.cpu().numpy()
+
+    hook = model.register_forward_hook(record)
+    try:
+        with modes.evaluation_mode(model):
+            generated = _generate(model, inputs, mask, generation_config(model, tokenizer, max(max_new_tokens)))
+    finally:
+        hook.remove()
     # Decode
     new_ids = [row[longest : longest + limit] for row, limit in zip(generated, max_new_tokens, strict=True)]
-    return Continuations([tokenizer.decode(row, skip_special_tokens=True) for row in new_ids], density.densities)
+    return Continuations([tokenizer.decode(row, skip_special_tokens=True) for row in new_ids], densities)
 
 
 def continue_tokens(
@@ -85,18 +82,10 @@ def continue_tokens(
     temperature: float = 0.0,
     seeds: Sequence[tuple[int, int]] = (),
 ) -> list[list[int]]:
-    """Continue prompts of equal length, token by token, and return the new tokens up to an end-of-text token.
+    """Continue ``prompts``, int64 [B, T], token by token, and return the new tokens up to an end-of-text token.
 
-    Args:
-        model: any causal language model.
-        tokenizer: its tokenizer.
-        prompts: int64 [B, T].
-        max_new_tokens: maximum number of new tokens.
-        temperature: sampling temperature; 0 decodes greedily.
-        seeds: seeds of each prompt for sampling. A sample depends on them alone, not on the rest of the batch.
-
-    Raises:
-        UserError: logits that are not finite.
+    ``temperature`` 0 decodes greedily. ``seeds`` are those of each prompt for sampling; a sample depends on them alone,
+    not on the rest of the batch. Raises ``UserError`` for logits that are not finite.
     """
     # Continue all rows until the last one ends
     config = generation_config(model, tokenizer, max_new_tokens)
@@ -143,17 +132,3 @@ class _Noise(LogitsProcessor):
         size = scores.shape[-1]
         noise = np.stack([generator.gumbel(size=size).astype(np.float32) for generator in self._generators])
         return scores.float() / self._temperature + torch.from_numpy(noise).to(scores.device)
-
-
-class _DensityOfPrompts:
-    """Forward hook that records the densities of the model's cache at the first pass, which holds the prompts."""
-
-    def __init__(self, num_prompts: int) -> None:
-        self._is_first = True
-        self.densities = np.full(num_prompts, np.nan)
-
-    def __call__(self, _model: Any, _args: Any, output: Any) -> None:
-        """Record the densities; NaN for a cache of transformers."""
-        if self._is_first and isinstance(output.past_key_values, SPKVCache):
-            self.densities = output.past_key_values.densities.cpu().numpy()
-        self._is_first = False

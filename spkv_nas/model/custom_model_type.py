@@ -1,16 +1,11 @@
 """Custom model type ``spkv``; loaders that do not know it fail instead of silently running the model dense.
 
-``config_section.write_section`` gives it to every model with gates or a layout, so that every way to save the model
-(this package, ``save_pretrained``, a trainer's checkpoint) writes it. In memory the config is still of its original
-kind, such as a ``LlamaConfig`` with a section. Only ``config.json`` differs: ``model_type`` and ``architectures`` are
-ours, and the number of layers is in the section together with the original type, so that even loading with a native
-class instead of an Auto class fails::
+In memory the config of a model with gates or a layout is still of its original kind. Only ``config.json`` differs:
+``model_type`` and ``architectures`` are ours, and the number of layers is in the section together with the original
+type, so that even loading with a native class instead of an Auto class fails::
 
     {"model_type": "spkv", "architectures": ["SPKVLlamaForCausalLM"], "num_hidden_layers": "<what to do>", ...,
      "spkv": {"stock_type": "llama", "num_hidden_layers": 4, ...}}
-
-``import spkv_nas`` registers the type with the Auto classes. An inference engine that has model classes of its own
-reads the same configs as the original class instead (``read_for_engine``).
 """
 
 from __future__ import annotations
@@ -51,8 +46,7 @@ def native_class(config: PreTrainedConfig) -> type[PreTrainedConfig]:
 def register(model_class: Callable[[Any], Any]) -> None:
     """Let transformers' Auto classes load models of our type.
 
-    Args:
-        model_class: makes, from an original model class, the class that restores the content of the section.
+    ``model_class`` makes, from an original model class, the class that restores the content of the section.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -64,10 +58,8 @@ def register(model_class: Callable[[Any], Any]) -> None:
 def read_for_engine(prepare: Callable[[PreTrainedConfig], None]) -> None:
     """Let the Auto classes read our type as the original config class, for an engine with model classes of its own.
 
-    No model class of this package is imported then.
-
-    Args:
-        prepare: called with each config of our type; raises ``UserError`` for one that the engine cannot serve.
+    No model class of this package is imported then. ``prepare`` is called with each config of our type; it raises
+    ``UserError`` for one that the engine cannot serve.
     """
     global _prepare_for_engine
     _prepare_for_engine = prepare

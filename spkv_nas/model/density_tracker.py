@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,21 +16,6 @@ from torch import Tensor, nn
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import attention, gates, hooks, modes
-
-
-class _Seen(NamedTuple):
-    """Counts of a layer.
-
-    Attributes:
-        kept_and_wrong: kept tokens and NaN utilities, int64 [2, Hkv], on the device.
-        num_tokens: tokens counted.
-    """
-
-    kept_and_wrong: Tensor
-    num_tokens: int
-
-    def and_(self, other: _Seen) -> _Seen:
-        return _Seen(self.kept_and_wrong + other.kept_and_wrong, self.num_tokens + other.num_tokens)
 
 
 class DensityTracker:
@@ -46,7 +30,8 @@ class DensityTracker:
         self._watch = ExitStack()
         self._started = False
         self._tau = 0.0
-        self._seen: dict[int, _Seen] = {}  # layer -> counts
+        # layer -> kept tokens, NaN utilities and tokens of its heads, int64 [3, Hkv], on the device
+        self._seen: dict[int, Tensor] = {}
         self._real: tuple[Tensor, int] | None = None
 
     def only(self, real: Tensor | None) -> None:
@@ -74,8 +59,9 @@ class DensityTracker:
         if self._real is not None:
             real, num_tokens = self._real
             kept_and_wrong &= real[:, None].to(logits.device)
-        counts = _Seen(kept_and_wrong.sum((1, 3)), num_tokens)
-        self._seen[layer] = counts if layer not in self._seen else self._seen[layer].and_(counts)
+        sums = kept_and_wrong.sum((1, 3))
+        counts = torch.cat([sums, sums.new_full((1, sums.shape[1]), num_tokens)])
+        self._seen[layer] = counts if layer not in self._seen else self._seen[layer] + counts
 
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
@@ -105,8 +91,7 @@ class DensityTracker:
         grid = len(states), states[0].num_kv_heads
         counts = np.zeros((3, *grid), dtype=np.int64)  # kept tokens, NaN utilities, tokens
         for layer, seen in self._seen.items():
-            counts[:2, layer] = seen.kept_and_wrong.cpu().numpy()
-            counts[2, layer] = seen.num_tokens
+            counts[:, layer] = seen.cpu().numpy()
         # Sum them over ranks, and check
         self._started = False
         kept, wrong, tokens = counts if alone else sum_over_processes(counts)

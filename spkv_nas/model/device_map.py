@@ -1,8 +1,6 @@
 """Distribute a model's layers over several GPUs, to evaluate a model that does not fit on one.
 
-accelerate's hooks move hidden states between devices. Each layer is on one device, together with its gates; sums over
-layers are moved to one device first. Weights that do not fit on the GPUs stay in main memory and are copied to a GPU in
-every pass.
+accelerate's hooks move hidden states between devices; weights that do not fit are copied to a GPU in every pass.
 """
 
 from __future__ import annotations

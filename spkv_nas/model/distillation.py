@@ -1,13 +1,12 @@
-"""Distillation: losses by which a model with local heads or gates learns from the dense model that it started from.
+"""Distillation: a loss by which a model with local heads or gates learns from the dense model that it started from.
 
 The loss of a token mixes its NLL with the KL divergence from the teacher's prediction at temperature t (Hinton et al.,
-arXiv 1503.02531; Puzzletron and most other hybrids retrain by it)::
+arXiv 1503.02531)::
 
     (1 - weight) NLL + weight t^2 KL(softmax(teacher / t) || softmax(student / t))
 
-Both logits are computed chunk by chunk (``model.loss``), never those of a whole batch. The gradient is
-``(1 - weight) (p - onehot) + weight t (p_t - q_t)``, whose second term is exactly 0 where student and teacher agree:
-automatic differentiation of log-softmax would leave rounding errors, which AdamW scales up to steps.
+Its gradient ``(1 - weight) (p - onehot) + weight t (p_t - q_t)`` is written out: the second term is exactly 0 where
+student and teacher agree, where autograd would leave rounding errors, which AdamW scales up to steps.
 """
 
 from __future__ import annotations
@@ -27,16 +26,12 @@ from spkv_nas.model.loss import NO_TARGET, DecoderPass, forward_inside, logits_o
 
 @dataclass(frozen=True)
 class Teacher:
-    """Dense model whose predictions a student learns.
+    """Dense model whose predictions a student learns."""
 
-    Attributes:
-        model: the student itself, or a copy of the dense model.
-        dense_state: returns a context in which passes of ``model`` are the dense model's.
-        dense_head: returns a context in which the logits it computes from last hidden states are; cheaper to enter.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # the student itself, or a copy of the dense model
+    # returns a context in which passes of model are the dense model's
     dense_state: Callable[[], AbstractContextManager[object]] = nullcontext
+    # returns a context in which the logits it computes from last hidden states are; cheaper to enter
     dense_head: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
@@ -45,9 +40,7 @@ def shared_teacher(
 ) -> Teacher:
     """Return a teacher that shares the student's frozen weights: all heads global, gates open, adapters off.
 
-    Args:
-        student: model whose weights are frozen.
-        without_adapters: returns a context in which its adapters are disabled.
+    ``without_adapters`` returns a context in which the student's adapters are disabled.
     """
 
     @contextmanager
@@ -63,12 +56,8 @@ def copied_teacher(dense: PreTrainedModel, student: PreTrainedModel, *, bfloat16
     """Make a copy of the dense model a teacher, in place, for a student whose weights all change.
 
     It runs under the student's autocast. What this would cast for every product is stored in bfloat16 once, and the
-    rest stays float32, so that teacher and student agree to the bit before the student is changed.
-
-    Args:
-        dense: copy of the dense model in float32, which shares no tensor with ``student``.
-        student: model with its layout or gates. If it has none, the teacher uses the same attention function.
-        bfloat16: whether products are computed in bfloat16.
+    rest stays float32, so that teacher and student agree to the bit before the student is changed. ``dense`` is in
+    float32 and shares no tensor with ``student``, whose attention function it uses.
     """
     if attention.attention_layers(student):
         attach.hook_layers(dense)
@@ -85,19 +74,12 @@ def copied_teacher(dense: PreTrainedModel, student: PreTrainedModel, *, bfloat16
 
 @dataclass
 class Distillation:
-    """Loss of a student and its teacher, and the sums of its parts.
+    """Loss of a student and its teacher, and the sums of its parts."""
 
-    Attributes:
-        teacher: the dense model.
-        weight: weight of the divergence, in (0, 1]; the NLL has the rest.
-        temperature: temperature of both predictions.
-        sums: float64 [3]: sums of NLL and divergence over tokens, and the number of tokens; to be read and reset by
-            the caller.
-    """
-
-    teacher: Teacher
-    weight: float = 1.0
-    temperature: float = 1.0
+    teacher: Teacher  # the dense model
+    weight: float = 1.0  # weight of the divergence, in (0, 1]; the NLL has the rest
+    temperature: float = 1.0  # temperature of both predictions
+    # float64 [3]: sums of NLL and divergence over tokens, and the number of tokens; to be read and reset by the caller
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def begin_pass(self, student: PreTrainedModel) -> DecoderPass:
@@ -156,40 +138,25 @@ class _DistilledPass(DecoderPass):
             forward = forward_inside(teacher.model)
             reference = logits_of(self._teacher_decoder, type(self._taught), taught[None], forward)[0]
         # Compute the losses and add up their parts
-        loss, nll, divergence = distilled(
-            logits, reference, ids, weight=distillation.weight, temperature=distillation.temperature
+        loss: Tensor
+        loss, nll, divergence = _Distilled.apply(  # type: ignore[no-untyped-call]
+            logits, reference, ids, distillation.weight, distillation.temperature
         )
         distillation.add(nll.sum(), divergence.sum(), (ids != NO_TARGET).sum())
         return loss
 
 
-def distilled(
-    logits: Tensor, reference: Tensor, targets: Tensor, *, weight: float, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss of tokens, and its parts without gradients: NLL and divergence at the temperature, in nats.
-
-    Args:
-        logits: the student's [n, V].
-        reference: the teacher's [n, V].
-        targets: int64 [n]; ``NO_TARGET`` counts as 0.
-        weight: weight of the divergence, in [0, 1].
-        temperature: temperature of both predictions.
-
-    Returns:
-        (loss, NLL, divergence), float32 [n] each.
-    """
-    result: tuple[Tensor, Tensor, Tensor] = _Distilled.apply(logits, reference, targets, weight, temperature)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _Distilled(torch.autograd.Function):
-    """Loss of ``distilled``, with the gradient in closed form."""
+    """Loss of tokens with the gradient in closed form, and its parts without: NLL and divergence, in nats."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, reference: Tensor, targets: Tensor, weight: float, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the loss and its gradient."""
+        """Compute loss, NLL and divergence, float32 [n], from the student's and the teacher's logits [n, V].
+
+        ``targets``, int64 [n], are ``NO_TARGET`` where nothing counts.
+        """
         scores, is_target = logits.float(), targets != NO_TARGET
         ids = targets.where(is_target, 0)[:, None]
         # Divergence

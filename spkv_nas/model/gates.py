@@ -111,15 +111,10 @@ class FixedGates(nn.Module):
 
 
 class Gate(NamedTuple):
-    """Gate of a layer as the attention operator takes it; at most one of the two is set.
+    """Gate of a layer as the attention operator takes it; at most one of the two is set."""
 
-    Attributes:
-        log_utility: bias of the attention scores, float32 [B, Hkv, T].
-        keep: keys visible beyond the window, bool [B, Hkv, T].
-    """
-
-    log_utility: Tensor | None
-    keep: Tensor | None
+    log_utility: Tensor | None  # bias of the attention scores, float32 [B, Hkv, T]
+    keep: Tensor | None  # keys visible beyond the window, bool [B, Hkv, T]
 
 
 def keeps(logits: Tensor, tau: float) -> Tensor:
@@ -127,7 +122,7 @@ def keeps(logits: Tensor, tau: float) -> Tensor:
     return logits >= threshold_logit(tau) if tau > 0.0 else logits > -math.inf
 
 
-def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0, p_min: float = 0.0) -> Gate:
+def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0) -> Gate:
     """Compute the gate of one layer from its utility logits.
 
     Args:
@@ -138,7 +133,6 @@ def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0,
         anneal: ``a`` in [0, 1] of ``u~ = (1 - a) u + a 1[u >= tau]`` (paper, "Threshold-Aware Hard Gating"), which
             replaces ``u`` in the modes ``soft`` and ``sampled``. The predictor is frozen while annealing, so no
             gradient reaches the logits.
-        p_min: clip the probabilities of ``sampled`` to [p_min, 1 - p_min] (paper, "Bernoulli clipping").
     """
     # Hard decisions without a gradient
     if mode == "open":
@@ -149,7 +143,7 @@ def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0,
     # Sample decisions
     if mode == "sampled":
         u = torch.sigmoid(logits.detach())
-        likely = torch.lerp(u, above.to(u.dtype), anneal).clamp(p_min, 1.0 - p_min)
+        likely = torch.lerp(u, above.to(u.dtype), anneal)
         kept = torch.where(logits.isinf(), logits > 0, torch.rand_like(u) < likely)
         if anneal > 0.0:
             return Gate(None, kept)

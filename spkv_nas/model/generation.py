@@ -38,30 +38,19 @@ NOT_FINITE = (  # error for logits that are not finite
 
 @dataclass(frozen=True)
 class Generation:
-    """Generated text, timing, and cache contents at the end.
+    """Generated text, timing, and cache contents at the end."""
 
-    Attributes:
-        text: continuation of the prompt.
-        num_prompt_tokens: tokens of the prompt.
-        num_new_tokens: generated tokens.
-        prefill_seconds: time until the first new token.
-        decode_seconds: time of all other tokens.
-        cache_bytes: size of the cache, including tables and free pages.
-        full_attention_bytes: size of the keys and values of all tokens, which full attention would store.
-        density: share of the keys beyond the window that are kept; NaN if there are none, None for a model with neither
-            gates nor a layout.
-        tau: threshold of the gates; None without gates.
-    """
-
-    text: str
-    num_prompt_tokens: int
-    num_new_tokens: int
-    prefill_seconds: float
-    decode_seconds: float
-    cache_bytes: int
-    full_attention_bytes: int
+    text: str  # continuation of the prompt
+    num_prompt_tokens: int  # tokens of the prompt
+    num_new_tokens: int  # generated tokens
+    prefill_seconds: float  # time until the first new token
+    decode_seconds: float  # time of all other tokens
+    cache_bytes: int  # size of the cache, including tables and free pages
+    full_attention_bytes: int  # size of the keys and values of all tokens, which full attention would store
+    # share of the keys beyond the window that are kept; NaN if there are none, None for a model with neither gates nor
+    # a layout
     density: float | None
-    tau: float | None
+    tau: float | None  # threshold of the gates; None without gates
 
     @property
     def tokens_per_second(self) -> float:
@@ -94,8 +83,8 @@ def generate(
         seed: random seed for sampling.
         stream: called with each piece of text as soon as its words are complete.
 
-    Raises:
-        UserError: an empty prompt, unknown tokens, tau outside [0, 1] or without gates, or logits that are not finite.
+    Raises ``UserError`` for an empty prompt, unknown tokens, tau outside [0, 1] or without gates, or logits that are
+    not finite.
     """
     # Check the arguments and encode the prompt
     gates = config_section.gate_config(model)

@@ -1,8 +1,7 @@
 """Key-value cache that stores only what gates and layouts keep, for ``model.generate(..., past_key_values=...)``.
 
-Prompts of different lengths are padded on the left, as transformers requires; padding is never stored. A prompt may be
-passed in chunks, and a conversation continues by passing all its tokens with the same cache. Beam search copies pages.
-Phi-3 replaces the cache where its RoPE changes; ``return_dict_in_generate`` returns the new one.
+Prompts of different lengths are padded on the left; padding is never stored. Phi-3 replaces the cache where its RoPE
+changes; ``return_dict_in_generate`` returns the new one.
 """
 
 from __future__ import annotations

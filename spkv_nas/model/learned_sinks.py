@@ -1,9 +1,7 @@
 """Learned sinks of local heads: a trainable logit per query head that only adds to its softmax's denominator.
 
-gpt-oss has them in every layer (arXiv 2508.10925, "attention sinks"). ``windows.add_learned_sinks`` adds them to the
-local heads of a hybrid. A learned sink that equals the score of a hidden first token does what that token does in the
-denominator; only its value is missing, which is near zero in an attention sink. Training starts from there
-(``training/initial_sinks.py``).
+gpt-oss has them in every layer (arXiv 2508.10925). One that equals the score of a hidden first token does what that
+token does in the denominator; only its value is missing, which is near zero in an attention sink.
 """
 
 from __future__ import annotations

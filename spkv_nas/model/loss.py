@@ -1,13 +1,9 @@
 """Compute next-token losses in chunks of tokens, so that the logits of all tokens are never in memory at once.
 
-They would be by far the largest tensor of a pass: 16,384 tokens with a vocabulary of 152 thousand take 10 GB in
-float32. A pass whose logits fit into one chunk is computed as a whole, as the model does it.
-
 The logits of a chunk are computed by the model's forward pass, in which the decoder returns last hidden states that it
-computed before: the model's soft caps, scales and biases apply, whatever they are. PyTorch's ``linear_cross_entropy``,
-liger-kernel and cut-cross-entropy take only a weight and a bias instead, and the latter two need a GPU. In every pass
-the logits of the last positions, which come from the model itself, are compared with those of a chunk. If they differ,
-the model does more than that, and all logits are computed at once, with a warning.
+computed before: the model's soft caps, scales and biases apply, whatever they are (PyTorch's ``linear_cross_entropy``
+and liger-kernel take only a weight and a bias). In every pass the logits of the last positions are compared with those
+of a chunk. If they differ, all logits are computed at once, with a warning.
 """
 
 from __future__ import annotations
@@ -32,14 +28,9 @@ NO_TARGET = -100  # label to ignore
 
 
 def token_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Compute the NLL of every token but the first of each block: float32 [B, T - 1], in nats.
+    """Compute the NLL in nats, float32 [B, T - 1], of every token but the first of each block of int64 [B, T].
 
-    Args:
-        model: any causal language model.
-        tokens: int64 [B, T].
-
-    Warns:
-        UserWarning: chunks were needed, but all logits had to be computed at once.
+    Warns if chunks were needed, but all logits had to be computed at once.
     """
     if (decoder_pass := _large_pass(model, tokens)) is not None:
         return decoder_pass.losses(tokens[:, 1:], model)
@@ -65,15 +56,8 @@ def mean_divergence(
 ) -> Tensor:
     """Compute the KL divergence of next-token distributions from a reference's, in nats per token, with gradients.
 
-    It is the mean over all tokens but the first of each block, as ``mean_nll``.
-
-    Args:
-        model: any causal language model.
-        tokens: int64 [B, T].
-        reference: returns a context in which the model's passes are the reference's.
-
-    Warns:
-        UserWarning: as ``token_nll``.
+    It is the mean over all ``tokens`` [B, T] but the first of each block, as ``mean_nll``. ``reference`` returns a
+    context in which the model's passes are the reference's. Warns as ``token_nll``.
     """
     decoder_pass, decoder = _large_pass(model, tokens, _DivergencePass), model.get_decoder()
     if decoder_pass is None:
@@ -99,17 +83,11 @@ def loss_in_chunks(
     """Compute the loss of passes with ``labels`` in chunks inside the ``with`` block, where several are needed.
 
     The model calls the loss within its forward pass, as DDP and FSDP2 require, and adds its auxiliary losses as usual,
-    such as those of mixtures of experts.
+    such as those of mixtures of experts. ``begin_pass`` starts the decoder pass of another loss than the NLL, which is
+    always computed in chunks. Warns as ``token_nll``.
 
-    Args:
-        model: any causal language model.
-        begin_pass: starts the decoder pass of another loss than the NLL, which is always computed in chunks.
-
-    Raises:
-        UserError: ``begin_pass`` is given, but the model does not compute logits from last hidden states alone.
-
-    Warns:
-        UserWarning: as ``token_nll``.
+    Raises ``UserError`` if ``begin_pass`` is given, but the model does not compute logits from last hidden states
+    alone.
     """
     # Capture the decoder pass, and the logits of the last position only
     model_loss = model.loss_function
@@ -196,12 +174,7 @@ class DecoderPass:
         return False
 
     def losses(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
-        """Compute the loss at every position but the last of each block: float32 [B, T - 1].
-
-        Args:
-            targets: int64 [B, T - 1], the next tokens; [B, T - 1, C] of some subclasses.
-            forward: the model, or its ``forward`` inside a pass.
-        """
+        """Compute the loss at every position but the last of each block, float32 [B, T - 1], as ``targets``."""
         return torch.cat([self._loss(*part, forward) for part in self._chunks(targets)]).view(targets.shape[:2])
 
     def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
@@ -231,7 +204,8 @@ class DecoderPass:
         all_hidden_gradients = F.pad(
             torch.cat(hidden_gradients).view(*targets.shape[:2], -1), (0, 0, 0, 1)
         )  # zeros for the last positions
-        return with_gradients(total, [all_hidden_gradients, *gradients], [hidden, *inputs])
+        result: Tensor = _Loss.apply(total, [all_hidden_gradients, *gradients], hidden, *inputs)  # type: ignore[no-untyped-call]
+        return result
 
     def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Any]]:
         """Yield chunks of last hidden states [n, C] and what ``_loss`` compares them with: targets [n] or [n, C]."""
@@ -284,12 +258,6 @@ def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
         delattr(module, name)
         if before is not None:
             setattr(module, name, before)
-
-
-def with_gradients(value: Tensor, gradients: list[Tensor], inputs: list[Tensor]) -> Tensor:
-    """Return ``value`` as a function of ``inputs`` whose gradients are already computed."""
-    result: Tensor = _Loss.apply(value, gradients, *inputs)  # type: ignore[no-untyped-call]
-    return result
 
 
 class _Loss(torch.autograd.Function):

@@ -51,7 +51,7 @@ def model_size(model: PreTrainedModel) -> ModelSize:
     return ModelSize(
         config_shape(model.config),
         sum(parameter.numel() for parameter in model.parameters() if parameter not in added),
-        sum(parameter.numel() for parameter in _body(model).parameters() if parameter not in outside | added),
+        sum(parameter.numel() for parameter in model.get_decoder().parameters() if parameter not in outside | added),
         hidden_size=int(text.hidden_size),
         intermediate_size=_ffn_width(text),
         vocabulary=vocabulary_size(model),
@@ -73,12 +73,6 @@ def _native_windows(text: PreTrainedConfig) -> tuple[int | None, ...]:
     if window is None or "sliding_attention" not in kinds:
         return ()
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _body(model: PreTrainedModel) -> nn.Module:
-    """Return the stack of decoder layers, without the vision part."""
-    body: nn.Module = model.get_decoder()
-    return body
 
 
 def _ffn_width(text: PreTrainedConfig) -> int:
@@ -111,31 +105,23 @@ def num_positions(model: PreTrainedModel) -> int | None:
         return None
     # Look for an embedding of positions
     token_embedding = model.get_input_embeddings()
-    for module in _body(model).modules():
+    decoder: nn.Module = model.get_decoder()  # without the vision part
+    for module in decoder.modules():
         if isinstance(module, nn.Embedding) and module is not token_embedding:
             rows, offset = module.num_embeddings, getattr(module, "offset", 0)  # OPT leaves the first rows unused
             if rows in (positions, positions + offset):
                 return rows - offset - (0 if module.padding_idx is None else module.padding_idx + 1)
     # Look for a table of sinusoids
-    has_sinusoids = any(table.dim() == 2 and len(table) == positions for table in _body(model).buffers())  # GPT-J, CTRL
+    has_sinusoids = any(table.dim() == 2 and len(table) == positions for table in decoder.buffers())  # GPT-J, CTRL
     return int(positions) if has_sinusoids else None
 
 
 def check_length(model: PreTrainedModel, length: int, remedy: str, *, warns: bool = True) -> None:
-    """Refuse sequences that a model cannot read; to be called before any pass.
+    """Refuse sequences of ``length`` tokens that a model cannot read; to be called before any pass.
 
-    Args:
-        model: any causal language model.
-        length: number of tokens per sequence.
-        remedy: what to do, for the error.
-        warns: whether to warn of lengths that the model can read, but was not made for.
-
-    Raises:
-        UserError: the model's table of positions is shorter, or the sequences are over 16 times longer than its
-            context: attention may take hours then, and what it measures is not the model.
-
-    Warns:
-        UserWarning: the sequences are longer than the model's context.
+    Warns of lengths that the model can read, but was not made for, if ``warns``; ``remedy`` ends the message. Raises
+    ``UserError``: the model's table of positions is shorter, or the sequences are over 16 times longer than its
+    context: attention may take hours then, and what it measures is not the model.
     """
     positions, rows = getattr(model.config.get_text_config(), "max_position_embeddings", None), num_positions(model)
     if rows is not None and length > rows:
@@ -156,18 +142,11 @@ def check_length(model: PreTrainedModel, length: int, remedy: str, *, warns: boo
 
 
 def check_keys(config: PreTrainedConfig, settings: Mapping[str, Any], what: str) -> None:
-    """Refuse keys that a config class would silently store without using them, nested sections included.
+    """Refuse keys of ``settings`` that the class of ``config`` would silently store without using, in sections too.
 
     Older names of keys are allowed: the class either converts them, so that they are no attributes (``rope_theta``), or
-    its ``__post_init__`` mentions them (``sliding_window_pattern`` of Gemma 3).
-
-    Args:
-        config: config made of ``settings``.
-        settings: keys and values to check.
-        what: subject of the error message ("recipe NAME: model.config").
-
-    Raises:
-        UserError: an unknown key; the message suggests the nearest known one.
+    its ``__post_init__`` mentions them (``sliding_window_pattern`` of Gemma 3). Raises ``UserError`` about ``what`` for
+    an unknown key, with the nearest known one.
     """
     known_keys = {field.name for field in fields(config)} | config.attribute_map.keys() | _READ_BY_MODELS
     older_names = {const for const in type(config).__post_init__.__code__.co_consts if isinstance(const, str)}
@@ -185,7 +164,7 @@ def check_size(
     *,
     build: Callable[[PreTrainedConfig], nn.Module] = AutoModelForCausalLM.from_config,
 ) -> int:
-    """Refuse a config whose model does not fit into memory, without allocating any.
+    """Refuse a config whose model does not fit into memory, without allocating any; return the number of parameters.
 
     Args:
         config: config of the model.
@@ -193,11 +172,7 @@ def check_size(
         what: subject of the error message ("model NAME", "recipe NAME: model.config").
         build: builds the model, here on the device "meta".
 
-    Returns:
-        The number of parameters.
-
-    Raises:
-        UserError: more than ``MAX_LAYERS`` layers, or more parameters than memory can hold.
+    Raises ``UserError``: more than ``MAX_LAYERS`` layers, or more parameters than memory can hold.
     """
     config_limits.check_counts(config.to_dict(), what)
     # Build the model without allocating memory

@@ -1,8 +1,4 @@
-"""Modes of a model: gates (open, soft, sampled, hard) and their threshold, evaluation, recomputation, dropout.
-
-One ``GateSettings`` object per model holds the mode, and only the functions here change it. They also keep tau in the
-model's config, from where it is saved, equal to the current one.
-"""
+"""Modes of a model: gates (open, soft, sampled, hard) and their threshold, evaluation, recomputation, dropout."""
 
 from __future__ import annotations
 
@@ -32,9 +28,7 @@ def gate_settings(model: nn.Module) -> GateSettings:
     return gated[0].settings
 
 
-def set_gate_mode(
-    model: nn.Module, mode: str, tau: float | None = None, *, anneal: float = 0.0, p_min: float = 0.0
-) -> None:
+def set_gate_mode(model: nn.Module, mode: str, tau: float | None = None, *, anneal: float = 0.0) -> None:
     """Set the mode of all gates: ``open``, ``soft``, ``sampled`` or ``hard`` (see ``gate_from_logits``).
 
     Args:
@@ -42,10 +36,8 @@ def set_gate_mode(
         mode: one of "open", "soft", "sampled", "hard".
         tau: new threshold of the model in [0, 1], which ``save`` writes; None keeps the current one.
         anneal: with "soft" or "sampled", the weight ``a`` of the binary gate, ``u~ = (1 - a) u + a 1[u >= tau]``.
-        p_min: with "sampled", the minimum probability of either outcome, in [0, 0.5].
 
-    Raises:
-        UserError: unknown mode, tau outside [0, 1], or a model without gates.
+    Raises ``UserError``: unknown mode, tau outside [0, 1], or a model without gates.
     """
     if mode not in gates.MODES:
         raise UserError(f"unknown gate mode '{mode}'; expected one of {', '.join(gates.MODES)}")
@@ -53,7 +45,7 @@ def set_gate_mode(
         raise UserError(f"tau must lie in [0, 1]; found {tau}")
     settings = gate_settings(model)
     tau = settings.tau if tau is None else tau
-    _put(model, settings, replace(settings, mode=mode, tau=tau, anneal=anneal, p_min=p_min))
+    _put(model, settings, replace(settings, mode=mode, tau=tau, anneal=anneal))
 
 
 def set_price(model: nn.Module, price: float) -> None:

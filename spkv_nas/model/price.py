@@ -2,16 +2,10 @@
 
     loss = NLL + price * mean(u)
 
-This is the SP-KV paper's density regulariser (appendix "Controlling sparsity at train time", "Regularization") with
-price = -lambda_aux. Without a price a gate opens for every key that helps at all, and Adam moves it as fast for a key
-that helps a little as for one that is essential: density then only counts useful keys. With a price a key is kept only
-if its benefit (the loss that it saves) exceeds the price: density then measures need (reports/LOG.md).
-
-The price at which a share of the keys is kept is close to the corresponding quantile of the heads' benefits, which the
-gradient of a single step estimates (``KeyBenefitEstimator``). A PI controller continues from there, on a logarithmic
-scale, so that it settles equally well in models whose benefits differ by a factor of a hundred. As the learning rate
-decays gates respond more slowly to the price, so the controller's gains grow, to correct a density that drifts late in
-training (reports/LOG.md).
+This is the SP-KV paper's density regulariser (appendix "Controlling sparsity at train time") with price = -lambda_aux.
+Without a price a gate opens for every key that helps at all; with one, a key is kept only if the loss that it saves
+exceeds the price. The first price is the quantile of the heads' benefits, which the gradient of a step estimates; a PI
+controller continues on a logarithmic scale, with gains that grow as the learning rate decays (reports/LOG.md).
 """
 
 from __future__ import annotations

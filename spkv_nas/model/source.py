@@ -1,8 +1,7 @@
 """Locate a model's files: in a folder, embedded in the package, or on the hub at a revision.
 
-On the command line, in recipes and in results a model is one string: a folder, ``embedded:dense``, a hub id, or
-``ID@REVISION`` (as in Hugging Face's file system), where the revision is a branch, a tag or a commit. A branch may move
-while a command runs, so its commit is looked up once, and everything is read at that commit.
+A model is one string: a folder, ``embedded:dense``, a hub id, or ``ID@REVISION``. A branch may move while a command
+runs, so its commit is looked up once, and everything is read at that commit.
 """
 
 from __future__ import annotations
@@ -63,13 +62,18 @@ def check_config(path_or_id: str | Path) -> None:
 
 
 def read_model_config(file: Path) -> dict[str, Any]:
-    """Read a model's ``config.json``. Raises ``UserError`` if it is damaged, or of a model that only MLX reads."""
+    """Read a model's ``config.json``. Raises ``UserError`` if it is damaged, or of a model that cannot be loaded."""
     content = read_json(file, "config")
     quantization = content.get("quantization")
     if isinstance(quantization, dict) and "group_size" in quantization:
         raise UserError(
             f"config {file} is of a model quantized by mlx-lm, whose weights only MLX reads\n"
             "give the model from which it was quantized"
+        )
+    if content.get("transformers_weights") is not None:
+        raise UserError(
+            f"config {file} names the weights by 'transformers_weights': remove the key, and rename the file to "
+            f"{weight_files.FILE}"
         )
     return content
 
@@ -169,12 +173,8 @@ def _check_adapter(source: str, *, is_reachable: bool) -> None:
             raise UserError(weight_files.adapter_message(source, Path(file)))
 
 
-def model_folder(source: str, explicit: str | None = None) -> Path:
+def model_folder(source: str) -> Path:
     """Return the folder with a model's config and weights, downloading those of a hub id to the hub cache.
-
-    Args:
-        source: model folder or id.
-        explicit: weight file or index that the config names instead of the usual ones.
 
     Raises:
         UserError: an index of shards is damaged, or names anything but files beside it.
@@ -196,8 +196,6 @@ def model_folder(source: str, explicit: str | None = None) -> Path:
     # Download the companion files, then the weights with all shards
     for companion in _COMPANIONS:
         get(companion)
-    candidates = (weight_files.FILE, weight_files.INDEX) if explicit is None else (explicit,)
-    weights = next((file for file in candidates if get(file) is not None), None)
-    if weights is not None and weight_files.is_index(weights):
-        cached_files(name, weight_files.index_names(folder / weights), revision=commit)
+    if get(weight_files.FILE) is None and get(weight_files.INDEX) is not None:
+        cached_files(name, weight_files.index_names(folder / weight_files.INDEX), revision=commit)
     return folder

@@ -1,8 +1,7 @@
 """Find and check the files of a model folder, and carry them over to another folder.
 
-A shard index may name files anywhere, which is refused here. Unchanged weights are carried over as files: no tensor is
-read, and the shards stay the same. So are the tokenizer's files, configs of processors and licences. Other files would
-mislead or endanger the next reader, and stay behind: code, model cards, records of runs, configs of other formats.
+A shard index may name files anywhere, which is refused here. Carried over are unchanged weights, the tokenizer's files,
+configs of processors and licences; code, model cards and records of runs stay behind.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import json
 import os
 import re
 import shutil
-import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from inspect import signature
 from pathlib import Path
@@ -30,21 +28,10 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, _GENERATION = "adapter_config.json", "generation_config.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model.pt", "consolidated.00.pth", "model.pt")
 _FOREIGN = {  # formats that transformers does not load, by their files
-    "model_index.json": "a pipeline of diffusers",
-    "modules.json": "a sentence-transformers model",
-    "*.gguf": "a model in GGUF, the format of llama.cpp",
-    "**/*.onnx": "a model in ONNX",
-    "*.msgpack": "a model of Flax",
-    "*.h5": "a model of TensorFlow",
-    "pytorch_model_fsdp*": "a sharded checkpoint of an unfinished run",
-    "global_step*": "a sharded checkpoint of an unfinished run",
-    "*.distcp": "a sharded checkpoint of an unfinished run",
-    "params.json": "a model in its authors' format",
-}
-_PARTS = {  # folders that lack a config alone
-    "trainer_state.json": "a trainer's checkpoint, into which the model's config must be copied",
-    "*.safetensors": "weights alone, to which the model's config must be copied",
-    "tokenizer*": "a tokenizer",
+    "*.gguf": "GGUF, the format of llama.cpp",
+    "**/*.onnx": "ONNX",
+    "model_index.json": "that of a pipeline of diffusers",
+    "trainer_state.json": "that of a trainer's checkpoint, into which the model's config must be copied",
 }
 _TOKENIZER = re.compile(
     r"(tokenizer|vocab|merges|special_tokens_map|added_tokens|chat_template|tekken)[\w.-]*\.(json|txt|bpe|jinja)"
@@ -53,29 +40,26 @@ _TOKENIZER = re.compile(
 _SETTINGS = ("padding_side", "truncation_side", "model_max_length", "model_input_names", "clean_up_tokenization_spaces")
 _COMPANION = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[\w.-]*|\w*processor_config\.json", re.IGNORECASE)
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}\.safetensors")
-_FICLONE = 0x40049409  # <linux/fs.h>
 
 
-def check_files(folder: Path, explicit: str | None = None) -> list[Path]:
+def check_files(folder: Path) -> list[Path]:
     """Return the weight files of a model folder after checking them; symbolic links, as in the hub cache, count.
 
-    Args:
-        folder: model folder.
-        explicit: weight file or index that the config names instead of the usual ones.
-
-    Raises:
-        UserError: there are no safetensors files, or the index of shards is damaged or names anything but files of the
-            folder.
+    Raises ``UserError`` if there are no safetensors files, or the index of shards is damaged or names anything but
+    files of the folder.
     """
     check_format(folder)
-    if explicit is not None and not is_index(explicit):
-        return [_checked_file(folder, explicit, f"the config of model {folder}")]
-    if explicit is None and (folder / FILE).is_file():
+    if (folder / FILE).is_file():
         return [folder / FILE]
-    index = folder / (INDEX if explicit is None else explicit)
+    index = folder / INDEX
     if not index.is_file():
         raise UserError(_no_weights(folder))
-    return [_checked_file(folder, name, f"index of weights {index}") for name in index_names(index)]
+    files = [folder / name for name in index_names(index)]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise UserError(
+            f"index of weights {index} names {missing[0]}, which does not exist: the checkpoint is incomplete"
+        )
+    return files
 
 
 def check_format(folder: Path) -> None:
@@ -84,17 +68,18 @@ def check_format(folder: Path) -> None:
         raise UserError(adapter_message(str(folder), folder / ADAPTER))
     if (folder / "config.json").is_file():
         return
+    # Say what it is instead, or where the model is
     inner = sorted(file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/config.json"))
-    kind = _kind(folder, _FOREIGN) or (f"the parent folder of {inner[-1]}" if inner else _kind(folder, _PARTS))
+    hint = _format(folder) or (f": it is the parent folder of {inner[-1]}" if inner else "")
     raise UserError(
-        f"cannot load model {folder}: the folder has no config.json"
-        + ("" if kind is None else f": it is {kind}\ngive a folder as transformers saves models, or an id")
+        f"cannot load model {folder}: the folder has no config.json{hint}\n"
+        "give a folder as transformers saves models, or an id"
     )
 
 
-def _kind(folder: Path, kinds: Mapping[str, str]) -> str | None:
-    """Return the first of ``kinds``, which are described by patterns of file names, that a folder is."""
-    return next((kind for pattern, kind in kinds.items() if any(folder.glob(pattern))), None)
+def _format(folder: Path) -> str:
+    """Return a clause that names the format of a folder that transformers does not load; empty if unknown."""
+    return next((f": its format is {kind}" for pattern, kind in _FOREIGN.items() if any(folder.glob(pattern))), "")
 
 
 def adapter_message(name: str, config: Path) -> str:
@@ -117,36 +102,16 @@ def index_names(index: Path) -> list[str]:
         raise UserError(f"{source}: 'metadata' must be a mapping of keys to values")
     names = sorted(set(shards.values()))
     for name in names:
-        _check_plain(name, source)
+        if _SHARD.fullmatch(name) is None:
+            raise UserError(f"{source} names {name[:100]!r}, which is not a .safetensors file in the same folder")
     return names
-
-
-def is_index(name: object) -> bool:
-    """Return whether a file name is that of a shard index."""
-    return isinstance(name, str) and name.endswith(".safetensors.index.json") and "/" not in name
-
-
-def _check_plain(name: object, source: str) -> None:
-    """Raise ``UserError`` unless a name is that of a safetensors file without a folder."""
-    if not isinstance(name, str) or _SHARD.fullmatch(name) is None:
-        raise UserError(f"{source} names {str(name)[:100]!r}, which is not a .safetensors file in the same folder")
-
-
-def _checked_file(folder: Path, name: str, source: str) -> Path:
-    """Return the path of a weight file in ``folder``. Raises ``UserError`` if it is missing or not allowed."""
-    _check_plain(name, source)
-    if not (folder / name).is_file():
-        raise UserError(f"{source} names {name}, which does not exist: the checkpoint is incomplete")
-    return folder / name
 
 
 def _no_weights(folder: Path) -> str:
     """Build the error message for a folder without safetensors files."""
     pickled = next((name for name in _PICKLED if (folder / name).is_file()), None)
     if pickled is None:
-        foreign = _kind(folder, _FOREIGN)
-        missing = f"it has no weights ({FILE}, or {INDEX} with shards)"
-        return f"cannot load model {folder}: {missing}" + ("" if foreign is None else f": it is {foreign}")
+        return f"cannot load model {folder}: it has no weights ({FILE}, or {INDEX} with shards){_format(folder)}"
     return (
         f"model {folder} has its weights in {pickled}, a pickle, which can run code when it is read\n"
         "convert it where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
@@ -298,42 +263,18 @@ def content_hashes(files: Sequence[Path]) -> dict[str, str]:
 
 
 def carry(files: Sequence[Path], folder: Path, *, link: bool = False) -> str:
-    """Clone, copy or link files to ``folder`` under the same names, and return "cloned", "copied" or "linked".
+    """Copy files to ``folder`` under the same names, and return "copied" or "linked".
 
-    A clone shares disk space with the original until either is written to, and takes no time; file systems such as
-    Btrfs and XFS support it. Elsewhere files are copied.
-
-    Args:
-        files: files to carry over.
-        folder: target folder.
-        link: make hard links, which use no disk space on any file system. A program that writes to a link changes the
-            original too, so they are made only on request.
-
-    Raises:
-        UserError: links are impossible, such as from one file system to another.
-        OSError: ``folder`` cannot be written.
+    With ``link`` hard links are made, which use no disk space; writing to a link changes the original too. Raises
+    ``UserError`` where they are impossible, ``OSError`` where ``folder`` cannot be written.
     """
-    method = "linked" if link else "cloned"
     for file in files:
         original, target = file.resolve(), folder / file.name
-        if link:
-            try:
-                os.link(original, target)
-            except OSError as error:
-                raise UserError(f"cannot link {original}: {first_line(error)}\nleave --link out") from error
-        elif not _clone(original, target):
+        if not link:
             shutil.copyfile(original, target)
-            method = "copied"
-    return method
-
-
-def _clone(original: Path, destination: Path) -> bool:
-    """Clone a file to ``destination``; return False where the file system does not support it."""
-    if sys.platform != "linux":
-        return False
-    import fcntl
-
-    with suppress(OSError), original.open("rb") as source, destination.open("wb") as target:
-        fcntl.ioctl(target, _FICLONE, source.fileno())
-        return True
-    return False
+            continue
+        try:
+            os.link(original, target)
+        except OSError as error:
+            raise UserError(f"cannot link {original}: {first_line(error)}\nleave --link out") from error
+    return "linked" if link else "copied"

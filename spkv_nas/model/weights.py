@@ -1,8 +1,4 @@
-"""Check weights before and after loading: that the files are complete, and that no tensor is made up.
-
-``from_pretrained`` fills every tensor that is missing in the files with random numbers, and only logs it. Here it is an
-error.
-"""
+"""Check weights before and after loading, as ``from_pretrained`` fills missing tensors with random numbers."""
 
 from __future__ import annotations
 
@@ -47,19 +43,10 @@ def check_room(files: list[Path], num_parameters: int, what: str) -> None:
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> None:
     """Refuse a model that does not match its weight files.
 
-    Args:
-        model: loaded model.
-        info: second result of ``from_pretrained(..., output_loading_info=True, ignore_mismatched_sizes=True)``. Shared
-            tensors (tied embeddings), and those that the class lists as optional, do not count as missing.
-        what: subject of the error message.
-
-    Raises:
-        UserError: a tensor is missing, has another shape, belongs to a decoder layer but not to the model, or is not
-            finite.
-
-    Warns:
-        UserWarning: other tensors are not in the model, such as heads for another task, or the config wrongly ties
-            embeddings, which is corrected.
+    ``info`` is the second result of ``from_pretrained(..., output_loading_info=True, ignore_mismatched_sizes=True)``.
+    Shared tensors, and those that the class lists as optional, do not count as missing. A tensor that no decoder layer
+    needs, and embeddings that the config wrongly ties, only raise a warning. Raises ``UserError``: a tensor is missing,
+    has another shape, belongs to a decoder layer but not to the model, or is not finite.
     """
     # Missing tensors
     num_tensors = len(model.state_dict())

@@ -37,9 +37,8 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
         window: recent keys that a local head sees; None: the layout's.
         sinks: first tokens of a sequence that a local head sees as well; None: the layout's.
 
-    Raises:
-        UserError: the layout is for another number of layers or KV heads, or the model cannot be hooked (see
-            ``attention.py``).
+    Raises ``UserError``: the layout is for another number of layers or KV heads, or the model cannot be hooked (see
+    ``attention.py``).
     """
     # Remove gates and hook the layers
     if any(state.gate_window is not None for state in layer_states(model)):
@@ -68,14 +67,8 @@ def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = 
     """Add learned sinks to the local heads of a hybrid, in place: trainable float32 parameters (``learned_sinks.py``).
 
     They belong to its layout: ``full_attention`` and other layouts are without them. Layers with a native sliding
-    window beside layers of full attention get none, because they were trained without.
-
-    Args:
-        model: a model with a layout.
-        logits: initial logits [Hq] of each attention layer, of which those of local heads are taken; None: 0.
-
-    Raises:
-        UserError: the model has no layout, or learned sinks of its own.
+    window beside layers of full attention get none, because they were trained without. ``logits`` are the initial ones
+    [Hq] of each attention layer; None: 0. Raises ``UserError`` if the model has no layout, or learned sinks of its own.
     """
     layout = config_section.checkpoint_layout(model)
     if layout is None:

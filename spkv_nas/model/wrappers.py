@@ -16,14 +16,8 @@ def unwrapped(model: Any, *, adds_gates: bool = False) -> PreTrainedModel:
     """Return the causal language model inside wrappers of PEFT, ``torch.compile`` and data parallelism.
 
     The wrapper computes with what is done to the model inside: adapters stay active, and compiled code is compiled anew
-    where it has to be.
-
-    Args:
-        model: the object.
-        adds_gates: whether new parameters follow, which DDP would not know.
-
-    Raises:
-        UserError: no such model is inside, the wrapper computes more than it, or gates would be added inside DDP.
+    where it has to be. ``adds_gates`` says that new parameters follow, which DDP would not know. Raises ``UserError``:
+    no such model is inside, the wrapper computes more than it, or gates would be added inside DDP.
     """
     while not isinstance(model, PreTrainedModel):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):

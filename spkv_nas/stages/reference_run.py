@@ -21,29 +21,16 @@ from spkv_nas.training.variants import Variant
 
 @dataclass(frozen=True)
 class Trained:
-    """Checkpoints that a recipe trains.
+    """Checkpoints that a recipe trains."""
 
-    Attributes:
-        dense: folder of the dense model.
-        reference: folder of the SP-KV reference.
-    """
-
-    dense: Path
-    reference: Path
+    dense: Path  # folder of the dense model
+    reference: Path  # folder of the SP-KV reference
 
 
 def train_reference(
     file: Path, workspace: Workspace, *, device: str | None, dtype: str | None = None, reporter: Reporter = SILENT
 ) -> Trained:
-    """Train a recipe's dense model and its SP-KV branch, reusing finished runs.
-
-    Args:
-        file: the recipe.
-        workspace: workspace for the runs.
-        device: "cpu" or "cuda"; None: cuda if available.
-        dtype: precision that replaces the recipe's; None keeps it.
-        reporter: receives messages and progress.
-    """
+    """Train a recipe's dense model and its SP-KV branch, reusing finished runs; ``dtype`` replaces its precision."""
     # Read the recipe, and warn before hours of work
     recipe = _read_recipe(file, workspace, device, dtype, reporter)
     for line in recipe.warnings():

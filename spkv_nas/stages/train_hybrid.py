@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rich.markup import escape
@@ -56,7 +55,6 @@ def show(result: Comparison) -> None:
     """Print retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
     show_alarm(result.alarm)
     baselines = {DENSE: "dense, as it is", FULL_ATTENTION: "control: full attention"}
-    extended = "extended_nll" in result.rows
     # Table of layouts
     grid = Table(
         "",
@@ -66,11 +64,9 @@ def show(result: Comparison) -> None:
         "\nNLL",
         "\nΔNLL %",
         "relative to\ncontrol %",
-        *(["longer\nblocks NLL", "relative to\ncontrol %"] if extended else []),
         title="retrained from one dense checkpoint; ΔNLL is relative to that checkpoint as it is",
     )
     for row in result.rows.itertuples():
-        long_nll = [row.extended_nll, row.extended_delta_percent, row.extended_delta_standard_error] if extended else []
         grid.add_row(
             baselines.get(row.strategy, escape(row.strategy)),
             f"{row.density_percent:.1f}",
@@ -79,7 +75,6 @@ def show(result: Comparison) -> None:
             f"{row.nll:.4f}",
             change(row.delta_nll_percent, row.delta_nll_standard_error),
             change(row.delta_control_percent, row.delta_control_standard_error),
-            *(["-" if math.isnan(long_nll[0]) else f"{long_nll[0]:.4f}", change(*long_nll[1:])] if extended else []),
         )
     out.print(grid)
     # Notes and errors

@@ -15,9 +15,6 @@ from spkv_nas.model import attach, checkpoint, modes, rope, windows
 from spkv_nas.model.distillation import Distillation, copied_teacher, shared_teacher
 from spkv_nas.model.gates import predictors
 from spkv_nas.training import lora, run_files
-from spkv_nas.training.branch_config import BranchConfig
-from spkv_nas.training.corpus import Corpus
-from spkv_nas.training.extension import Extension
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Kind, Variant
@@ -25,34 +22,18 @@ from spkv_nas.training.variants import Kind, Variant
 
 @dataclass(frozen=True)
 class BranchSetup:
-    """Model and schedules of a branch.
+    """Model and schedules of a branch."""
 
-    Attributes:
-        model: model to train, with the variant applied.
-        phase: steps, batch size and learning rates.
-        schedule: learning rate by step.
-        gates: gate phases by step; None without gates.
-        optimizer_state: file with the dense run's optimizer state to start from; None if there is none.
-        extension: longer blocks from some step on; None without them.
-        distillation: loss of the branch with a teacher; None without one.
-    """
-
-    model: PreTrainedModel
-    phase: BranchConfig
-    schedule: LearningRateSchedule
-    gates: GateSchedule | None = None
+    model: PreTrainedModel  # model to train, with the variant applied
+    schedule: LearningRateSchedule  # learning rate by step
+    gates: GateSchedule | None = None  # gate phases by step; None without gates
+    # file with the dense run's optimizer state to start from; None if there is none
     optimizer_state: Path | None = None
-    extension: Extension | None = None
-    distillation: Distillation | None = None
+    distillation: Distillation | None = None  # loss of the branch with a teacher; None without one
 
 
 def set_up(
-    recipe: Recipe,
-    corpus: Corpus,
-    dense: Path | str,
-    variant: Variant,
-    seed: int,
-    sink_logits: Sequence[Tensor] | None = None,
+    recipe: Recipe, dense: Path | str, variant: Variant, seed: int, sink_logits: Sequence[Tensor] | None = None
 ) -> BranchSetup:
     """Set up the branch of a variant; ``seed`` initializes new predictors, ``sink_logits`` learned sinks.
 
@@ -61,10 +42,11 @@ def set_up(
     phase, gates = recipe.branch, recipe.gates
     # Load the dense model, and schedule its branch
     model = dense_model(recipe, dense, variant)
+    if phase.extend is not None:  # check that the model supports it
+        rope.extended_config(model.config, phase.extend.block_size, phase.extend.rope.parameters)
     state = Path(dense) / run_files.OPTIMIZER_STATE  # not used with adapters, which leave these weights frozen
     setup = BranchSetup(
         model=model,
-        phase=phase,
         schedule=LearningRateSchedule(
             phase.steps,
             phase.warmup_steps,
@@ -72,7 +54,6 @@ def set_up(
             phase.final_learning_rate,
         ),
         optimizer_state=state if state.is_file() and recipe.lora is None else None,
-        extension=_extension(recipe, model),
     )
     # Apply the variant, with the dense model as its teacher if the recipe distills
     apply_variant(model, recipe, variant, seed, sink_logits)
@@ -87,11 +68,7 @@ def set_up(
 
 
 def apply_variant(
-    model: PreTrainedModel,
-    recipe: Recipe,
-    variant: Variant,
-    seed: int,
-    sink_logits: Sequence[Tensor] | None = None,
+    model: PreTrainedModel, recipe: Recipe, variant: Variant, seed: int, sink_logits: Sequence[Tensor] | None = None
 ) -> None:
     """Apply a variant to a dense model: a layout's windows and learned sinks, or gates with new predictors.
 
@@ -140,11 +117,8 @@ def distillation(
 ) -> Distillation | None:
     """Return the loss of a branch with the dense model as its teacher; None without ``branch.distill``.
 
-    Args:
-        recipe: the recipe, with its precision resolved.
-        variant: attention of the branch.
-        student: the model of the branch, with the variant applied; its own teacher where its weights are frozen.
-        dense: returns another copy of the dense model, in float32.
+    ``student`` has the variant applied, and teaches itself where its weights are frozen; ``dense`` returns another copy
+    of the dense model, in float32. The recipe's precision must be resolved.
     """
     options = recipe.branch.distill
     if options is None:
@@ -172,14 +146,6 @@ def learns_sinks(recipe: Recipe, variant: Variant) -> bool:
 def _is_frozen(recipe: Recipe, variant: Variant) -> bool:
     """Return True if only gates are trained."""
     return variant.kind is Kind.SP_KV and recipe.gates.training == "frozen-model"
-
-
-def _extension(recipe: Recipe, model: PreTrainedModel) -> Extension | None:
-    """Return the branch's extension to longer blocks, or None, after checking that the model supports it."""
-    extension = Extension.of(recipe.branch.extend, recipe.branch.steps)
-    if extension is not None:
-        rope.extended_config(model.config, extension.block_size, extension.rope)
-    return extension
 
 
 def _copy_predictors(source: str, model: PreTrainedModel) -> None:

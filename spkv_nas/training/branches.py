@@ -1,8 +1,4 @@
-"""Branches of a dense checkpoint: train and evaluate them, and find finished ones by the names of their folders.
-
-SP-KV paper, "Overall protocol": branches differ only in attention, and share the data order, the number of steps, the
-learning rates and the optimizer state.
-"""
+"""Branches of a dense checkpoint: train and evaluate them, and find finished ones by the names of their folders."""
 
 from __future__ import annotations
 
@@ -20,11 +16,9 @@ from spkv_nas.artifacts.checkpoints import RUN_RECORD
 from spkv_nas.base import files, manifest, version
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes, on_main
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.base.schema import Recorded, validate
-from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.splits import RULE
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
@@ -40,7 +34,7 @@ from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
 from spkv_nas.training.variants import Kind, Variant
 
-_NLL, _EXTENDED_NLL = "heldout-nll.npz", "heldout-nll-extended.npz"
+_NLL = "heldout-nll.npz"
 
 
 class _RunRecord(Recorded):
@@ -52,42 +46,24 @@ class _RunRecord(Recorded):
 
 @dataclass(frozen=True)
 class Branch:
-    """Finished branch: its checkpoint and its held-out NLL.
+    """Finished branch: its checkpoint and its held-out NLL."""
 
-    Attributes:
-        checkpoint: folder of the checkpoint.
-        nll: held-out NLL by document.
-        density: mean over heads and held-out tokens at the recipe's tau; None without gates.
-        steps: number of training steps.
-        extended: held-out NLL in the longer blocks of ``branch.extend``; None without them.
-    """
-
-    checkpoint: Path
-    nll: DocumentNLL
-    density: float | None
-    steps: int
-    extended: DocumentNLL | None = None
+    checkpoint: Path  # folder of the checkpoint
+    nll: DocumentNLL  # held-out NLL by document
+    density: float | None  # mean over heads and held-out tokens at the recipe's tau; None without gates
+    steps: int  # number of training steps
 
 
 @dataclass(frozen=True)
 class BranchContext:
-    """Context shared by the branches of a recipe.
+    """Context shared by the branches of a recipe."""
 
-    Attributes:
-        recipe: the recipe, with its precision resolved.
-        corpus: the recipe's text.
-        dense: the dense checkpoint that branches start from.
-        runs: folder of checkpoints and caches.
-        device: device to train on; chosen automatically by default.
-        reporter: receives messages and progress.
-    """
-
-    recipe: Recipe
-    corpus: Corpus
-    dense: Path
-    runs: Path
-    device: str | None = None
-    reporter: Reporter = SILENT
+    recipe: Recipe  # the recipe, with its precision resolved
+    corpus: Corpus  # the recipe's text
+    dense: Path  # the dense checkpoint that branches start from
+    runs: Path  # folder of checkpoints and caches
+    device: str | None = None  # device to train on; chosen automatically by default
+    reporter: Reporter = SILENT  # receives messages and progress
 
     @classmethod
     def prepare(
@@ -126,13 +102,9 @@ class BranchContext:
     def train(self, variant: Variant, seed: int | None = None, folder: Path | None = None) -> Branch:
         """Train and evaluate a branch; an interrupted run resumes, a finished one is read.
 
-        Args:
-            variant: attention of the branch.
-            seed: seed of the data order and of new predictors; defaults to the recipe's.
-            folder: folder of the run; by default named by all that determines the result.
-
-        Raises:
-            UserError: the run was begun on another text, cannot be set up, or cannot be written.
+        ``seed``, of the data order and of new predictors, defaults to the recipe's, ``folder`` to one named by all that
+        determines the result. Raises ``UserError`` if the run was begun on another text, cannot be set up, or cannot be
+        written.
         """
         folder = folder or self.folder(variant, seed)
         self.reporter.detail(f"{variant.name}: {folder}")
@@ -195,11 +167,10 @@ def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) ->
     """Train and evaluate a branch, and write the subfolder ``final`` of ``folder``."""
     # Train
     recipe, corpus, reporter = context.recipe, context.corpus, context.reporter
-    longer = longer_heldout(recipe, corpus)
     sink_logits = on_main(lambda: initial_sinks(context, variant))
 
     def begin(recipe: Recipe) -> SPKVTrainer:
-        setup = set_up(recipe, corpus, context.dense, variant, seed, sink_logits)
+        setup = set_up(recipe, context.dense, variant, seed, sink_logits)
         on_main(lambda: check_savable(setup.model, corpus.tokenizer))
         return _trainer(replace(context, recipe=recipe), setup, folder, variant, seed)
 
@@ -208,18 +179,12 @@ def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) ->
     if recipe.lora is not None:
         lora.merge_adapters(trainer.model)
 
-    def measure(blocks: TokenBlocks, where: str = "") -> Evaluation:
-        tau, size = recipe.gates.tau if variant.kind is Kind.SP_KV else None, recipe.evaluation.batch_size
-        with reporter.bar(f"{variant.name}, held-out text{where}") as progress:
-            sharding.spare_passes(trainer.model, blocks, size)
-            return evaluate(trainer.model, blocks, tau, batch_size=size, progress=progress)
-
-    # Evaluate on held-out text, in longer blocks too if the branch extends them
-    measured = measure(corpus.heldout)
+    # Evaluate on held-out text, at the recipe's tau with gates
+    tau, size = recipe.gates.tau if variant.kind is Kind.SP_KV else None, recipe.evaluation.batch_size
+    with reporter.bar(f"{variant.name}, held-out text") as progress:
+        sharding.spare_passes(trainer.model, corpus.heldout, size)
+        measured = evaluate(trainer.model, corpus.heldout, tau, batch_size=size, progress=progress)
     record = _record(variant, trainer.args.max_steps, measured, recipe, seed, trained_parameters)
-    if longer is not None:
-        extended = measure(longer, f" in blocks of {longer.block_size}")
-        record["extended"] = {"block_size": longer.block_size, **_heldout(extended)}
     # Write the checkpoint, the results and the logs
     weights = sharding.whole_weights(trainer.model)
 
@@ -227,8 +192,6 @@ def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) ->
         with new_folder(folder / "final") as new:
             run_files.save_run(trainer, corpus.tokenizer, weights, new)
             measured.nll.save(new / _NLL)
-            if longer is not None:
-                extended.nll.save(new / _EXTENDED_NLL)
             run_files.write_density_log(trainer.state, new / "density-log.csv")
             files.write_json(new / RUN_RECORD, record)
             manifest.write_manifest(new)
@@ -241,8 +204,8 @@ def _trainer(context: BranchContext, setup: BranchSetup, folder: Path, variant: 
     recipe, corpus = context.recipe, context.corpus
     trainer = SPKVTrainer(
         model=setup.model,
-        args=arguments.training_arguments(recipe, setup.phase, folder, device=context.device, seed=seed + 1),
-        train_dataset=dataset.training_data(recipe, corpus, setup.phase, seed + 1, setup.extension),
+        args=arguments.training_arguments(recipe, recipe.branch, folder, device=context.device, seed=seed + 1),
+        train_dataset=dataset.training_data(recipe, corpus, recipe.branch, seed + 1),
         schedule=setup.schedule,
         gates=setup.gates,
         gate_options=recipe.gates,
@@ -253,8 +216,8 @@ def _trainer(context: BranchContext, setup: BranchSetup, folder: Path, variant: 
         title=variant.name,
         reporter=context.reporter,
     )
-    if setup.extension is not None:
-        trainer.add_callback(ExtensionCallback(setup.extension))
+    if (extend := recipe.branch.extend) is not None:
+        trainer.add_callback(ExtensionCallback(extend, recipe.branch.steps))
     return trainer
 
 
@@ -265,23 +228,6 @@ def initial_sinks(context: BranchContext, variant: Variant) -> list[Tensor] | No
     return measure_initial_sinks(context.load_dense(), variant.layout, context.corpus.train)
 
 
-def longer_heldout(recipe: Recipe, corpus: Corpus) -> TokenBlocks | None:
-    """Cut the held-out text into the longer blocks of ``branch.extend``; return None without it.
-
-    Raises ``UserError``: the text is shorter than one block.
-    """
-    extend = recipe.branch.extend
-    if extend is None:
-        return None
-    longer = corpus.heldout.cut(extend.block_size)
-    if longer.num_blocks == 0:
-        raise UserError(
-            f"branch.extend: the held-out text has {corpus.heldout.tokens.size} tokens, fewer than one block of "
-            f"{extend.block_size}\ngive more text, a larger data.heldout or a smaller branch.extend.block_size"
-        )
-    return longer
-
-
 def _record(
     variant: Variant, steps: int, measured: Evaluation, recipe: Recipe, seed: int, trained_parameters: int
 ) -> dict[str, Any]:
@@ -289,7 +235,9 @@ def _record(
     commit = None if recipe.model.path is None else commit_of(recipe.model.path)
     return {
         "variant": variant.name,
-        **_heldout(measured),
+        "heldout_nll": measured.nll.mean,
+        "heldout_tokens": int(measured.nll.num_tokens.sum()),
+        "heldout_density": measured.density,
         "steps": steps,
         "trained_parameters": trained_parameters,
         "seed": seed,
@@ -297,15 +245,6 @@ def _record(
         "recipe": recipe.model_dump(mode="json"),
         **({} if commit is None else {"model_commit": commit}),
         "environment": version.environment(),
-    }
-
-
-def _heldout(measured: Evaluation) -> dict[str, Any]:
-    """Return the held-out results for ``run.json``."""
-    return {
-        "heldout_nll": measured.nll.mean,
-        "heldout_tokens": int(measured.nll.num_tokens.sum()),
-        "heldout_density": measured.density,
     }
 
 
@@ -319,6 +258,4 @@ def read_branch(final: Path) -> Branch:
     )
     file = final / RUN_RECORD
     record = validate(_RunRecord, files.read_json(file, "run record"), f"run record {file}")
-    longer = final / _EXTENDED_NLL
-    extended = DocumentNLL.read(longer) if longer.is_file() else None
-    return Branch(final, DocumentNLL.read(final / _NLL), record.heldout_density, record.steps, extended)
+    return Branch(final, DocumentNLL.read(final / _NLL), record.heldout_density, record.steps)

@@ -17,7 +17,7 @@ from spkv_nas.model import gates, modes, rope
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.price import KeyBenefitEstimator, Price
-from spkv_nas.training.extension import Extension
+from spkv_nas.training.branch_config import ExtendConfig
 from spkv_nas.training.gates_config import GatesConfig
 from spkv_nas.training.phases import GateSchedule
 
@@ -34,7 +34,7 @@ class InterruptCallback(TrainerCallback):
         self._pending = pending
         self.ended = False
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, _args: object, _state: object, control: TrainerControl, **_: object) -> None:
         """Stop on all ranks if any of them received a signal."""
         received = torch.tensor(float(self._pending.number is not None))
         self.ended = bool(sum_over_processes(received) > 0)  # all ranks stop at the same step
@@ -64,9 +64,7 @@ class LogCallback(TrainerCallback, ExportableState):
         """Return the state to save in a checkpoint."""
         return {"args": {}, "attributes": {"total": self.total, "since": self.since}}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: object, **_: object) -> None:
         """Restore the accumulated loss of a resumed run."""
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # absent in old checkpoints
         if state.global_step and (saved := entry["attributes"])["since"] <= state.global_step:
@@ -102,9 +100,7 @@ class DistillationCallback(TrainerCallback, ExportableState):
         """Return the state to save in a checkpoint."""
         return {"args": {}, "attributes": {"sums": self._saved}}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any) -> None:
         """Move a copied teacher to the device, and restore the sums of a resumed run."""
         teacher = self.loss.teacher.model
         if teacher is not kwargs["model"]:
@@ -145,9 +141,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         """Return True if predictors are frozen in training step ``step``."""
         return self._schedule.at(step).frozen
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any) -> None:
         """Restore the price of a resumed run, and give each rank its own random seed."""
         self._tracker = DensityTracker(kwargs["model"], only_learning=True)
         if args.process_index:  # the data order is already drawn; a checkpoint restores each rank's random state
@@ -156,22 +150,18 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         if saved and self._controller is not None and (saved_price := saved["attributes"].get("price")):
             self._controller.restore(saved_price)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any) -> None:
         """Set the gate mode and the price, and start measuring where needed."""
         assert self._tracker is not None
         phase, options = self._schedule.at(state.global_step), self._options
-        modes.set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min)
+        modes.set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal)
         modes.set_price(kwargs["model"], 0.0 if phase.frozen else self.price / args.gradient_accumulation_steps)
         if self._controller is not None or (state.global_step + 1) % args.logging_steps == 0:
             self._tracker.start()
         if self._controller is not None and not self._controller.is_measured and not phase.frozen:
             self._benefits = KeyBenefitEstimator(kwargs["model"])
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, _args: object, state: TrainerState, _control: object, **kwargs: Any) -> None:
         """Record the density, leave frozen predictors out of the update, and adjust the price."""
         # Record the density
         assert self._tracker is not None
@@ -193,9 +183,9 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
 class ExtensionCallback(TrainerCallback):
     """Callback that extends the model's positions before the first step with longer blocks."""
 
-    def __init__(self, extension: Extension) -> None:
-        """Extend positions at the step of ``extension``."""
-        self._extension, self._done = extension, False
+    def __init__(self, extend: ExtendConfig, steps: int) -> None:
+        """Extend positions during a branch of ``steps`` steps."""
+        self._extend, self._step, self._done = extend, extend.first_step(steps), False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -203,12 +193,10 @@ class ExtensionCallback(TrainerCallback):
         """Extend positions if the run resumes after the extension."""
         self.on_step_begin(args, state, control, **kwargs)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, _args: object, state: TrainerState, _control: object, **kwargs: Any) -> None:
         """Extend positions once, from the step of the extension on."""
-        if not self._done and state.global_step >= self._extension.step:
-            rope.extend_positions(kwargs["model"], self._extension.block_size, self._extension.rope)
+        if not self._done and state.global_step >= self._step:
+            rope.extend_positions(kwargs["model"], self._extend.block_size, self._extend.rope.parameters)
             self._done = True
 
 

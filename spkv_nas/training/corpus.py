@@ -29,21 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text of a recipe as token blocks.
+    """Text of a recipe as token blocks."""
 
-    Attributes:
-        tokenizer: tokenizer of the blocks.
-        train: training text.
-        heldout: held-out text.
-        separator: what stands after a document.
-        essays: haystacks for RULER samples in the mixture; None without them.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    train: TokenBlocks
-    heldout: TokenBlocks
-    separator: SeparatorReport = field(default_factory=lambda: SeparatorReport(EOS))
-    essays: Essays | None = None
+    tokenizer: PreTrainedTokenizerBase  # tokenizer of the blocks
+    train: TokenBlocks  # training text
+    heldout: TokenBlocks  # held-out text
+    separator: SeparatorReport = field(default_factory=lambda: SeparatorReport(EOS))  # what stands after a document
+    essays: Essays | None = None  # haystacks for RULER samples in the mixture; None without them
 
     @cached_property
     def training_text(self) -> str:
@@ -69,8 +61,7 @@ class Corpus:
 def join_processes(recipe: Recipe, device: str | None = None) -> None:
     """Check the recipe's requirements and connect the ranks of torchrun; call before reading or training anything.
 
-    Raises ``UserError``: there is no such device, a library that the recipe needs is missing, or batches cannot be
-    divided evenly among ranks.
+    Raises ``UserError`` if there is no such device, a library is missing, or batches cannot be divided among ranks.
     """
     # Check the device and the packages
     choose_device(device)

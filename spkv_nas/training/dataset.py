@@ -20,7 +20,6 @@ from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
 from spkv_nas.model.loss import NO_TARGET
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.corpus import Corpus
-from spkv_nas.training.extension import Extension
 from spkv_nas.training.recipe import DenseConfig, Recipe
 
 _MIN_SAMPLES = 2  # minimum number of held-out RULER blocks, so that a domain has a standard error
@@ -111,7 +110,6 @@ def training_data(
     corpus: Corpus,
     phase: DenseConfig | BranchConfig,
     seed: int,
-    extension: Extension | None = None,
 ) -> Dataset[Item]:
     """Build the dataset of a phase of a recipe, in the order drawn by ``seed``.
 
@@ -120,7 +118,8 @@ def training_data(
     """
     # Plain text, which the trainer shuffles
     text, batch = corpus.train, phase.batch_size
-    if recipe.data.mix is None and extension is None:
+    extend = phase.extend if isinstance(phase, BranchConfig) else None
+    if recipe.data.mix is None and extend is None:
         return BlockDataset(text)
     # Order of the text blocks, and positions of the samples
     number = text.num_blocks
@@ -131,14 +130,14 @@ def training_data(
         order = BlockOrder(mixed_order, number, seed, number)
         mixture = Mixture.drawn(recipe.data.mix.ruler.share, number, seed)
     # Blocks up to the extension, or all
-    start = batch * (phase.steps if extension is None else extension.step)
+    start = batch * (phase.steps if extend is None else extend.first_step(phase.steps))
     short = OrderedDataset(
         text, order, mixture, ruler_blocks(recipe, corpus.tokenizer, corpus.essays, text, seed), start
     )
-    if extension is None:
+    if extend is None:
         return short
     # Longer blocks from the extension on
-    size, ratio = extension.block_size, extension.block_size // text.block_size
+    size, ratio = extend.block_size, extend.block_size // text.block_size
     longer = text.cut(size)
     if longer.num_blocks < batch // ratio:
         raise UserError(

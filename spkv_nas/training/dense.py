@@ -1,7 +1,4 @@
-"""Dense checkpoint that branches start from: an existing model, or a new one trained up to the decay.
-
-SP-KV paper, "Overall protocol": the stable phase, shared by all branches.
-"""
+"""Dense checkpoint that branches start from: an existing model, or a new one trained up to the decay."""
 
 from __future__ import annotations
 

@@ -1,19 +1,11 @@
 """Starter recipe for a model and a text: sizes that fit both and the machine, and working learning rates.
 
-The rules and their sources:
-
-- Steps and batch size are those at which the embedded model's gates separate its heads: 160 steps of 2,048 tokens, with
-  soft gates for 80 % of them (a GPU uses eight times the tokens per step).
-- The window is a sixteenth of a block, as in the embedded model, and at most the paper's 128. With windows of 128 in
-  blocks of 512, that model loses nothing, so layouts cannot be distinguished (``reports/LOG.md``).
-- Branches learn half from the predictions of the dense checkpoint and half from the text. On the study's four models,
-  40 steps at 3e-4 bring head gates' layout as far as either alone, or further: the divergence keeps it close to the
-  dense model, and the NLL learns what the text has to teach (``docs/guides/training.md``).
-- The model's learning rate is a twentieth of the paper's peak for its size (``cost.ladder``), at most 3e-4, after a
-  warm-up of a tenth of the steps.
-- The new predictors are trained at the paper's 5 times that peak, at most 9e-3, which works for the embedded model.
-- The target density is the paper's share of global heads; it sets the price of keys. Priced gates start at their
-  threshold.
+- Steps and batch size are those at which the embedded model's gates separate its heads; a GPU uses 8 times the tokens.
+- The window is a sixteenth of a block, at most the paper's 128: a longer one hides nothing, so all layouts are equal.
+- Branches learn half from the dense checkpoint's predictions and half from the text (``docs/guides/training.md``).
+- The model's learning rate is a twentieth of the paper's peak for its size (``cost.ladder``), at most 3e-4; predictors
+  get the paper's 5 times that peak, at most 9e-3.
+- The target density is the paper's share of global heads; it sets the price of keys.
 """
 
 from __future__ import annotations
@@ -73,33 +65,19 @@ def finished_model_rate(num_parameters: int) -> float:
 
 @dataclass(frozen=True)
 class Draft:
-    """Inputs of a starter recipe, from which its settings are derived by the rules above.
+    """Inputs of a starter recipe, from which its settings are derived by the rules above."""
 
-    Attributes:
-        name: name of the recipe.
-        model: model path or id for the recipe.
-        sources: text sources for the recipe.
-        size: size of the model.
-        text: size of the text.
-        device: "cpu" or "cuda".
-        block_size: tokens per block.
-        steps: training steps of a branch.
-        micro_batch_size: blocks per forward and backward pass; None for whole batches.
-        recomputes: True to recompute activations in the backward pass.
-        separator: what stands after a document (``data.separator``).
-    """
-
-    name: str
-    model: str
-    sources: tuple[str, ...]
-    size: ModelSize
-    text: TextSize
-    device: str
-    block_size: int
-    steps: int = FIRST_STEPS
-    micro_batch_size: int | None = None
-    recomputes: bool = False
-    separator: str = AUTO
+    name: str  # name of the recipe
+    model: str  # model path or id for the recipe
+    sources: tuple[str, ...]  # text sources for the recipe
+    size: ModelSize  # size of the model
+    text: TextSize  # size of the text
+    device: str  # "cpu" or "cuda"
+    block_size: int  # tokens per block
+    steps: int = FIRST_STEPS  # training steps of a branch
+    micro_batch_size: int | None = None  # blocks per forward and backward pass; None for whole batches
+    recomputes: bool = False  # True to recompute activations in the backward pass
+    separator: str = AUTO  # what stands after a document (data.separator)
 
     @classmethod
     def of(cls, name: str, model: str, sources: tuple[str, ...], size: ModelSize, text: TextSize, device: str) -> Draft:

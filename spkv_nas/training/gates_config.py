@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, GateConfig
 from spkv_nas.artifacts.layout import Layout
@@ -23,9 +23,6 @@ class GatesConfig(GateConfig):
     mode: Literal["soft", "sampled"] = Field(
         "soft", description="soft, or sampled: Bernoulli gates with straight-through gradients"
     )
-    p_min: float = Field(
-        0.0, ge=0.0, le=0.5, description="clamp the probabilities of sampled gates to [p_min, 1 - p_min]"
-    )
     learning_rate_multiplier: float = Field(
         5.0, gt=0.0, description="learning rate of the predictors, as a multiple of the branch's (paper: 5)"
     )
@@ -36,12 +33,6 @@ class GatesConfig(GateConfig):
     anneal_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps of a linear transition from soft to hard gates")
     start_from: str | None = Field(None, description="checkpoint to initialise the predictors from")
 
-    @model_validator(mode="after")
-    def _clamps_samples(self) -> GatesConfig:
-        if self.p_min and self.mode != "sampled":
-            raise ValueError("p_min requires mode: sampled")
-        return self
-
     def of_model(self) -> GateConfig:
         """Return the gate configuration of the model."""
         return GateConfig(**self.model_dump(include=set(GateConfig.model_fields)))
@@ -51,15 +42,10 @@ def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str
     """Return the section of a recipe with its ``layout``, a layout file, converted to ``heads``.
 
     Local heads stay local, global heads get gates, and the layout's window becomes the gates' window unless the section
-    sets another. Local heads of a model with gates see only their window, so that a layout with sink tokens is refused.
+    sets another. A relative path starts from ``base``; ``where`` names the recipe in errors.
 
-    Args:
-        section: keys and values of the section, with the key ``layout``.
-        base: folder that a relative path of the layout starts from.
-        where: name of the recipe in error messages.
-
-    Raises:
-        UserError: the layout cannot be read, or its local heads have sink tokens.
+    Raises ``UserError`` if the layout cannot be read, or its local heads have sink tokens, which gates do not keep
+    there.
     """
     layout = Layout.read(base / section["layout"])
     if layout.sinks:

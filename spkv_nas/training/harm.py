@@ -1,13 +1,7 @@
 """Detection of harm by retraining: compare the control with the unchanged dense model, and layouts before and after.
 
-Restarting a finished model at a high learning rate makes it worse. The control gets worse as well, so that layouts look
-good next to it although they cost several times as much relative to the original model. Two rules decide on warnings:
-
-- The control may be at most ``MAX_HARM`` percent worse than the unchanged dense model, and a layout not worse than
-  before it was retrained.
-- A difference within its standard error, or on fewer than ``MIN_DOCUMENTS`` documents, is no evidence of harm. The
-  change of the control is always announced with its error, so that the absence of a warning is not mistaken for no
-  change.
+A finished model restarted at a high learning rate gets worse, and the control with it, so that layouts look good next
+to it although they lost much. A difference within its standard error, or on few documents, is no evidence of harm.
 """
 
 from __future__ import annotations

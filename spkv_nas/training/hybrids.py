@@ -1,10 +1,7 @@
 """Hybrid training: retrain every layout from the dense checkpoint and compare their held-out NLL.
 
-The comparison follows the SP-KV paper, figure "Architecture search over sparse global-head layouts": density, coverage,
-NLL, and the change in NLL. All branches see the same data in the same order, and differences are paired by document.
-The paper measures changes against the control, full attention retrained in the same way. Retraining a finished model
-can harm it, and the control with it; changes are therefore measured against the unchanged dense model, and the control
-is compared with that model before any layout is trained (``training.harm``).
+As in the SP-KV paper's architecture search, all branches see the same data in the same order. Retraining a finished
+model can harm it, and the control with it, so changes are measured against the unchanged dense model.
 """
 
 from __future__ import annotations
@@ -39,22 +36,15 @@ from spkv_nas.training.variants import Variant
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results of the branches trained so far.
+    """Results of the branches trained so far."""
 
-    Attributes:
-        rows: table with columns ``spkv_nas.artifacts.comparison.COLUMNS`` and one row each for the unchanged dense
-            model, full attention, SP-KV, and every layout.
-        models: checkpoints of the trained models, for every seed.
-        folder: folder of the report.
-        documents: held-out NLL by document, by strategy.
-        alarm: sentence if the numbers make no sense (``evaluation.alarms``).
-    """
-
+    # table with columns spkv_nas.artifacts.comparison.COLUMNS and one row each for the unchanged dense model, full
+    # attention, SP-KV, and every layout
     rows: pd.DataFrame
-    models: tuple[TrainedModel, ...]
-    folder: Path
-    documents: Mapping[str, DocumentNLL]
-    alarm: str | None = None
+    models: tuple[TrainedModel, ...]  # checkpoints of the trained models, for every seed
+    folder: Path  # folder of the report
+    documents: Mapping[str, DocumentNLL]  # held-out NLL by document, by strategy
+    alarm: str | None = None  # sentence if the numbers make no sense (evaluation.alarms)
 
     @property
     def heldout(self) -> DocumentNLL:
@@ -137,8 +127,7 @@ def compare(
         reference: True to train the SP-KV reference too.
         finished_run: called with the comparison so far after each run.
 
-    Raises:
-        UserError: a layout does not fit the model, or has the name of a baseline.
+    Raises ``UserError`` if a layout does not fit the model, or has the name of a baseline.
     """
     # Measure layouts without training
     recipe, reporter = context.recipe, context.reporter
@@ -158,7 +147,11 @@ def compare(
             reporter.announce(f"{name}, seed {seed} ({number} of {len(runs)})")
         variant, branch = variants[name], context.train(variants[name], seed)
         finished[name].append(branch)
-        _report_harm(name, branch, untrained, context)
+        # Announce the change of the control by retraining, or warn about a layout that became worse
+        if name == comparison.FULL_ATTENTION:
+            compare_control(branch.nll, untrained[comparison.DENSE], recipe, reporter)
+        elif name in untrained:
+            caution_if_worse(name, branch.nll, untrained[name], reporter)
         models.append(TrainedModel(name, seed, variant.layout.hash if variant.layout else "", branch.checkpoint))
         # Compare what is finished
         rows = comparison_rows(finished, variants, covered, untrained, recipe, names)
@@ -170,14 +163,6 @@ def compare(
         compared = Comparison(rows, tuple(models), folder, documents, sentence)
         finished_run(compared)
     return compared
-
-
-def _report_harm(name: str, branch: Branch, untrained: dict[str, DocumentNLL], context: BranchContext) -> None:
-    """Announce the change of the control by retraining, or warn about a layout that became worse."""
-    if name == comparison.FULL_ATTENTION:
-        compare_control(branch.nll, untrained[comparison.DENSE], context.recipe, context.reporter)
-    elif name in untrained:
-        caution_if_worse(name, branch.nll, untrained[name], context.reporter)
 
 
 def _distinct(layouts: dict[str, Layout], reporter: Reporter) -> dict[str, tuple[str, ...]]:
@@ -242,13 +227,9 @@ def comparison_rows(
 ) -> pd.DataFrame:
     """Tabulate the branches finished so far, below a row for the unchanged dense model.
 
-    Args:
-        finished: branches by variant, one per seed; full attention has at least one.
-        variants: variants by name.
-        covered: coverage by layout.
-        untrained: zero-shot NLL by layout; that of ``DENSE`` is the baseline of all changes.
-        recipe: recipe of the branches.
-        names: all names of each layout, by the first (``artifacts.proposal.distinct``).
+    ``finished`` has the branches by variant, one per seed; full attention has at least one. ``untrained`` is the
+    zero-shot NLL by layout; that of ``DENSE`` is the baseline of all changes. ``names`` are all names of each layout,
+    by the first.
     """
     # Unchanged dense model
     dense, controls = untrained[comparison.DENSE], finished[comparison.FULL_ATTENTION]
@@ -280,12 +261,10 @@ def comparison_rows(
                 "num_seeds": count,
                 "steps": recipe.branch.steps,
                 **_zero_shot_columns(name, untrained),
-                **_extended_columns(branches, controls),
                 "note": f"also {', '.join(same)}" if (same := names.get(name, ())[1:]) else "",
             }
         )
-    extended = comparison.EXTENDED if any(name in row for row in rows for name in comparison.EXTENDED) else ()
-    return pd.DataFrame(rows, columns=[*comparison.COLUMNS, *extended])
+    return pd.DataFrame(rows, columns=list(comparison.COLUMNS))
 
 
 def _nll_columns(nll: DocumentNLL, dense: DocumentNLL, control: DocumentNLL) -> dict[str, float]:
@@ -295,18 +274,6 @@ def _nll_columns(nll: DocumentNLL, dense: DocumentNLL, control: DocumentNLL) -> 
         change = PairedDifference(np.nan, np.nan) if baseline is nll else paired_difference(nll, baseline)
         columns |= {f"{column}_percent": change.percent, f"{column}_standard_error": change.standard_error}
     return columns
-
-
-def _extended_columns(branches: list[Branch], baselines: list[Branch]) -> dict[str, float]:
-    """Return NLL in the longer blocks of ``branch.extend`` and its change from full attention; empty without them."""
-    longer = [branch.extended for branch in branches if branch.extended is not None]
-    if not longer:
-        return {}
-    nll = _mean(longer)
-    baseline = _mean([branch.extended for branch in baselines[: len(longer)] if branch.extended is not None])
-    change = paired_difference(nll, baseline)
-    values = (nll.mean, np.nan, np.nan) if branches is baselines else (nll.mean, change.percent, change.standard_error)
-    return dict(zip(comparison.EXTENDED, values, strict=True))
 
 
 def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str, float]:

@@ -69,8 +69,7 @@ def train_hybrids(
         ``rows``, a data frame of the model as it is, full attention retrained (the control), and each layout; their
         checkpoints in ``models``; and the held-out NLL by document in ``documents``.
 
-    Raises:
-        UserError: the model has gates or a layout, a layout does not fit it, or the blocks differ in length.
+    Raises ``UserError``: the model has gates or a layout, a layout does not fit it, or the blocks differ in length.
     """
     _check(model, blocks, heldout)
     # Write the dense model that all runs start from

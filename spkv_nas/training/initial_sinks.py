@@ -22,21 +22,15 @@ TOKENS = 8192  # training tokens to measure on
 def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenBlocks) -> list[Tensor]:
     """Measure the mean score of the first token that the layout hides from its local heads, for each query head.
 
-    Blocks of about ``TOKENS`` tokens, spread over the documents, are run with full attention, one at a time. A learned
-    sink of this score does in the denominator what the first token does there. If that is an attention sink, its value
-    is near zero, so that nothing is missing. The log-sum-exp of all hidden keys would also stand for tokens whose
-    values matter, and costs more on every model that was measured (``reports/LOG.md``).
-
-    Args:
-        model: dense model.
-        layout: layout of the hybrid.
-        blocks: training text.
+    Blocks of about ``TOKENS`` tokens of ``blocks``, the training text, are run with full attention, one at a time. A
+    learned sink of this score does in the denominator what the first token does there. The log-sum-exp of all hidden
+    keys would also stand for tokens whose values matter, and costs more on every model that was measured
+    (``reports/LOG.md``).
 
     Returns:
         float32 [Hq] on the CPU for each attention layer; 0 for layers whose heads get none (``takes_sinks``).
 
-    Raises:
-        UserError: blocks are so short that no key is hidden, or the model has learned sinks of its own.
+    Raises ``UserError``: blocks are so short that no key is hidden, or the model has learned sinks of its own.
     """
     # Check that keys are hidden
     if blocks.block_size <= layout.window + layout.sinks:

@@ -1,8 +1,4 @@
-"""LoRA adapters (peft) on a model with frozen weights, merged into the weights after training.
-
-The model keeps its class; peft's layers replace its linear layers in place, so gates, layouts, losses and the trainer
-work unchanged. After merging, the model has no adapters and can be used by every later stage.
-"""
+"""LoRA adapters (peft), put into a model with frozen weights in place, and merged into the weights after training."""
 
 from __future__ import annotations
 
@@ -21,8 +17,8 @@ from spkv_nas.training.recipe import LoraConfig
 def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None:
     """Freeze a model's weights and add float32 LoRA adapters to its linear layers, with no initial effect.
 
-    Raises ``UserError``: the model has none of the layers that ``options.targets`` names, or one shares its weight with
-    another module, which merging would change too.
+    Raises ``UserError`` if the model lacks layers that ``options.targets`` names, or one shares its weight with another
+    module, which merging would change too.
     """
     import peft
     from peft.tuners.tuners_utils import cast_adapter_dtype

@@ -1,9 +1,6 @@
 """Schedules of the gate mode and the learning rate, as pure functions of the step so that resumed runs agree.
 
-SP-KV paper, section "Training": gates are soft for the first 75 % of the cosine decay, then the predictor is frozen and
-gates are binary at tau, optionally with a linear ramp in between. Appendix "Hard Gated Training": sampled gates instead
-of soft ones. Appendix "Scaling analysis details": learning rates with warm-up, stable phase, and cosine decay to 1 % of
-the peak.
+SP-KV paper, section "Training" and appendices "Hard Gated Training" and "Scaling analysis details".
 """
 
 from __future__ import annotations

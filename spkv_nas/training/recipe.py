@@ -1,8 +1,4 @@
-"""Recipe schema: one YAML file that configures the model, the text, training and the gates.
-
-Parsing is strict: an unknown key, a wrong type or a value out of range is an error that names the file, the key, the
-expected value and the value found.
-"""
+"""Recipe schema: one YAML file that configures the model, the text, training and the gates, parsed strictly."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.gates_config import GatesConfig, gates_of_layout
 
 OFFLOAD = "fsdp-offload"
-_REMOVED = {"gates": {"layers": None}, "evaluation": {"every": None, "max_tokens": 65536}}
+_REMOVED = {"gates": {"layers": None, "p_min": 0.0}, "evaluation": {"every": None, "max_tokens": 65536}}
 _LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
 
 
@@ -228,17 +224,10 @@ class Recipe(Section):
 
     @classmethod
     def parse(cls, data: Any, base: Path, where: str) -> Recipe:
-        """Validate the data of a recipe.
+        """Validate the data of a recipe, whose relative paths start from ``base``; ``where`` begins its errors.
 
-        ``gates.layout``, a layout file, is converted to ``gates.heads`` (``gates_config.gates_of_layout``).
-
-        Args:
-            data: parsed YAML.
-            base: folder that relative paths start from.
-            where: name of the recipe in error messages.
-
-        Raises:
-            UserError: a key is unknown, a value is wrong, or the layout has sink tokens.
+        ``gates.layout``, a layout file, is converted to ``gates.heads`` (``gates_config.gates_of_layout``). Raises
+        ``UserError`` for an unknown key, a wrong value, or a layout with sink tokens.
         """
         gates = data.get("gates") if isinstance(data, dict) else None
         if isinstance(gates, dict) and isinstance(gates.get("layout"), str) and "heads" not in gates:

@@ -1,9 +1,7 @@
 """Evaluator of a layout search: score layouts on a recipe's dense checkpoint, and retrain them as its branches.
 
-Measurements are cached in files named by the layout's hash, so that an interrupted search resumes from them. Held-out
-text is split by document: scores and short retrainings use documents of the first half only, full retrainings the
-others. If the recipe mixes RULER samples into its training text, scores without training are measured on held-out
-samples too; retrainings are judged on text alone.
+Measurements are cached in files named by the layout's hash, so that an interrupted search resumes from them. Scores and
+short retrainings use held-out documents of the first half only, full retrainings the others.
 """
 
 from __future__ import annotations
@@ -38,12 +36,7 @@ from spkv_nas.training.variants import Variant
 
 
 class RecipeEvaluator:
-    """Evaluator that scores and retrains layouts with a recipe.
-
-    Args:
-        context: context of the recipe's branches.
-        max_tokens: maximum number of held-out tokens for selection, capped at half of the held-out text.
-    """
+    """Evaluator that scores and retrains layouts with a recipe; selection uses at most ``max_tokens`` tokens."""
 
     def __init__(self, context: BranchContext, *, max_tokens: int) -> None:
         """Keep one context per fidelity of retraining."""

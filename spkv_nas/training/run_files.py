@@ -70,27 +70,19 @@ def newest_step(folder: Path) -> int:
 
 def remove_newer(folder: Path, checkpoint: Path | None) -> None:
     """Remove the incomplete or damaged checkpoints that are newer than ``checkpoint``, or all if it is None."""
-    for other in _checkpoints(folder):
-        if checkpoint is None or _step(other) > _step(checkpoint):
-            _remove(other)
+    remove_checkpoints(folder, after=-1 if checkpoint is None else _step(checkpoint))
 
 
-def remove_older(folder: Path) -> None:
-    """Remove all checkpoints except the newest ``KEPT``."""
-    for checkpoint in sorted(_checkpoints(folder), key=_step)[:-KEPT]:
-        _remove(checkpoint)
+def remove_checkpoints(folder: Path, *, after: int = -1, keep: int = 0) -> None:
+    """Remove the checkpoints after a step except the newest ``keep``; safe if another process does the same.
 
-
-def remove_checkpoints(folder: Path) -> None:
-    """Remove all checkpoints of a finished run; safe if another process does the same."""
-    for checkpoint in _checkpoints(folder):
-        _remove(checkpoint)
-
-
-def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, manifest first, so that an interrupted removal leaves it incomplete and not damaged."""
-    (checkpoint / manifest.MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint, ignore_errors=True)
+    The manifest goes first, so that an interrupted removal leaves a checkpoint incomplete and not damaged.
+    """
+    newest_first = sorted(_checkpoints(folder), key=_step, reverse=True)
+    for checkpoint in newest_first[keep:]:
+        if _step(checkpoint) > after:
+            (checkpoint / manifest.MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -199,8 +191,7 @@ def load_learned(model: nn.Module, checkpoint: Path) -> bool:
     Returns:
         False if the checkpoint has none.
 
-    Raises:
-        UserError: they belong to another model.
+    Raises ``UserError``: they belong to another model.
     """
     file = checkpoint / _LEARNED
     if not file.is_file():
@@ -242,12 +233,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, pat
     """Load AdamW's moments from ``save_optimizer_state``; parameters that the file lacks get zero moments.
 
     Without a file, zero moments are created explicitly, because a sharded checkpoint is loaded into existing tensors.
+    Warns, and starts afresh, if the file is from another kind of AdamW.
 
-    Raises:
-        UserError: the file cannot be read, or belongs to another model.
-
-    Warns:
-        UserWarning: the file is from another kind of AdamW, so its state is not used.
+    Raises ``UserError`` if the file cannot be read, or belongs to another model.
     """
     # Read the file, and ignore it if it is from another optimizer
     saved: Mapping[str, Tensor] = {} if path is None else _read_tensors(path)

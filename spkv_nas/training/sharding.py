@@ -1,8 +1,7 @@
 """FSDP2 support: shard parameters, gradients and optimizer state across ranks.
 
-Decoder layers are FSDP units, as in transformers, and so are predictors and learned sinks, because all parameters of a
-unit share one dtype: these stay float32 while ``precision: bfloat16`` gathers everything else in bfloat16. Gradients
-are reduced in float32.
+Decoder layers are FSDP units, and so are predictors and learned sinks, because all parameters of a unit share one
+dtype: these stay float32 while ``precision: bfloat16`` gathers everything else in bfloat16.
 """
 
 from __future__ import annotations

@@ -21,17 +21,11 @@ _BATCH = 64  # documents per tokenizer call
 
 @dataclass(frozen=True)
 class TextSize:
-    """Number of documents and tokens of a text.
+    """Number of documents and tokens of a text."""
 
-    Attributes:
-        documents: number of documents.
-        tokens: number of tokens, including separators.
-        is_whole: False if only the first ``MAX_CHARACTERS`` characters were counted.
-    """
-
-    documents: int
-    tokens: int
-    is_whole: bool = True
+    documents: int  # number of documents
+    tokens: int  # number of tokens, including separators
+    is_whole: bool = True  # False if only the first MAX_CHARACTERS characters were counted
 
     def heldout(self, config: DataConfig) -> int:
         """Return the approximate number of held-out tokens; documents are held out by their hash."""

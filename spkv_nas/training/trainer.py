@@ -1,8 +1,6 @@
 """Subclass of ``transformers.Trainer`` with SP-KV's parameter groups, gate phases and verified checkpoints.
 
-Devices, gradient accumulation, mixed precision and torchrun are handled by transformers, which writes checkpoints file
-by file. A manifest of hashes completes each checkpoint here, and runs resume from the newest one that matches its
-manifest. Runs stop before an update or a checkpoint with numbers that are not finite.
+A manifest of hashes completes each checkpoint, and runs resume from the newest one that matches its manifest.
 """
 
 from __future__ import annotations
@@ -64,9 +62,6 @@ class SPKVTrainer(Trainer):
         recomputes: True to recompute layers' activations in the backward pass (activation checkpointing).
         compiles: True to compile decoder layers.
         distillation: loss with a teacher; None: the NLL.
-        title: title of the progress bar.
-        reporter: shows the progress bar.
-        callbacks: additional callbacks.
     """
 
     def __init__(
@@ -243,7 +238,7 @@ class SPKVTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         on_main(lambda: manifest.write_manifest(folder))
         # By step, after the new one is complete; transformers would go by file times
-        on_main(lambda: run_files.remove_older(self._folder))
+        on_main(lambda: run_files.remove_checkpoints(self._folder, keep=run_files.KEPT))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model, or only its trainable parameters if some are frozen: setup restores the others."""
@@ -299,25 +294,15 @@ class SPKVTrainer(Trainer):
 
 
 def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTrainer], least: int = 1) -> SPKVTrainer:
-    """Train or resume a run, halving the micro-batch size whenever memory runs out.
+    """Train or resume a run with the trainer of ``begin(recipe)``, halving the micro-batch whenever memory runs out.
 
     The option ``auto_find_batch_size`` of transformers would reduce the batch. Here the run restarts from its last
-    checkpoint, so that no state of the failed step remains: gradients, gate counts or prices.
-
-    Args:
-        recipe: the recipe.
-        begin: function that creates a new trainer for a recipe.
-        least: minimum number of blocks per micro-batch.
-
-    Returns:
-        The trainer that finished the run.
+    checkpoint, so that no state of the failed step remains: gradients, gate counts or prices. Warns of the smaller
+    size.
 
     Raises:
         UserError: memory runs out on one of several ranks, or as in ``SPKVTrainer.train_or_resume``.
         torch.OutOfMemoryError: memory is too small for ``least`` blocks.
-
-    Warns:
-        UserWarning: the micro-batch size was halved.
     """
     while True:
         trainer = begin(recipe)

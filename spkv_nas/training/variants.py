@@ -19,17 +19,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Variant:
-    """Attention of one branch of the dense checkpoint.
+    """Attention of one branch of the dense checkpoint."""
 
-    Attributes:
-        kind: kind of attention.
-        name: name in logs, records and folder names; the layout's strategy for a hybrid.
-        layout: the layout of a hybrid, otherwise None.
-    """
-
-    kind: Kind
-    name: str
-    layout: Layout | None = None
+    kind: Kind  # kind of attention
+    name: str  # name in logs, records and folder names; the layout's strategy for a hybrid
+    layout: Layout | None = None  # the layout of a hybrid, otherwise None
 
     @classmethod
     def full_attention(cls) -> Variant:

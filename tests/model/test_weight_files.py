@@ -22,7 +22,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import read_manifest
-from spkv_nas.model import weight_files
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import check_savable, load, load_tokenizer, save
 from spkv_nas.model.export import verify_export
@@ -64,7 +63,7 @@ class TestExport:
     @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["custom", "native"])
     def test_files_are_copied_unchanged(self, layout: Layout, dense: Path, tmp_path: Path) -> None:
         form = export(layout, dense, tmp_path / "out").form
-        assert re.search("its weights were (copied|cloned) as they are", form)
+        assert re.search("its weights were copied as they are", form)
         before, after = weights(dense), weights(tmp_path / "out")
         assert before.keys() == after.keys() > {INDEX}
         assert all(after[name].read_bytes() == before[name].read_bytes() for name in before)
@@ -91,19 +90,6 @@ class TestExport:
             export(MIXED, dense, tmp_path / "out", link=True)
         assert not (tmp_path / "out").exists()
 
-    @pytest.mark.parametrize("clones", [True, False])
-    def test_clones_where_supported(
-        self, clones: bool, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def clone(original: Path, new: Path) -> bool:
-            if clones:
-                new.write_bytes(original.read_bytes())
-            return clones
-
-        monkeypatch.setattr(weight_files, "_clone", clone)
-        assert f"its weights were {'cloned' if clones else 'copied'} as" in export(MIXED, dense, tmp_path / "out").form
-        load(tmp_path / "out")
-
     @pytest.mark.usefixtures("unchecked")
     def test_a_model_beyond_memory(self, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Weights stay in their files; a config larger than these files is refused."""
@@ -121,7 +107,6 @@ class TestExport:
         def fail(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(weight_files, "_clone", lambda *_: False)
         monkeypatch.setattr("shutil.copyfile", fail)
         with pytest.raises(UserError, match="No space left on device\nfree space"):
             export(MIXED, dense, tmp_path / "out")
@@ -142,13 +127,11 @@ class TestExport:
 
     @pytest.mark.usefixtures("unchecked")
     def test_a_file_with_another_name(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        """The config of the export names the file that exists."""
         source = write(tiny_model(vocab_size=300), tmp_path / "named", tiny_tokenizer, "1GB")
         (source / FILE).rename(source / "ours.safetensors")
         change_config(source, lambda config: config.update(transformers_weights="ours.safetensors"))
-        assert "its weights were written anew" in export(MIXED, source, tmp_path / "out").form
-        assert weights(tmp_path / "out").keys() == {FILE}
-        load(tmp_path / "out")
+        with pytest.raises(UserError, match=r"remove the key, and rename the file to model\.safetensors"):
+            load(source)
 
 
 def test_tied_tensors_that_are_stored_twice(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -265,17 +248,13 @@ def test_embeddings_that_differ_although_the_config_ties_them(
 
 FOLDERS: dict[str, tuple[tuple[str, ...], str]] = {
     "adapter": (("adapter_config.json", "adapter_model.safetensors"), "is an adapter of PEFT for org/base: merge it"),
-    "diffusers": (("model_index.json", "unet/config.json"), "it is a pipeline of diffusers"),
-    "sentence-transformers": (("modules.json", "0_Transformer/config.json"), "it is a sentence-transformers model"),
-    "gguf": (("model-q4.gguf",), "it is a model in GGUF"),
-    "onnx": (("onnx/model.onnx",), "it is a model in ONNX"),
-    "trainer": (("trainer_state.json", "model.safetensors"), "it is a trainer's checkpoint, into which the .*config"),
-    "sharded": (("trainer_state.json", "pytorch_model_fsdp_0/x"), "it is a sharded checkpoint of an unfinished run"),
-    "original": (("params.json", "consolidated.safetensors"), "it is a model in its authors' format"),
-    "weights": (("model.safetensors",), "it is weights alone"),
-    "tokenizer": (("tokenizer.json",), "it is a tokenizer"),
+    "diffusers": (("model_index.json", "unet/config.json"), "its format is that of a pipeline of diffusers"),
+    "gguf": (("model-q4.gguf",), "its format is GGUF"),
+    "onnx": (("onnx/model.onnx",), "its format is ONNX"),
+    "trainer": (("trainer_state.json", "model.safetensors"), "a trainer's checkpoint, into which the .*config"),
+    "weights": (("model.safetensors",), "has no config.json\ngive a folder as transformers saves models"),
     "parent": (("final/config.json", "final/model.safetensors"), "it is the parent folder of .*/final"),
-    "no-weights": (("config.json", "model-q4.gguf"), "has no weights .*: it is a model in GGUF"),
+    "no-weights": (("config.json", "model-q4.gguf"), "has no weights .*: its format is GGUF"),
     "mlx": (("config.json", "model.safetensors"), "quantized by mlx-lm"),
 }
 

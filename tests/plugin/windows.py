@@ -29,7 +29,7 @@ class WindowsTarget(ExportTarget):
             weights = hybrid.save(folder)
         windows = [[None if head == "G" else layout.window for head in row] for row in layout.heads]
         (folder / "windows.json").write_text(json.dumps(windows, indent=self.indent or None))
-        return Written("a dense checkpoint with windows.json", weights.done, weights.hashes)
+        return Written("a dense checkpoint with windows.json", weights)
 
     def verify(self, hybrid: Hybrid, folder: Path) -> str:
         windows = json.loads((folder / "windows.json").read_text())

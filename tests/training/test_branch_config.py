@@ -11,33 +11,30 @@ from pydantic import ValidationError
 from spkv_nas.base.schema import merged
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branch_setup import set_up
-from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
 
-def factors(recipe: Recipe, corpus: Corpus, dense: Path, **sections: dict[str, Any]) -> list[float]:
+def factors(recipe: Recipe, dense: Path, **sections: dict[str, Any]) -> list[float]:
     """Return the learning rate of every step of an SP-KV branch, as fractions of the peak."""
     recipe = Recipe.parse(merged(recipe.model_dump(mode="json"), sections), Path(), "recipe")
-    schedule = set_up(recipe, corpus, dense, Variant.sp_kv(), seed=0).schedule
+    schedule = set_up(recipe, dense, Variant.sp_kv(), seed=0).schedule
     return [schedule.factor(step) for step in range(schedule.steps)]
 
 
 class TestDecayFraction:
-    def test_the_rate_stays_at_its_peak_until_the_decay(self, recipe: Recipe, corpus: Corpus, dense: Path) -> None:
-        rates = factors(recipe, corpus, dense, branch={"steps": 8, "warmup_steps": 1, "decay_fraction": 0.25})
+    def test_the_rate_stays_at_its_peak_until_the_decay(self, recipe: Recipe, dense: Path) -> None:
+        rates = factors(recipe, dense, branch={"steps": 8, "warmup_steps": 1, "decay_fraction": 0.25})
         assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.505])
 
-    def test_by_default_the_rate_decays_from_the_end_of_the_warm_up(
-        self, recipe: Recipe, corpus: Corpus, dense: Path
-    ) -> None:
-        rates = factors(recipe, corpus, dense, branch={"steps": 8, "warmup_steps": 4})
+    def test_by_default_the_rate_decays_from_the_end_of_the_warm_up(self, recipe: Recipe, dense: Path) -> None:
+        rates = factors(recipe, dense, branch={"steps": 8, "warmup_steps": 4})
         assert rates[4] == 1.0
         assert rates[6] == pytest.approx(0.505)
 
-    def test_a_decay_waits_for_the_end_of_the_warm_up(self, recipe: Recipe, corpus: Corpus, dense: Path) -> None:
-        longer = factors(recipe, corpus, dense, branch={"steps": 8, "warmup_steps": 4, "decay_fraction": 0.9})
-        assert longer == factors(recipe, corpus, dense, branch={"steps": 8, "warmup_steps": 4})
+    def test_a_decay_waits_for_the_end_of_the_warm_up(self, recipe: Recipe, dense: Path) -> None:
+        longer = factors(recipe, dense, branch={"steps": 8, "warmup_steps": 4, "decay_fraction": 0.9})
+        assert longer == factors(recipe, dense, branch={"steps": 8, "warmup_steps": 4})
 
     def test_records_and_hashes_without_the_key_stay_as_they_were(self) -> None:
         assert "decay_fraction" not in BranchConfig().model_dump()

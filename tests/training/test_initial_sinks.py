@@ -116,7 +116,7 @@ def test_a_branch_trains_and_saves_them(
     assert HYBRID.layout is not None
     recipe = with_sinks(recipe, changes)
     first = measure_initial_sinks(load(dense)[0], HYBRID.layout, corpus.train)
-    begun = set_up(recipe, corpus, dense, HYBRID, 0, first).model
+    begun = set_up(recipe, dense, HYBRID, 0, first).model
     for layer, logits in zip(attention_layers(begun).values(), first, strict=True):
         learned = layer_learned_sinks(layer)
         assert learned is not None
@@ -133,7 +133,7 @@ def test_a_branch_trains_and_saves_them(
     num_trained = sum(p.numel() for p in begun.parameters() if p.requires_grad)
     assert record["trained_parameters"] == num_trained
     assert record["recipe"]["branch"]["sinks"] == "learned"
-    control = set_up(recipe, corpus, dense, Variant.full_attention(), 0).model
+    control = set_up(recipe, dense, Variant.full_attention(), 0).model
     assert learned_sinks(control) == []
     assert num_trained - sum(p.numel() for p in control.parameters() if p.requires_grad) == sum(
         module.logits.numel() for module in learned_sinks(begun)
@@ -166,7 +166,7 @@ def test_they_are_not_decayed(
     changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
 ) -> None:
     recipe = with_sinks(recipe, changes)
-    model = set_up(recipe, corpus, dense, HYBRID, 0).model
+    model = set_up(recipe, dense, HYBRID, 0).model
     args = TrainingArguments(output_dir=str(tmp_path), weight_decay=0.1, learning_rate=1e-3, use_cpu=True)
     groups = make_optimizer(model, args, recipe.gates).param_groups
     for module in learned_sinks(model):

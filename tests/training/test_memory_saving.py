@@ -287,7 +287,7 @@ class TestFrozenWeights:
         self, changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
         recipe = changed(recipe, {**changes, "precision": "bfloat16"})
-        model = set_up(recipe, corpus, dense, Variant.sp_kv(), seed=0).model
+        model = set_up(recipe, dense, Variant.sp_kv(), seed=0).model
         dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
         assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
         branch = train_branch(recipe, corpus, dense, tmp_path / "run", Variant.sp_kv(), device="cpu")
@@ -299,7 +299,7 @@ class TestFrozenWeights:
 
     def test_weights_that_learn_are_float32(self, recipe: Recipe, corpus: Corpus, dense: Path) -> None:
         for changes in ({"precision": "bfloat16"}, {"precision": "float32", **LORA}):
-            model = set_up(changed(recipe, changes), corpus, dense, Variant.sp_kv(), seed=0).model
+            model = set_up(changed(recipe, changes), dense, Variant.sp_kv(), seed=0).model
             assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
     def test_a_plan_counts_adapters(self, recipe: Recipe, dense: Path) -> None:

@@ -74,7 +74,6 @@ class TestRuns:
         variants: list[dict[str, Any]] = [
             {},
             {"mode": "sampled"},
-            {"mode": "sampled", "p_min": 0.2},
             {"predictor": "linear"},
             {"predictor": "bidirectional", "kernel_size": 5},
             {"sinks": 2},
@@ -158,7 +157,6 @@ class TestRecipe:
         ("gates", "message"),
         [
             ("{layers: [0]}", "unknown key 'gates.layers'"),
-            ("{p_min: 0.1}", "p_min requires mode: sampled"),
             ("{predictor: bidirectional, window: 8}", "looks 32 tokens ahead"),
             ("{target_density: 2}", "target_density"),
             ("{mode: hard}", "mode"),

@@ -1,8 +1,6 @@
 """Export a checkpoint with a layout applied, in the form of an export target.
 
-A layout changes the config but no weight, so most targets carry the weight files over unchanged (``weight_files.py``),
-with their shards and index. They are written anew only if they hold more tensors than the model, such as its gates, or
-under other names.
+A layout changes the config but no weight, so most targets carry the weight files over unchanged (``weight_files.py``).
 """
 
 from __future__ import annotations
@@ -28,21 +26,13 @@ _REMEDY = f"export to '{AUTO}', which takes a form that can express every layout
 
 @dataclass(frozen=True)
 class Exported:
-    """Outcome of an export; as a string, sentences for the user.
+    """Outcome of an export; as a string, sentences for the user."""
 
-    Attributes:
-        folder: the folder that was written.
-        target: name of the target.
-        form: what it is, what loads it, and how the weights were written.
-        rejected: why each target that comes before it was not taken, by name.
-        engines: what each engine does with it, such as "exact" or "refused", by name and version.
-    """
-
-    folder: Path
-    target: str
-    form: str
-    rejected: Mapping[str, str]
-    engines: Mapping[str, str]
+    folder: Path  # the folder that was written
+    target: str  # name of the target
+    form: str  # what it is, what loads it, and how the weights were written
+    rejected: Mapping[str, str]  # why each target that comes before it was not taken, by name
+    engines: Mapping[str, str]  # what each engine does with it, such as "exact" or "refused", by name and version
 
     def __str__(self) -> str:
         """Return a sentence on the folder, and lines on the targets that were not taken and on engines."""
@@ -79,7 +69,6 @@ def export(
         to: a target or its name; "auto" takes the first of the registry that can express the layout.
         engine: name of an engine that must compute the hybrid from what is written.
         link: make hard links to the checkpoint's files, which use no disk space; writing to either changes both.
-            Otherwise files are cloned if the file system supports it, or copied.
         options: options of the targets by name; those of packages may have some.
 
     Returns:
@@ -136,8 +125,8 @@ def _write(target: ExportTarget, hybrid: Hybrid, folder: Path) -> str:
     with replace.new_folder(folder) as unfinished:
         written = target.write(hybrid, unfinished)
         verified = target.verify(hybrid, unfinished)
-        manifest.write_manifest(unfinished, written.hashes)
-    return "; ".join(clause for clause in (written.form, verified, written.weights) if clause)
+        manifest.write_manifest(unfinished, written.weights.hashes)
+    return "; ".join(clause for clause in (written.form, verified, written.weights.done) if clause)
 
 
 def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: StrPath) -> Layout:

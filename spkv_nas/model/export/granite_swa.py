@@ -1,11 +1,8 @@
 """Export target ``granite_swa``: an architecture with ``layer_types`` and learned sinks, for Llama-shaped weights.
 
-GraniteSWA of transformers 5.23, which vLLM, SGLang and llama.cpp have as well, is a Llama with four multipliers, a
-window and a RoPE base per layer (``layer_rope_theta``; 0: no RoPE), and a learned sink per query head in every layer.
-Weights of Llama, Mistral, Ministral and SmolLM3 keep their names; those of Granite bring their multipliers, and those
-of Qwen2, which has biases of queries, keys and values alone, get a bias of 0 for the output.
-
-Heads without a learned sink get the logit ``NO_SINK``; transformers would make it 0, which changes the model.
+GraniteSWA of transformers 5.23 is a Llama with four multipliers, a window and a RoPE base per layer, and a learned sink
+per query head in every layer. Heads without one get the logit ``NO_SINK``; transformers would make it 0, which changes
+the model.
 """
 
 from __future__ import annotations
@@ -14,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from spkv_nas.model.export.native import NativeTarget, layer_kinds, layer_window, output_biases
+from spkv_nas.model.export.native import NativeTarget, layer_window, llama_shaped_config, output_biases
 from spkv_nas.model.export.target import Hybrid, TargetError
 
 if TYPE_CHECKING:
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 NO_SINK = -1e4  # its exponential is 0 next to any score, and bfloat16 and float16 hold it
 _TYPE = "granite_swa"
 _FAMILIES = ("llama", "mistral", "ministral", "smollm3", "granite", "qwen2")
-_MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
 
 
 @dataclass(frozen=True)
@@ -65,38 +61,30 @@ def granite_swa_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedCo
     Raises:
         TargetError: it cannot express the layout or the model, or transformers does not have it.
     """
-    from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     # Check that the layout and the weights fit
     kind = config.model_type
     if kind not in _FAMILIES:
         raise TargetError(f"weights of model type '{kind}' do not fit a granite_swa, which is shaped like a Llama")
-    window = layer_window(config, layout)
+    layer_window(config, layout)
     if _TYPE not in CONFIG_MAPPING:
         raise TargetError("the installed transformers has no granite_swa; version 5.23 has it")
-    # Build the config
-    values = config.to_dict()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    multipliers = {"attention_multiplier": head_dim**-0.5} | {
-        key: values[key] for key in _MULTIPLIERS if key in values and kind == "granite"
-    }
+    # Set what other families compute without keys: the scale of the scores, and a RoPE base per layer
     rotary = dict(config.rope_parameters)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    scale = {} if kind == "granite" else {"attention_multiplier": head_dim**-0.5}
     uses_rope = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers  # 1: the layer has RoPE
-    target_keys = AutoConfig.for_model(_TYPE).to_dict().keys() - {"model_type", *_MULTIPLIERS}
-    options: dict[str, Any] = {key: value for key, value in values.items() if key in target_keys}
-    options |= {
-        "layer_types": layer_kinds(config, layout),
-        "sliding_window": window,
-        "head_dim": head_dim,
-        "rope_parameters": rotary,
-        "layer_rope_theta": [rotary["rope_theta"] if has_rope else 0 for has_rope in uses_rope],
-        "attention_bias": kind == "qwen2" or bool(values.get("attention_bias", False)),
-        "use_cache": True,  # hooks switch it off
-        "architectures": ["GraniteSWAForCausalLM"],
-        **multipliers,
-    }
-    return AutoConfig.for_model(_TYPE, **options)
+    bases = [rotary["rope_theta"] if has_rope else 0 for has_rope in uses_rope]
+    return llama_shaped_config(
+        _TYPE,
+        config,
+        layout,
+        rope_parameters=rotary,
+        layer_rope_theta=bases,
+        architectures=["GraniteSWAForCausalLM"],
+        **scale,
+    )
 
 
 def _sinks(model: PreTrainedModel) -> dict[str, Tensor]:

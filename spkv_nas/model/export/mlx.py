@@ -1,24 +1,16 @@
-"""Export target ``mlx``: a form that mlx-lm runs with its windows.
+"""Export target ``mlx``: a form that mlx-lm runs with its windows, as it reads ``layer_types`` in few of its classes.
 
-mlx-lm reads ``layer_types`` in few of its classes; of those that this package writes, SmolLM3, OLMo 3 and gpt-oss. A
-SmolLM3 with RoPE in all of its layers is a Llama with ``layer_types``, to plain transformers as well, so Llama-shaped
-weights take this form. Those of Qwen2, which have biases of queries, keys and values alone, get a bias of 0 for the
-output. Other weights take their native architecture (``native.py``) if mlx-lm runs it.
+A SmolLM3 with RoPE in all of its layers is a Llama with ``layer_types``, so Llama-shaped weights take this form; others
+take their native architecture (``native.py``) if mlx-lm runs it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spkv_nas.engines.registry import objection
-from spkv_nas.model.export.native import (
-    NativeTarget,
-    layer_kinds,
-    layer_window,
-    native_config,
-    output_biases,
-)
+from spkv_nas.model.export import native
 from spkv_nas.model.export.target import TargetError
 
 if TYPE_CHECKING:
@@ -32,7 +24,7 @@ _FAMILIES = ("llama", "mistral", "ministral", "qwen2")
 
 
 @dataclass(frozen=True)
-class MlxTarget(NativeTarget):
+class MlxTarget(native.NativeTarget):
     """Write a layer-wise layout in an architecture whose windows both mlx-lm and plain ``transformers`` read."""
 
     name = _NAME
@@ -46,14 +38,14 @@ class MlxTarget(NativeTarget):
     def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         """Return the config. Raises ``TargetError`` if mlx-lm runs no architecture that can express the layout."""
         is_llama = config.model_type in _FAMILIES
-        architecture = _smollm3_config(config, layout) if is_llama else native_config(config, layout)
+        architecture = _smollm3_config(config, layout) if is_llama else native.native_config(config, layout)
         if (reason := objection(self.form(config, layout), architecture, _NAME)) is not None:
             raise TargetError(reason)
         return architecture
 
     def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """Return a bias of 0 for the output of every attention layer of a Qwen2."""
-        return output_biases(model)
+        return native.output_biases(model)
 
 
 MLX = MlxTarget()
@@ -65,29 +57,21 @@ def _smollm3_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfi
     Raises:
         TargetError: SmolLM3 cannot express the layout or the model.
     """
-    from transformers import AutoConfig
-
     from spkv_nas.model.config_section import has_learned_sinks
 
     # Check that the layout and the weights fit
-    window = layer_window(config, layout)
-    if "full_attention" not in layer_kinds(config, layout):
+    native.layer_window(config, layout)
+    if "full_attention" not in native.layer_kinds(config, layout):
         raise TargetError("mlx-lm needs a layer of global heads")
     if has_learned_sinks(config):
         raise TargetError("its local heads have learned sinks, for which it has no parameters")
     # Build the config
-    values = config.to_dict()
-    target_keys = AutoConfig.for_model(_TYPE).to_dict().keys() - {"model_type"}
-    options: dict[str, Any] = {key: value for key, value in values.items() if key in target_keys}
-    options |= {
-        "layer_types": layer_kinds(config, layout),
-        "sliding_window": window,
-        "use_sliding_window": True,
-        "no_rope_layers": [1] * config.num_hidden_layers,  # 1: the layer has RoPE
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "attention_bias": config.model_type == "qwen2" or bool(values.get("attention_bias", False)),
-        "mlp_bias": bool(values.get("mlp_bias", False)),
-        "use_cache": True,  # hooks switch it off
-        "architectures": ["SmolLM3ForCausalLM"],
-    }
-    return AutoConfig.for_model(_TYPE, **options)
+    return native.llama_shaped_config(
+        _TYPE,
+        config,
+        layout,
+        use_sliding_window=True,
+        no_rope_layers=[1] * config.num_hidden_layers,  # 1: the layer has RoPE
+        mlp_bias=bool(config.to_dict().get("mlp_bias", False)),
+        architectures=["SmolLM3ForCausalLM"],
+    )

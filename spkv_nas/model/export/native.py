@@ -1,12 +1,9 @@
 """Export target ``native``: architectures of transformers, which plain ``transformers`` and serving engines load.
 
-A layout whose layers are all-global or all-local can be expressed by ``layer_types`` and ``sliding_window`` (Hugging
-Face counts the query's own key in the window, as this package does). Classes that ignore ``layer_types`` have a
-successor that reads them and is the same model otherwise: Llama and Mistral weights load as Ministral, OLMo 2 as OLMo
-3. Only the config changes, never a tensor.
-
-In some families ``layer_types`` also selects the position encoding, so that changing it changes the model. Known cases
-are refused here; ``verify_export.py`` detects the others.
+A layout of all-global and all-local layers is expressed by ``layer_types`` and ``sliding_window``, which counts the
+query's own key, as here. Classes that ignore ``layer_types`` have a successor that is the same model otherwise: Llama
+and Mistral weights load as Ministral, OLMo 2 as OLMo 3. Families whose ``layer_types`` also select the position
+encoding are refused here if known; ``verify_export.py`` detects the others.
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ class NativeTarget(ExportTarget):
             weights = hybrid.save(folder, added, lambda to: write_native_config(config, to))
         kind = config.model_type if config.model_type == self.name else f"native {config.model_type}"
         form = f"a {kind} checkpoint, which plain transformers loads without this package"
-        return Written(form, weights.done, weights.hashes)
+        return Written(form, weights)
 
     def verify(self, hybrid: Hybrid, folder: Path) -> str:
         """Compare logits with those of plain ``transformers`` in a subprocess."""
@@ -134,6 +131,25 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
             f"{_numbers(changed)}"
         )
     return native
+
+
+def llama_shaped_config(model_type: str, config: PreTrainedConfig, layout: Layout, **keys: Any) -> PreTrainedConfig:
+    """Build the config of a Llama-shaped architecture with the layers of ``layout`` and further ``keys``.
+
+    Raises ``TargetError`` if ``layer_types`` cannot express the layout.
+    """
+    from transformers import AutoConfig
+
+    values, target = config.to_dict(), AutoConfig.for_model(model_type)
+    options: dict[str, Any] = {key: values[key] for key in target.to_dict().keys() & values.keys() - {"model_type"}}
+    options |= {
+        "layer_types": layer_kinds(config, layout),
+        "sliding_window": layer_window(config, layout),
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "attention_bias": config.model_type == "qwen2" or bool(values.get("attention_bias", False)),
+        "use_cache": True,  # hooks switch it off
+    }
+    return AutoConfig.for_model(model_type, **options | keys)
 
 
 def layer_kinds(config: PreTrainedConfig, layout: Layout) -> list[str]:

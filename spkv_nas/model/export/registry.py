@@ -1,8 +1,4 @@
-"""List the export targets: the built-in ones and those that installed packages add.
-
-The order counts: without a choice, ``export`` takes the first target that can express the layout, which the target
-``spkv`` always can. Targets for one engine are taken for that engine alone.
-"""
+"""List the export targets: the built-in ones, in the order in which ``export`` tries them, and those of packages."""
 
 from __future__ import annotations
 

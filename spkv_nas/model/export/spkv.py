@@ -40,8 +40,7 @@ class SpkvTarget(ExportTarget):
             "loads with spkv_nas.load, or with AutoModelForCausalLM after import spkv_nas; plain transformers "
             f"refuses its model type '{CUSTOM_MODEL_TYPE}'"
         )
-        weights = hybrid.save(folder)
-        return Written(form, weights.done, weights.hashes)
+        return Written(form, hybrid.save(folder))
 
 
 SPKV = SpkvTarget()

@@ -1,11 +1,7 @@
 """Base class of export targets: the forms in which a checkpoint with a layout can be written.
 
 A target is a frozen dataclass in one file, whose fields are its options (``base.entry``). Its module imports no torch,
-so that the command line can list targets; heavier imports belong into its methods. ``registry.py`` lists the built-in
-targets, and a package adds its own by an entry point::
-
-    [project.entry-points."spkv_nas.export_targets"]
-    windows = "my_package.export:WindowsTarget"
+so that the command line can list targets. A package adds its own by the entry point ``spkv_nas.export_targets``.
 """
 
 from __future__ import annotations
@@ -32,21 +28,13 @@ class TargetError(Exception):  # handled: the export takes the next target
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Checkpoint to export, loaded with the layout applied and without gates.
+    """Checkpoint to export, loaded with the layout applied and without gates."""
 
-    Attributes:
-        model: the model, whose weights are memory-mapped.
-        tokenizer: its tokenizer.
-        layout: the layout of its heads.
-        files: the checkpoint's weight files.
-        link: whether to make hard links to these files instead of copies.
-    """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    layout: Layout
-    files: list[Path]
-    link: bool = False
+    model: PreTrainedModel  # the model, whose weights are memory-mapped
+    tokenizer: PreTrainedTokenizerBase  # its tokenizer
+    layout: Layout  # the layout of its heads
+    files: list[Path]  # the checkpoint's weight files
+    link: bool = False  # whether to make hard links to these files instead of copies
 
     def save(
         self, folder: Path, added: Mapping[str, Tensor] | None = None, complete: Callable[[Path], None] = lambda _: None
@@ -71,17 +59,10 @@ class Hybrid:
 
 @dataclass(frozen=True)
 class Written:
-    """Description of a written export.
+    """Description of a written export."""
 
-    Attributes:
-        form: what it is and what loads it, as a clause of a message.
-        weights: how the weights were written, as a clause of a message.
-        hashes: SHA-256 by name of files that were carried over, so that they need not be read again.
-    """
-
-    form: str
-    weights: str
-    hashes: Mapping[str, str]
+    form: str  # what it is and what loads it, as a clause of a message
+    weights: WrittenWeights  # how the weights were written
 
 
 class ExportTarget(Entry, ABC):

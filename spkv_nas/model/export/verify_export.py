@@ -1,9 +1,7 @@
 """Check in a subprocess that plain transformers reproduces the hybrid's logits from an exported folder.
 
-The subprocess runs ``plain_logits.py``, which does not import this package. Random tokens pass through both models in
-float32, ``BEYOND`` more of them than the window has keys, and the last logits are compared: those of one pass, and
-those of some decoding steps with transformers' key-value cache. The cost is a few short passes, for which weights are
-read from their files, the largest layer of the model in float32, and the start of a process.
+Random tokens, ``BEYOND`` more than the window has keys, pass through both models in float32. The last logits are
+compared: those of one pass, and those of some decoding steps with transformers' key-value cache.
 """
 
 from __future__ import annotations
@@ -35,36 +33,13 @@ _MIN_SECONDS = 300.0
 _SLOWER = 20.0  # time limit, as a multiple of the time taken here
 
 
-class LogitMismatch(TargetError):  # noqa: N818
-    """Different result in plain transformers; the message is a clause that says which."""
-
-
 @dataclass(frozen=True)
 class ReferenceLogits:
-    """Result of the hybrid in this process.
+    """Result of the hybrid in this process."""
 
-    Attributes:
-        tokens: T input tokens.
-        logits: float32 [keep, V], of the last tokens.
-        seconds: duration of the run.
-    """
-
-    tokens: list[int]
-    logits: Tensor
-    seconds: float
-
-
-@dataclass(frozen=True)
-class SubprocessResult:
-    """Result of plain transformers for a folder: logits, or an error.
-
-    Attributes:
-        error: message if the folder could not be loaded or run, else None.
-        logits: float32 [keep, V], of the last tokens.
-    """
-
-    error: str | None
-    logits: Tensor | None = None
+    tokens: list[int]  # T input tokens
+    logits: Tensor  # float32 [keep, V], of the last tokens
+    seconds: float  # duration of the run
 
 
 @torch.no_grad()
@@ -91,32 +66,30 @@ def expected(model: PreTrainedModel, window: int) -> ReferenceLogits:
 
 
 def check(folder: Path, hybrid: ReferenceLogits) -> float:
-    """Compare a folder in a subprocess with the hybrid, and return the largest difference of logits.
-
-    The difference is relative to the largest logit.
+    """Compare a folder in a subprocess with the hybrid, and return the largest difference, relative to the logits.
 
     Raises:
-        LogitMismatch: plain transformers cannot load or run the folder, or computes something else.
+        TargetError: plain transformers cannot load or run the folder, or computes something else.
         UserError: the subprocess failed or took too long.
     """
     (answer,) = plain_answers({folder: hybrid})
     return compare(answer, hybrid)
 
 
-def compare(answer: SubprocessResult, hybrid: ReferenceLogits) -> float:
-    """Compare a result of ``plain_answers`` with the hybrid, as ``check``. Raises ``LogitMismatch``."""
-    if answer.error is not None or answer.logits is None:
-        raise LogitMismatch(f"plain transformers does not run it: {answer.error}")
-    difference = float((answer.logits - hybrid.logits).abs().max() / hybrid.logits.abs().max())
+def compare(answer: Tensor | str, hybrid: ReferenceLogits) -> float:
+    """Compare an answer of ``plain_answers`` with the hybrid, as ``check``. Raises ``TargetError``."""
+    if isinstance(answer, str):
+        raise TargetError(f"plain transformers does not run it: {answer}")
+    difference = float((answer - hybrid.logits).abs().max() / hybrid.logits.abs().max())
     if not difference <= TOLERANCE:
-        raise LogitMismatch(
+        raise TargetError(
             f"its logits in plain transformers differ by {difference:.2g} of the largest ({TOLERANCE:g} is allowed)"
         )
     return difference
 
 
-def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[SubprocessResult]:
-    """Run every folder over its hybrid's tokens in one subprocess. Raises ``UserError`` as ``check``."""
+def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[Tensor | str]:
+    """Run every folder over its hybrid's tokens in one subprocess; return logits [keep, V], or an error, of each."""
     seconds = max(_MIN_SECONDS, _SLOWER * sum(hybrid.seconds for hybrid in hybrids.values()))
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +101,7 @@ def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[SubprocessResult
         ) from error
 
 
-def _ask(hybrids: dict[Path, ReferenceLogits], folder: Path, seconds: float) -> list[SubprocessResult]:
+def _ask(hybrids: dict[Path, ReferenceLogits], folder: Path, seconds: float) -> list[Tensor | str]:
     """Write requests to ``folder``, run the program, and read its answers."""
     # Write the requests
     requests, answers = folder / "requests.json", folder / "answers.json"
@@ -147,9 +120,7 @@ def _ask(hybrids: dict[Path, ReferenceLogits], folder: Path, seconds: float) -> 
     # Run them and read the answers
     _run_program([str(requests), str(answers)], folder, seconds)
     return [
-        SubprocessResult(answer["error"], load_file(output)["logits"])
-        if answer["error"] is None
-        else SubprocessResult(answer["error"])
+        load_file(output)["logits"] if answer["error"] is None else answer["error"]
         for answer, output in zip(json.loads(answers.read_text()), outputs, strict=True)
     ]
 

@@ -45,8 +45,7 @@ class Grid(ExportTarget):
 
     def write(self, hybrid, folder):
         (folder / "grid.json").write_text(json.dumps(list(hybrid.layout.heads), indent=self.indent))
-        weights = hybrid.save(folder)
-        return Written("a grid", weights.done, weights.hashes)
+        return Written("a grid", hybrid.save(folder))
 
     def verify(self, hybrid, folder):
         if self.is_wrong:
