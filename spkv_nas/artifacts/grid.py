@@ -56,10 +56,7 @@ def check_grid(what: str, grid: Grid, other: str, expected: Grid, remedy: str = 
 def grid_html(caption: str, values: NDArray[Any], texts: Sequence[Sequence[str]]) -> str:
     """Return an HTML table, for notebooks, with one column per layer and one row per KV head.
 
-    Args:
-        caption: title of the table.
-        values: [L, Hkv] in [0, 1], darkness of the cells.
-        texts: text of the cells, by layer and KV head.
+    ``values`` [L, Hkv] in [0, 1] darken the cells, which hold ``texts`` by layer and KV head.
     """
 
     def cell(value: float, text: str) -> str:

@@ -19,10 +19,9 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from spkv_nas.artifacts.diagnosis import FROZEN, missed_price, undifferentiated
-from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.grid import Grid, OnGrid, grid_html, grid_words
 from spkv_nas.artifacts.head_tables import Gains, array_rows, file_rows, read_positions, read_rows
-from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.kinds import DENSITY, SCORE
 from spkv_nas.artifacts.local_layers import ConfigLayer, candidate_layers, config_layers
 from spkv_nas.artifacts.probe_file import ProbeFile

@@ -116,21 +116,17 @@ class Measure:
         return self.noun[0].upper() + self.noun[1:]
 
     def exact(self, value: SupportsFloat) -> str:
-        """Format a value to about a thousandth of the largest."""
-        return self._written(value, self.decimals)
+        """Format a value to about a thousandth of the largest, with a typographic minus sign."""
+        return f"{float(value):.{self.decimals}f}".replace("-", "\N{MINUS SIGN}")
 
     def rough(self, value: SupportsFloat) -> str:
-        """Format a value to about a hundredth of the largest."""
-        return self._written(value, self.decimals - 1)
+        """Format a value to about a hundredth of the largest, with a typographic minus sign."""
+        return f"{float(value):.{self.decimals - 1}f}".replace("-", "\N{MINUS SIGN}")
 
     @property
     def decimals(self) -> int:
         """Return the number of decimals in ``exact``."""
         return 3 + max(0, -math.floor(math.log10(self.scale.largest)))
-
-    def _written(self, value: SupportsFloat, digits: int) -> str:
-        """Format a number with a typographic minus sign."""
-        return f"{float(value):.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 DENSITY = Measure(

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,29 +36,37 @@ BYTE_ORDER_MARK = "\ufeff"  # which Windows programs write before a text
 StrPath = str | os.PathLike[str]  # type of file and folder arguments of public functions
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write ``content`` so that a reader sees either the old file or the new one; create the parent folder."""
-    data = content.encode() if isinstance(content, str) else content
-    temporary = None
+@contextlib.contextmanager
+def as_user_error(path: Path) -> Iterator[None]:
+    """Convert errors of the operating system while ``path`` is written to ``UserError``."""
     try:
-        # Write a temporary file through to disk before it replaces the old one
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        temporary = None
+        yield
     except OSError as error:
         raise UserError(
             f"cannot write {path}: {error.strerror or error}\nfree disk space, or choose a writable folder"
         ) from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write ``content`` so that a reader sees either the old file or the new one; create the parent folder."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = None
+    with as_user_error(path):
+        try:
+            # Write a temporary file through to disk before it replaces the old one
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+            temporary = None
+        finally:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
 
 
 def read_text(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> str:

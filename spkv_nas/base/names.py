@@ -17,19 +17,16 @@ def check_name(name: str, what: str) -> str:
         UserError: the name is empty or too long, contains a separator or a control character, starts or ends with a
             blank, or starts with a dot, like ``..`` and hidden files.
     """
-    reason = _invalid_reason(name)
+    invalid = [character for character in name if character in "/\\" or not character.isprintable()]
+    reason = None
+    if not name or name != name.strip():
+        reason = "it is empty, or begins or ends with a blank"
+    elif len(name) > MAX_CHARACTERS or len(name.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+        reason = f"it has {len(name)} characters; at most {MAX_CHARACTERS} ({MAX_BYTES} bytes)"
+    elif name.startswith("."):
+        reason = "it begins with a dot"
+    elif invalid:
+        reason = f"it holds {invalid[0]!r}"
     if reason is not None:
         raise UserError(f"{what} {name[:60]!r} cannot name a file: {reason}")
     return name
-
-
-def _invalid_reason(name: str) -> str | None:
-    """Return why a name is invalid; None if it is valid."""
-    if not name or name != name.strip():
-        return "it is empty, or begins or ends with a blank"
-    if len(name) > MAX_CHARACTERS or len(name.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-        return f"it has {len(name)} characters; at most {MAX_CHARACTERS} ({MAX_BYTES} bytes)"
-    if name.startswith("."):
-        return "it begins with a dot"
-    invalid = next((character for character in name if character in "/\\" or not character.isprintable()), None)
-    return None if invalid is None else f"it holds {invalid!r}"

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import as_user_error
 from spkv_nas.base.locks import shared_lock
 
 _NEW, _COMMIT, _STALE, _LOCK = ".new-", ".commit", ".stale.json", ".commit-lock"
@@ -134,14 +135,3 @@ def flush(folder: Path, *, files: bool = True) -> None:
                 raise
         finally:
             os.close(descriptor)
-
-
-@contextmanager
-def as_user_error(folder: Path) -> Iterator[None]:
-    """Convert errors of the operating system while ``folder`` is written to ``UserError``."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write {folder}: {first_line(error)}\nfree disk space, or choose a writable folder"
-        ) from error

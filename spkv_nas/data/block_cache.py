@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json, write_json
@@ -20,10 +19,7 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.data.config import Bos, SourceConfig
 from spkv_nas.data.readers import open_source
 from spkv_nas.data.sources import Document
-from spkv_nas.data.tokenizer import boundaries
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from spkv_nas.data.tokenizer import Tokenizer, boundaries
 
 _STATES = "sources.json"  # per folder: hashes of source states, newest first
 _MAX_STATES = 16
@@ -42,7 +38,7 @@ class BlockCache:
         root: Path,
         sources: Iterable[str | SourceConfig],
         base: Path,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         settings: str,
         block_size: int,
         separator: str,
@@ -127,7 +123,7 @@ def _read_states(file: Path) -> list[str]:
     return [str(state) for state in states] if isinstance(states, list) else []
 
 
-def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def fingerprint(tokenizer: Tokenizer) -> str:
     """Return a string that identifies how a tokenizer encodes text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)

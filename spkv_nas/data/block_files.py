@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.files import read_json, write_json
+from spkv_nas.base.files import as_user_error, read_json, write_json
 from spkv_nas.base.manifest import is_complete, write_manifest
-from spkv_nas.base.replace import as_user_error, flush
+from spkv_nas.base.replace import flush
 from spkv_nas.base.schema import Recorded, validate
 from spkv_nas.data.blocks import REMEDY, DocumentInfo, TokenBlocks, aligned, check_enough
 from spkv_nas.data.sources import Document

@@ -280,15 +280,10 @@ def packed(
     boundaries: Boundaries = PLAIN,
     stretch: int | None = None,
 ) -> TokenBlocks:
-    """Pack tokens into blocks, leaving out an incomplete last block.
+    """Pack ``pieces``, tokens int32 [tokens] with the index in ``infos`` of their document, into blocks.
 
-    Args:
-        pieces: tokens int32 [tokens], with the index in ``infos`` of their document.
-        infos: the documents.
-        block_size: tokens per block.
-        what: name of the text, for the ``UserError`` if it does not fill a block.
-        boundaries: tokens that every block begins with, and those after each document.
-        stretch: tokens of text of one piece that stay together, a multiple of a block's; default: a block's.
+    An incomplete last block is left out; ``what`` names the text in the ``UserError`` if it does not fill a block.
+    ``stretch`` tokens of text of one piece stay together, a multiple of a block's; by default, as many as a block has.
     """
     opening = boundaries.opening
     parts = list(aligned(pieces, stretch or block_size - len(opening), boundaries.separator))

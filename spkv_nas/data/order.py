@@ -44,10 +44,7 @@ class BlockOrder:
         return int(_epoch(self, epoch + 1 + later, 0)[position])
 
     def longer(self, ratio: int, start: int) -> BlockOrder:
-        """Return the order of blocks of ``ratio`` parts after ``start`` parts have been read.
-
-        Its ``at`` counts from there.
-        """
+        """Return the order of blocks of ``ratio`` parts after ``start`` parts; its ``at`` counts from there."""
         return replace(self, ratio=ratio, start=start)
 
 

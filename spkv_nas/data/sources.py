@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,7 @@ from spkv_nas.base.files import BYTE_ORDER_MARK
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.readers import Read, Source, Text, open_source
-from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PIECE, cut, encode, piece_size
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PIECE, Tokenizer, cut, encode, piece_size
 
 MAX_DOMAIN = 100  # maximum characters of a domain
 TOKENIZE_BATCH = 64  # documents per batch
@@ -98,15 +95,10 @@ def documents(
 ) -> Iterator[Document]:
     """Yield the documents of all sources in order, leaving out empty ones and exact duplicates.
 
-    Args:
-        sources: ``"stdlib"``, ``"installed"``, paths (relative to ``base``), or sources with options.
-        base: folder that relative paths start from.
-        piece: characters per piece of long texts (``in_pieces``).
-        progress: called with (kilobytes read, in all), if they are known.
-        left_out: counts what is left out.
-
-    Raises:
-        UserError: if a source is missing, has no readable file, or lacks its text field.
+    Sources are ``"stdlib"``, ``"installed"``, paths (relative to ``base``), or sources with options. Long texts are cut
+    into pieces of ``piece`` characters (``in_pieces``). ``progress`` is called with (kilobytes read, in all), if they
+    are known, and ``left_out`` counts what is left out. Raises ``UserError`` if a source is missing, has no readable
+    file, or lacks its text field.
     """
     opened = [(source, open_source(source, base)) for source in sources]
     return in_pieces(_distinct(_read(opened, piece, _meter(opened, progress)), left_out or LeftOut()), piece)
@@ -210,7 +202,7 @@ def encodable(text: str) -> str:
 
 
 def tokenised(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, separator: tuple[int, ...]
+    documents: Iterable[Document], tokenizer: Tokenizer, separator: tuple[int, ...]
 ) -> Iterator[tuple[Document, NDArray[np.int32]]]:
     """Yield each document with its tokens, followed by the separator."""
     end = np.array(separator, dtype=np.int32)

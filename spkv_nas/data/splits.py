@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.config import AUTO, Bos, DataConfig, SourceConfig
 from spkv_nas.data.sources import Document, LeftOut, documents, heldout, tokenised
 from spkv_nas.data.spread import SpreadSample
-from spkv_nas.data.tokenizer import TRAINING_PIECE, piece_size, pieces, train_bpe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from spkv_nas.data.tokenizer import TRAINING_PIECE, Tokenizer, piece_size, pieces, train_bpe
 
 BPE_SAMPLE_CHARACTERS = 20_000_000
 _TRAIN, _TEXT = "train", "text"  # subfolders of a cache folder
@@ -87,7 +84,7 @@ def _parted(hashed: list[tuple[int, int]], number: int, least: int) -> int:
     return min(max(number, lowest), max(highest, 1))
 
 
-def train_tokenizer(config: DataConfig, vocab_size: int, base: Path, bos: bool = False) -> PreTrainedTokenizerBase:
+def train_tokenizer(config: DataConfig, vocab_size: int, base: Path, bos: bool = False) -> Tokenizer:
     """Train a BPE on the first 20 million characters of the training documents alone (see ``train_bpe``)."""
     share = heldout_share(config, base)
 
@@ -105,7 +102,7 @@ def train_tokenizer(config: DataConfig, vocab_size: int, base: Path, bos: bool =
 
 def cache_split(
     config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     cache: Path,
     base: Path,
     reporter: Reporter = SILENT,
@@ -131,7 +128,7 @@ def read_split(folder: Path, config: DataConfig, *, stretch: int | None = None) 
 
 def load_heldout(
     config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     cache: Path,
     base: Path,
     reporter: Reporter = SILENT,
@@ -146,7 +143,7 @@ def load_heldout(
 
 def load_text(
     sources: Sequence[str | SourceConfig],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     cache: Path,
     base: Path,
     *,
@@ -220,7 +217,7 @@ class _Split:
     def __init__(
         self,
         config: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         cache: Path,
         base: Path,
         reporter: Reporter,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,10 @@ from spkv_nas.data.config import AUTO, BOS, EOS, EOS_BOS, NO_SEPARATOR, Bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    Tokenizer: TypeAlias = PreTrainedTokenizerBase
+else:
+    Tokenizer = Any  # of annotations, which need not import transformers
 
 END_OF_TEXT, BEGIN_OF_TEXT = "<|endoftext|>", "<|beginoftext|>"
 MAX_ENCODED_CHARACTERS = 1_000_000  # maximum length of a text encoded at once
@@ -72,7 +76,7 @@ def pieces(text: str, most: int = MAX_ENCODED_CHARACTERS) -> Iterator[str]:
     yield text[start:]
 
 
-def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
+def encode(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
     """Return the tokens, int32 [tokens], of each text, without special tokens.
 
     Texts of more than ``MAX_ENCODED_CHARACTERS`` are encoded piece by piece, which may lose one merge at every cut.
@@ -82,7 +86,7 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray
     return [np.concatenate([_ids([piece], tokenizer)[0] for piece in pieces(text)]) for text in texts]
 
 
-def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
+def _ids(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
     """Encode texts that are short enough."""
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [np.array(ids, dtype=np.int32) for ids in encoded]
@@ -105,14 +109,14 @@ class Boundaries:
 PLAIN = Boundaries()  # text without special tokens
 
 
-def default_separator(tokenizer: PreTrainedTokenizerBase, bos: Bos = AUTO) -> str:
+def default_separator(tokenizer: Tokenizer, bos: Bos = AUTO) -> str:
     """Return the separator to assume where no model measures it: what begins a text, else EOS, else none."""
     if bos is not False and tokens_before(tokenizer):
         return BOS
     return NO_SEPARATOR if tokenizer.eos_token_id is None else EOS
 
 
-def boundaries(tokenizer: PreTrainedTokenizerBase, separator: str, bos: Bos, block_size: int) -> Boundaries:
+def boundaries(tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int) -> Boundaries:
     """Return the tokens that every block of text begins with, and those after every document.
 
     Models that were trained with a BOS token put much of their attention on it, so that blocks without one show
@@ -159,7 +163,7 @@ def _special(token: int | None, name: str, asked_for: str) -> int:
     return int(token)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, bos: bool = False) -> PreTrainedTokenizerBase:
+def train_bpe(texts: Iterable[str], vocab_size: int, bos: bool = False) -> Tokenizer:
     """Train a fast tokenizer; deterministic in the texts.
 
     Args:
@@ -167,11 +171,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, bos: bool = False) -> PreTr
         vocab_size: number of entries, including ``<|endoftext|>`` and the BOS token.
         bos: begin every text with a BOS token, ``<|beginoftext|>``, as the tokenizers of most pretrained models do.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     # Configure byte-level BPE
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

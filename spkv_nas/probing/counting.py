@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spkv_nas.artifacts.document_counts import group_documents
 from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.histogram import group_documents
 from spkv_nas.base.distributed import gathered, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import clustered_error

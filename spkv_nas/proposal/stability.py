@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.histogram import DocumentCounts
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import FEW_DOCUMENTS

@@ -14,10 +14,9 @@ from helpers import RECIPE, make_comparison, make_domain_table, make_layouts, ma
 from attack.mutants import Reader
 from spkv_nas.artifacts.checkpoints import TrainedModel, read_checkpoints, write_checkpoints
 from spkv_nas.artifacts.comparison import write_comparison
-from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import Gains, read_density_log
-from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.result_tables import VERDICT

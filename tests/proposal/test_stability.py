@@ -11,10 +11,9 @@ import pandas as pd
 import pytest
 from helpers import Page, all_logits, fails, make_layouts, scatter_gates, tiny_model
 
-from spkv_nas.artifacts.document_counts import MAX_DOCUMENTS, DocumentCounts, group_documents
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.artifacts.histogram import MAX_DOCUMENTS, DocumentCounts, LogitHistogram, group_documents
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks

@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
-from typing import TYPE_CHECKING
 
 from spkv_nas.base.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from spkv_nas.data.tokenizer import Tokenizer
 
 VERSION = 2  # version of the text of samples; 1 had spaces instead of line breaks in noise
 _ENOUGH, _AIM = 0.02, 0.01  # share of the length that may stay empty; share that a guess aims for
@@ -65,7 +62,7 @@ class Request:
     seed: int
     index: int
     length: int
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     is_answered: bool = False
 
     @cached_property

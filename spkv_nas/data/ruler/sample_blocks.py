@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +14,7 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import Sample, first_fitting
 from spkv_nas.data.ruler.tasks import generate
-from spkv_nas.data.tokenizer import PLAIN, Boundaries, encode
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from spkv_nas.data.tokenizer import PLAIN, Boundaries, Tokenizer, encode
 
 DOMAIN = "ruler"
 _FIRST_SEED = MAX_SEED + 1  # disjoint from the seeds of evaluations
@@ -29,7 +25,7 @@ _HELD_OUT_SEED = 2 * _FIRST_SEED  # disjoint from the seeds of training runs
 class RulerBlocks:
     """Generated blocks of ``block_size`` tokens, addressed by index, the same in every process."""
 
-    tokenizer: PreTrainedTokenizerBase  # tokenizer of the model
+    tokenizer: Tokenizer  # tokenizer of the model
     block_size: int  # tokens per block
     tasks: tuple[str, ...]  # tasks that each sample is drawn from; a task that does not fit is replaced by another
     lengths: tuple[int, ...]  # token lengths; each block draws one for its samples, and holds as many as fit

@@ -7,7 +7,7 @@ The same arguments give the same bytes in every process. ``index`` counts sample
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.ruler.answering import DocumentQuestions
@@ -16,9 +16,7 @@ from spkv_nas.data.ruler.material import HOTPOT, SQUAD, Material
 from spkv_nas.data.ruler.needles import Needles
 from spkv_nas.data.ruler.sample import Request, Sample
 from spkv_nas.data.ruler.tracking import VariableTracking
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from spkv_nas.data.tokenizer import Tokenizer
 
 
 class Task(Protocol):
@@ -67,7 +65,7 @@ def generate(
     seed: int,
     index: int,
     length: int,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     material: Material = NO_MATERIAL,
     *,
     is_answered: bool = False,
