@@ -17,13 +17,9 @@ _UNDIFFERENTIATED = 0.5  # share of heads on one side above which gates have not
 def missed_price(target: float | None, reached: float | None, *, weights_learned: bool = True) -> str | None:
     """Describe how far gates missed their target density, and the remedy; None if they reached it or have none.
 
-    If the weights are trained with the gates, they adapt to closed gates, and density keeps falling below the target.
-    On frozen weights the price always settles, except with very few steps (``reports/LOG.md``).
-
-    Args:
-        target: target density of the price, in (0, 1).
-        reached: share of keys that the gates keep at their own threshold, in [0, 1]: the mean over gated heads.
-        weights_learned: whether the model's weights were trained with its gates.
+    ``reached`` is the share of keys that the gates keep at their own threshold: the mean over gated heads. If the
+    model's weights learned with the gates, they adapt to closed gates, and density keeps falling below the target. On
+    frozen weights the price always settles, except with very few steps (``reports/LOG.md``).
     """
     if target is None or reached is None or MIN_RATIO <= reached / target <= MAX_RATIO:
         return None

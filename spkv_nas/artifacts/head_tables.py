@@ -1,15 +1,14 @@
 """Tables of numbers per KV head: scores (``density.csv``), and what lies beside them.
 
 The column of the scores is called ``density`` in a table of densities and ``score`` in one of another kind; in memory,
-and in the code, it is ``score`` in both. Densities and scores such as DuoAttention's are in [0, 1]. Gains in nats are
-signed, because a head may do harm, or appear to by chance. ``HeadScores.values`` keeps the sign and ranks heads;
-``HeadScores.density``, whose shares add up to coverage, clips negative scores to 0. Clipping happens after the mean
-over domains: before it, the noise of useless heads would add up to a gain.
+it is ``score`` in both. Gains in nats are signed, because a head may do harm, or appear to by chance; other scores are
+in [0, 1]. ``HeadScores.values`` keeps the sign and ranks heads; ``HeadScores.density``, whose shares add up to
+coverage, clips negative scores to 0, after the mean over domains: before it, the noise of useless heads would add up to
+a gain.
 
 ``gains.csv`` validates the ranking: the gain of a head is the NLL, in nats per token, that its global attention saves
-in a model whose other heads are all local (signal ``add-one-head`` of ``probing.gains``), measured on a few thousand
-tokens. Such gains are noisy and ignore interactions between heads, so they only validate a table as a whole and name
-the heads that it clearly misses.
+in a model whose other heads are all local (signal ``add-one-head`` of ``probing.gains``). Such gains, of a few thousand
+tokens, are noisy and ignore interactions, so they only validate a table as a whole and name what it clearly misses.
 """
 
 from __future__ import annotations

@@ -162,16 +162,12 @@ class DocumentCounts:
             return np.asarray(np.tensordot(member, self.kept, 1) / (member @ self.tokens)[:, None, None])
 
     def at_tau(self, tau: float, density: Callable[[float], NDArray[np.float64]]) -> DocumentCounts:
-        """Return the counts at another threshold, interpolated within a bin.
+        """Return the counts at another threshold in (0, 1), interpolated within a bin.
 
-        Within the bin that contains the threshold, each document is assumed to keep the same share of tokens as its
-        domain. This underestimates the spread between documents: by up to 1 % with bins of 0.1, by 11 to 33 % with bins
-        of 1.0 (embedded reference, mean over heads, four thresholds).
-
-        Args:
-            tau: threshold in (0, 1).
-            density: function of a threshold that returns the density per domain [P, L, Hkv]
-                (``LogitHistogram.density``); the returned counts add up to it.
+        ``density`` returns the density per domain [P, L, Hkv] at a threshold (``LogitHistogram.density``); the returned
+        counts add up to it. Within the bin that contains the threshold, each document is assumed to keep the same share
+        of tokens as its domain. This underestimates the spread between documents: by up to 1 % with bins of 0.1, by 11
+        to 33 % with bins of 1.0 (embedded reference, mean over heads, four thresholds).
         """
         logit = math.log(tau / (1.0 - tau)) if 0.0 < tau < 1.0 else math.copysign(math.inf, tau - 0.5)
         index = int(np.searchsorted(self.edges, logit, side="right"))

@@ -16,15 +16,10 @@ from spkv_nas.base.limits import MAX_WINDOW
 
 
 class WindowedLayer(Protocol):
-    """Windows of an attention layer: a ``LayerState``, or what an engine reads from a config.
+    """Windows of an attention layer: a ``LayerState``, or what an engine reads from a config."""
 
-    Attributes:
-        native_window: sliding window of the layer in the checkpoint; None: full attention.
-        is_always_local: whether all heads keep it in every layout.
-    """
-
-    native_window: int | None
-    is_always_local: bool
+    native_window: int | None  # sliding window of the layer in the checkpoint; None: full attention
+    is_always_local: bool  # whether all heads keep it in every layout
 
     @property
     def checkpoint_window(self) -> int:

@@ -154,10 +154,8 @@ def distinct(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:
 def warn_of_windows(windows: Mapping[str, int | None], sinks: Mapping[str, int | None], *, remedy: str) -> None:
     """Warn if the members of a comparison have different local windows or different numbers of sink tokens.
 
-    Args:
-        windows: by name of each member, with its file if it has one; None if the window is unknown.
-        sinks: sink tokens of local heads, by the same names; None, or no entry, where gates decide about them.
-        remedy: what to do about it, as a clause; ``{}`` stands for the option that sets them.
+    Both are by name of the member, with its file if it has one; None if unknown, or where gates decide about the first
+    tokens. The ``remedy`` is a clause in which ``{}`` stands for the option that sets them.
     """
     _warn_if_different("local windows", "{} keys", windows, "a longer window lowers", remedy.format("--window"))
     _warn_if_different("numbers of sink tokens", "sinks {}", sinks, "sink tokens lower", remedy.format("--sinks"))

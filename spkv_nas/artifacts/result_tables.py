@@ -89,16 +89,9 @@ def keep_earlier(
 ) -> str | None:
     """Copy an earlier result that was made from other inputs to files beside it, such as ``verdict-1a2b3c4d.csv``.
 
-    Args:
-        folder: folder of the result, with its ``record``, which names its inputs, and its other files, ``tables``.
-        new: folder of the files that replace it (``replacing``), which already has them.
-        record: such as ``verdict.yaml``.
-        tables: such as ``["verdict.csv"]``.
-        inputs: inputs of the result that will replace it (``inputs_of``).
-        reporter: receives the name of the copy.
-
-    Returns:
-        The inputs of the earlier result; None if there is nothing to keep.
+    The result in ``folder`` has a record, such as ``verdict.yaml``, and other files, ``tables``. ``new`` is the folder
+    of the files that replace them (``replacing``), made from ``inputs`` (``inputs_of``). Returns the inputs of the
+    earlier result, or None if there is nothing to keep.
     """
     if not is_file(folder / record):
         return None

@@ -1,12 +1,10 @@
 """Look up the entries of an extension point by name: the built-in ones and those that installed packages add.
 
-This project's own less used entries (``spkv_nas/contrib``) are added like those of any other package: by an entry point
-of the registry's group, such as::
+Packages, and this project's own ``spkv_nas/contrib``, add a class of an entry, or an instance, by an entry point of the
+registry's group, such as::
 
     [project.entry-points."spkv_nas.signals"]
     value-norm = "my_package.signals:ValueNorm"
-
-The entry point names the class of the entry, or an instance of it.
 """
 
 from __future__ import annotations

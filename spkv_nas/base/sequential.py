@@ -29,15 +29,11 @@ _REACH = 2.0  # assumed bound of the next sample, in multiples of the largest on
 
 
 def betting_log_e(samples: Float, bounds: ArrayLike) -> Float:
-    """Return the evidence against "the mean is at most 0" after each sample, by betting.
+    """Return the evidence against "the mean is at most 0" after each sample, by betting: its logarithm, [..., n].
 
     log sum_k w_k prod_i max(0, 1 + b_k x_i / B_i): a mixture of bets b_k that are constant shares of the largest
-    one (grid Kelly, section B of the paper). Natural logarithm, [..., n].
-
-    Args:
-        samples: [..., n]; given the earlier ones, each has the mean of the hypothesis.
-        bounds: B, broadcast with the samples and above 0: no sample is below -B. A bound may depend on earlier samples,
-            not on later ones; infinity places no bet.
+    one (grid Kelly, section B of the paper). Given the earlier ones, each of the samples x [..., n] has the mean of the
+    hypothesis. No sample is below -B; the bounds B, above 0, may depend on earlier samples, and infinity places no bet.
     """
     share = samples / np.asarray(bounds, dtype=np.float64)
     with np.errstate(divide="ignore"):  # the largest bet loses everything at its bound

@@ -17,12 +17,9 @@ _TWO_SIDED = 0.975
 def clustered_error(squares: ArrayLike, clusters: ArrayLike, tokens: ArrayLike) -> NDArray[np.float64]:
     """Return the standard error of a ratio, sum of values / sum of tokens, clustered by document (ratio estimator).
 
-    sqrt(squares * C / (C - 1)) / tokens. The arguments broadcast. NaN for fewer than two documents.
-
-    Args:
-        squares: sum over documents of (value - ratio * tokens)^2.
-        clusters: number of documents C.
-        tokens: tokens of all documents.
+    sqrt(squares * C / (C - 1)) / tokens, with the ``squares`` the sum over documents of (value - ratio * tokens)^2, C
+    the number of documents (``clusters``), and the tokens of all. Arguments broadcast. NaN for fewer than two
+    documents.
     """
     number: Any = np.asarray(clusters)
     spread = np.maximum(np.asarray(squares, dtype=np.float64), 0.0)

@@ -31,20 +31,15 @@ def run_own_batches(
     *,
     divides: bool = True,
 ) -> None:
-    """Run each batch of this process, and pass on the result.
+    """Run each batch of this process, and pass on the result of ``run`` to ``add``, with the index of the first block.
 
     Shares are in text order, and rank 0 has the beginning. Batches are those of a single process, so that the same
     blocks share a batch and round alike, unless there are too few to keep all processes busy; then they are smaller.
 
-    Args:
-        run: called with the index of the first block and int64 tokens [B, T] on ``device``. It must have no side
-            effects if it fails, because a batch that exceeds GPU memory is run again in parts, with a warning.
-        add: called once for every block, with the index of the first block and the result of ``run``.
-        blocks: text to run.
-        batch_size: maximum blocks per batch.
-        device: device of the tokens.
-        progress: called with (blocks done, in all) of this process, after each batch.
-        divides: whether a batch may be run in parts, of which other processes do not know.
+    ``run`` gets the index of the first block and int64 tokens [B, T] on ``device``, of at most ``batch_size`` blocks.
+    It must have no side effects if it fails: a batch that exceeds GPU memory is run again in parts, with a warning,
+    unless other processes would have to know (``divides``). ``progress`` is called with (blocks done, in all) of this
+    process.
     """
     # Determine this process's share of the batches
     size, share = _shared(blocks.num_blocks, batch_size)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import codecs
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -29,17 +29,17 @@ _READABLE = (*TEXT_SUFFIXES, *TABLE_SUFFIXES)
 _PARQUET_ROWS = 256  # rows in memory at once
 _CHUNK = 1 << 16  # characters of a long file read at once; longer strings would fragment the heap
 
-Read = Callable[[int], None]  # called with the number of bytes read
-Row = tuple[str, Mapping[str, Any]]  # (location for errors, fields)
+Row = tuple[str, Mapping[str, Any], float]  # (location for errors, fields, bytes)
 
 
 class Text(NamedTuple):
-    """A text as read from a source; ``piece`` is its index within a text too long to be read whole, else None."""
+    """A text as read from a source."""
 
     text: str
     domain: str
     name: str
-    piece: int | None = None
+    size: float  # bytes, or its share of those of its table
+    piece: int | None = None  # index within a text too long to be read whole
 
 
 class Source(Protocol):
@@ -53,7 +53,7 @@ class Source(Protocol):
     def identity(self) -> str:
         """Return a string that changes with the texts, without reading them."""
 
-    def texts(self, piece: int, read: Read) -> Iterator[Text]:
+    def texts(self, piece: int) -> Iterator[Text]:
         """Yield the texts in a fixed order, long texts of a file in pieces of ``piece`` characters."""
 
 
@@ -102,11 +102,10 @@ class AtHand:
         options = [json.dumps(self.options, sort_keys=True)] if len(self.options) > 1 else []
         return "\n".join([*options, *(_state(file, str(file)) for file in self.module.files())])
 
-    def texts(self, piece: int, read: Read) -> Iterator[Text]:
+    def texts(self, piece: int) -> Iterator[Text]:
         """Yield all texts whole, as none is long."""
         for text, domain, name in self.module.texts():
-            read(len(text))
-            yield Text(text, self.options.get("domain") or domain, name)
+            yield Text(text, self.options.get("domain") or domain, name, len(text))
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class Files:
         states = (_state(file, f"{file.parent.name}/{self._name(file)}") for file in self.files)
         return "\n".join([json.dumps({**self.options, "path": ""}, sort_keys=True), *states])
 
-    def texts(self, piece: int, read: Read) -> Iterator[Text]:
+    def texts(self, piece: int) -> Iterator[Text]:
         """Yield the texts file by file, long texts in pieces of ``piece`` characters.
 
         Warns of files that are no readable UTF-8; ``UserError`` if all are.
@@ -148,19 +147,17 @@ class Files:
         unreadable: list[str] = []
         for file in self.files:
             domain = self.options.get("domain") or file.parent.name or "text"
-            suffix, size = file.suffix.lower(), _size(file)
+            suffix = file.suffix.lower()
             # Read tables row by row, and other files as one text or in pieces
             if suffix in TABLE_SUFFIXES:
-                rows = _json_lines(file, read) if suffix == ".jsonl" else _parquet(file, self.options, size, read)
+                rows = _json_lines(file) if suffix == ".jsonl" else _parquet(file, self.options)
                 yield from _rows(rows, file.name, domain, self.options)
                 continue
             try:
                 for number, text in _text_file(file, piece):
-                    read(size if number is None else len(text.encode()))
-                    yield Text(text, domain, self._name(file), number)
+                    yield Text(text, domain, self._name(file), len(text.encode()), number)
             except (UnicodeError, OSError) as error:
                 unreadable.append(f"{self._name(file)}: {first_line(error)}")
-                read(size)
         # Refuse a source without readable files, and warn of single ones
         if unreadable:
             problem = f"{len(unreadable)} files that are not readable UTF-8 text; {unreadable[0]}"
@@ -200,13 +197,11 @@ class HubDataset:
         names = sorted({str(name) for split_files in files.values() for name in split_files})
         return "\n".join([description, *(_state(Path(name), name) for name in names if is_file(Path(name)))])
 
-    def texts(self, piece: int, read: Read) -> Iterator[Text]:
+    def texts(self, piece: int) -> Iterator[Text]:
         """Yield one text per row."""
-        size, length = self._split
         with self._loading():  # no such split
             rows = self._builder.as_streaming_dataset(split=self.options.get("split") or "train")
-        counted_rows = _counted(self._streamed(rows), size or 0, length, read)
-        yield from _rows(counted_rows, self.name, self.options.get("domain") or self.name, self.options)
+        yield from _rows(self._streamed(rows), self.name, self.options.get("domain") or self.name, self.options)
 
     @cached_property
     def _builder(self) -> Any:
@@ -226,10 +221,10 @@ class HubDataset:
 
     def _streamed(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
         """Yield the rows, and convert any error while streaming."""
-        number = 0
+        number, (size, length) = 0, self._split
         try:
             for number, row in enumerate(rows, 1):
-                yield f"{self.name}, row {number - 1}", row
+                yield f"{self.name}, row {number - 1}", row, size / length if size else 0.0
         except Exception as error:  # network or file errors of any kind
             raise UserError(
                 f"data set '{self.name}' cannot be read after {number} rows: {first_line(error)}"
@@ -256,13 +251,6 @@ def _state(file: Path, name: str) -> str:
     return f"{name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
-def _size(file: Path) -> int:
-    """Return the size of a file; 0 if it cannot be read."""
-    with suppress(OSError):
-        return file.stat().st_size
-    return 0
-
-
 def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str]]:
     """Yield (None, the text), or the numbered pieces of a text of more than ``MAX_ENCODED_CHARACTERS``.
 
@@ -285,19 +273,17 @@ def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str]]:
             raise UserError(f"cannot read {file} after {number + 1} chunks: {first_line(error)}") from error
 
 
-def _json_lines(file: Path, read: Read) -> Iterator[Row]:
-    """Yield (location, object) of every line that is not empty; errors name file and line.
+def _json_lines(file: Path) -> Iterator[Row]:
+    """Yield every line that is not empty; errors name file and line.
 
     This uses Python's own parser: the one of the ``datasets`` library is faster, but ends the process at a ``null``.
     """
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                read(len(line))
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if line.strip():
+                if text := (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip():
                     location = f"{file}, line {number}"
-                    yield location, _json_object(line, location)
+                    yield location, _json_object(text, location), len(line)
     except OSError as error:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
@@ -314,8 +300,8 @@ def _json_object(line: bytes, location: str) -> Mapping[str, Any]:
     return row
 
 
-def _parquet(file: Path, options: Mapping[str, Any], size: int, read: Read) -> Iterator[Row]:
-    """Yield (location, fields) of every row, reading only the needed fields.
+def _parquet(file: Path, options: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield every row, reading only the needed fields.
 
     This uses pyarrow itself: the ``datasets`` library reads a whole row group at once, which may be the whole file.
     """
@@ -329,20 +315,12 @@ def _parquet(file: Path, options: Mapping[str, Any], size: int, read: Read) -> I
             # Read the rows batch by batch
             batches = table.iter_batches(_PARQUET_ROWS, columns=columns, use_threads=False)
             rows = (row for batch in batches for row in batch.to_pylist())
-            located_rows = ((f"{file}, row {number}", row) for number, row in enumerate(rows))
-            yield from _counted(located_rows, size, table.metadata.num_rows, read)
+            size = file.stat().st_size / max(table.metadata.num_rows, 1)
+            yield from ((f"{file}, row {number}", row, size) for number, row in enumerate(rows))
     except Exception as error:  # pyarrow raises many kinds; all mean "this file cannot be read"
         if isinstance(error, UserError):
             raise
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
-
-
-def _counted(rows: Iterator[Row], size: int, length: int, read: Read) -> Iterator[Row]:
-    """Pass on the rows of a table of ``size`` bytes, reporting to ``read`` the share that each row represents."""
-    for number, row in enumerate(rows, 1):
-        if number <= length:
-            read(size * number // length - size * (number - 1) // length)
-        yield row
 
 
 def _fields(options: Mapping[str, Any]) -> tuple[str, str]:
@@ -351,7 +329,7 @@ def _fields(options: Mapping[str, Any]) -> tuple[str, str]:
 
 def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, Any]) -> Iterator[Text]:
     text_field, domain_field = _fields(options)
-    for number, (location, row) in enumerate(rows):
+    for number, (location, row, size) in enumerate(rows):
         text, row_domain = row.get(text_field), row.get(domain_field)
         # Name the location and the fields of a row without text
         if not isinstance(text, str):
@@ -363,7 +341,7 @@ def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, A
             )
         # Prefer the configured domain to the row's own, and that to the default
         row_domain = options.get("domain") or (domain if row_domain in (None, "") else str(row_domain))
-        yield Text(text.removeprefix(BYTE_ORDER_MARK), row_domain, f"{origin}#{number}")
+        yield Text(text.removeprefix(BYTE_ORDER_MARK), row_domain, f"{origin}#{number}", size)
 
 
 def _kind(value: object) -> str:

@@ -24,7 +24,7 @@ from spkv_nas.base.errors import UserError, printable, shortened
 from spkv_nas.base.files import BYTE_ORDER_MARK
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.config import SourceConfig
-from spkv_nas.data.readers import Read, Source, Text, open_source
+from spkv_nas.data.readers import Source, Text, open_source
 from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PIECE, Tokenizer, cut, encode, piece_size
 
 MAX_DOMAIN = 100  # maximum characters of a domain
@@ -101,7 +101,7 @@ def documents(
     file, or lacks its text field.
     """
     opened = [(source, open_source(source, base)) for source in sources]
-    return in_pieces(_distinct(_read(opened, piece, _meter(opened, progress)), left_out or LeftOut()), piece)
+    return in_pieces(_distinct(_read(opened, piece, progress), left_out or LeftOut()), piece)
 
 
 def in_pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
@@ -134,27 +134,21 @@ def _item(number: int, item: Any) -> Document:
     return replace(document, text=encodable(text.removeprefix(BYTE_ORDER_MARK)))
 
 
-def _read(opened: list[tuple[str | SourceConfig, Source]], piece: int, read: Read) -> Iterator[Document]:
+def _read(opened: list[tuple[str | SourceConfig, Source]], piece: int, progress: Progress | None) -> Iterator[Document]:
+    """Yield the documents of opened sources, and call ``progress`` a thousand times if their sizes are known."""
+    sizes = [] if progress is None else [source.size for _, source in opened]
+    total = 0 if None in sizes else sum(size or 0 for size in sizes)
+    num_read = last_reported = 0.0
     for source, texts in opened:
         max_documents = None if isinstance(source, str) else source.max_documents
-        yield from (_document(text) for text in islice(texts.texts(piece, read), max_documents))
-
-
-def _meter(opened: list[tuple[str | SourceConfig, Source]], progress: Progress | None) -> Read:
-    """Return a function that adds up the bytes read, and calls ``progress`` a thousand times in all."""
-    sizes = [] if progress is None else [source.size for _, source in opened]
-    total = sum(size or 0 for size in sizes)
-    num_read = last_reported = 0
-
-    def read(number: int) -> None:
-        nonlocal num_read, last_reported
-        num_read += number
-        # Report each thousandth of the bytes, if the size of every source is known
-        if progress is not None and None not in sizes and 1000 * (num_read - last_reported) >= total > 0:
-            progress(min(num_read, total) // 1000, total // 1000)
-            last_reported = num_read
-
-    return read
+        for text in islice(texts.texts(piece), max_documents):
+            yield _document(text)
+            num_read += text.size
+            if progress is not None and 1000 * (num_read - last_reported) >= total > 0:
+                progress(int(min(num_read, total)) // 1000, total // 1000)
+                last_reported = num_read
+    if progress is not None and total:
+        progress(total // 1000, total // 1000)
 
 
 def _distinct(documents: Iterable[Document], left_out: LeftOut) -> Iterator[Document]:

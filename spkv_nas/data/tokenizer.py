@@ -164,12 +164,10 @@ def _special(token: int | None, name: str, asked_for: str) -> int:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, bos: bool = False) -> Tokenizer:
-    """Train a fast tokenizer; deterministic in the texts.
+    """Train a fast tokenizer of ``vocab_size`` entries, special tokens included; deterministic in the texts.
 
-    Args:
-        texts: training text.
-        vocab_size: number of entries, including ``<|endoftext|>`` and the BOS token.
-        bos: begin every text with a BOS token, ``<|beginoftext|>``, as the tokenizers of most pretrained models do.
+    With ``bos``, every text begins with a BOS token, ``<|beginoftext|>``, as in the tokenizers of most pretrained
+    models.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers

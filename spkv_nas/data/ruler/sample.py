@@ -87,14 +87,9 @@ def fill(
 ) -> Sample:
     """Return the sample with as many units as fit, leaving at most 2 % of the length empty.
 
-    Args:
-        request: which sample to generate.
-        render: returns the prompt with a number of units.
-        answer_prefix: beginning of the answer.
-        answers: strings that the answer must contain.
-        new_tokens: RULER's maximum of generated tokens for the task.
-        least: minimum number of units; ``NoRoomError`` if it does not fit.
-        most: number of units that exist; None for any number, each of at least one token.
+    ``render`` returns the prompt with a number of units, at least ``least``, for which ``NoRoomError`` is raised if
+    they do not fit, and at most ``most``; None for any number, each of at least one token. ``new_tokens`` is RULER's
+    maximum of generated tokens for the task.
     """
     # Reserve tokens for the answer, and one for the end-of-text token after a known answer
     answer_tokens = len(request.tokenizer(continuation(answers), add_special_tokens=False)["input_ids"])
