@@ -38,17 +38,11 @@ class EntryOption:
 
 
 class Entry:
-    """Entry of a registry, which users choose by its ``name``. Subclasses are frozen dataclasses; fields are options.
+    """Entry of a registry. Subclasses are frozen dataclasses, whose fields are their options."""
 
-    Attributes:
-        name: by which users choose it.
-        help: phrase that says what it is, without a full stop.
-        title: the name in words, as sentences and headings show it.
-    """
-
-    name: ClassVar[str]
-    help: ClassVar[str]
-    title: ClassVar[str]
+    name: ClassVar[str]  # by which users choose it
+    help: ClassVar[str]  # phrase that says what it is, without a full stop
+    title: ClassVar[str]  # the name in words, as sentences and headings show it
 
     def __init_subclass__(cls) -> None:
         """Make a title of a name."""

@@ -15,28 +15,18 @@ SHOWN, NOTE = "shown", "note"  # metadata keys that ``default`` sets
 
 @dataclass(frozen=True)
 class Flag:
-    """Command-line option or argument, without its default.
+    """Command-line option or argument, without its default."""
 
-    Attributes:
-        help: one or two sentences.
-        names: such as ("--budget", "-b"); by default the field's name with dashes.
-        metavar: placeholder for the value in the help.
-        low, high: inclusive bounds of a number.
-        panel: heading in the help.
-        argument: whether it is positional.
-        values: allowed values, or suggestions for shell completion; a function where installed packages add some.
-        is_probe: whether it names a probe of the workspace.
-    """
-
-    help: str
-    names: tuple[str, ...] = ()
-    metavar: str | None = None
-    low: float | None = None
+    help: str  # one or two sentences
+    names: tuple[str, ...] = ()  # such as ("--budget", "-b"); by default the field's name with dashes
+    metavar: str | None = None  # placeholder for the value in the help
+    low: float | None = None  # inclusive bounds of a number
     high: float | None = None
-    panel: str | None = None
-    argument: bool = False
+    panel: str | None = None  # heading in the help
+    argument: bool = False  # whether it is positional
+    # Allowed values, or suggestions for shell completion; a function where installed packages add some
     values: tuple[str, ...] | Callable[[], Iterable[str]] = ()
-    is_probe: bool = False
+    is_probe: bool = False  # whether it names a probe of the workspace
 
 
 def default(value: Any = None, shown: str | None = None, *, note: str = "") -> Any:

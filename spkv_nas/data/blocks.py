@@ -61,21 +61,15 @@ class TokenBlocks:
     """``N`` blocks of ``T`` tokens.
 
     The arrays may be memory-mapped files (``block_files``), of which only the parts in use are read.
-
-    Attributes:
-        tokens: int32 [N, T].
-        document: int32 [N, T], index into ``documents`` of each token's document. A separator belongs to the
-            document that it ends, and an opening token to the document of the first token after it.
-        documents: the documents, in the order of their tokens.
-        largest: the largest token, if it is known without reading the tokens.
-        boundaries: tokens that every block begins with, before its text, and those between documents.
     """
 
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.int32]  # int32 [N, T]
+    # int32 [N, T], index into ``documents`` of each token's document. A separator belongs to the document that it ends,
+    # and an opening token to the document of the first token after it
     document: NDArray[np.int32]
-    documents: Collection[DocumentInfo]
-    largest: int | None = None
-    boundaries: Boundaries = PLAIN
+    documents: Collection[DocumentInfo]  # the documents, in the order of their tokens
+    largest: int | None = None  # the largest token, if it is known without reading the tokens
+    boundaries: Boundaries = PLAIN  # tokens that every block begins with, before its text, and those between documents
 
     def __len__(self) -> int:
         """Return the number of blocks."""
@@ -216,20 +210,15 @@ class TokenBlocks:
     def read(cls, path: Path, boundaries: Boundaries = PLAIN) -> TokenBlocks:
         """Read a file written by ``save``, which does not record the boundaries; ``UserError`` if it is damaged."""
         arrays = read_arrays(path, _ARRAYS, REMEDY)
-        infos = _parse_infos(str(arrays["documents"]))
-        if infos is None or arrays["document"].max() >= len(infos):
+        try:
+            infos = tuple(DocumentInfo(**info) for info in json.loads(str(arrays["documents"])))
+        except (ValueError, TypeError, RecursionError):
+            infos = ()
+        is_text = all(isinstance(value, str) for info in infos for value in astuple(info))
+        if not is_text or arrays["document"].max() >= len(infos):
             raise UserError(f"{path} is damaged: its documents do not match its tokens\n{REMEDY}")
         tokens, document = (arrays[name].astype(np.int32, copy=False) for name in ("tokens", "document"))
         return cls(tokens, document, infos, boundaries=boundaries)
-
-
-def _parse_infos(text: str) -> tuple[DocumentInfo, ...] | None:
-    """Parse the documents written by ``TokenBlocks.save``; None for anything else."""
-    try:
-        infos = tuple(DocumentInfo(**info) for info in json.loads(text))
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return infos if all(isinstance(value, str) for info in infos for value in astuple(info)) else None
 
 
 def build_blocks(

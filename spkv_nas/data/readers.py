@@ -281,23 +281,20 @@ def _json_lines(file: Path) -> Iterator[Row]:
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                if text := (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip():
-                    location = f"{file}, line {number}"
-                    yield location, _json_object(text, location), len(line)
+                text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+                if not text:
+                    continue
+                location = f"{file}, line {number}"
+                try:
+                    check_utf8(text)
+                    row = parse_json(text.decode("utf-8"))
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{location}: not valid JSON: {first_line(error)}") from error
+                if not isinstance(row, dict):
+                    raise UserError(f"{location}: expected an object with the text in a field, found {_kind(row)}")
+                yield location, row, len(line)
     except OSError as error:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
-
-
-def _json_object(line: bytes, location: str) -> Mapping[str, Any]:
-    """Parse a line as a JSON object; a ``UserError`` names ``location``."""
-    try:
-        check_utf8(line)
-        row = parse_json(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{location}: not valid JSON: {first_line(error)}") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{location}: expected an object with the text in a field, found {_kind(row)}")
-    return row
 
 
 def _parquet(file: Path, options: Mapping[str, Any]) -> Iterator[Row]:

@@ -4,7 +4,7 @@ A source is ``stdlib`` or ``installed`` (see ``stdlib.py`` and ``installed.py``)
 .parquet), or a data set for the ``datasets`` library. Whether a document is held out depends only on its text and on
 the held-out share, so that a document does not move between training and held-out text when others are added. Small
 texts are the exception: they are cut into pieces, which count as documents, until there are ``ENOUGH`` documents, and
-their share may differ (``heldout.heldout_share``).
+their share may differ (``splits.heldout_share``).
 """
 
 from __future__ import annotations

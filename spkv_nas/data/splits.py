@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -211,49 +213,43 @@ def _write_sample(
     return folder
 
 
+@dataclass(frozen=True)
 class _Split:
-    """Held-out and training blocks of a recipe's text; arguments as in ``cache_split``."""
+    """Held-out and training blocks of a recipe's text; fields as the arguments of ``cache_split``."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        tokenizer: Tokenizer,
-        cache: Path,
-        base: Path,
-        reporter: Reporter,
-        stretch: int | None,
-    ) -> None:
-        self._config, self._base, self._reporter, self._stretch = config, base, reporter, stretch
-        self.cache = BlockCache(
-            cache,
-            config.sources,
-            base,
-            tokenizer,
-            f"{config.heldout}",
-            config.block_size,
-            config.separator,
-            config.bos,
-        )
+    config: DataConfig
+    tokenizer: Tokenizer
+    root: Path
+    base: Path
+    reporter: Reporter
+    stretch: int | None
+
+    @cached_property
+    def cache(self) -> BlockCache:
+        """Return the cache folders of the text."""
+        size, separator, bos = self.config.block_size, self.config.separator, self.config.bos
+        settings = f"{self.config.heldout}"
+        return BlockCache(self.root, self.config.sources, self.base, self.tokenizer, settings, size, separator, bos)
 
     def has_heldout(self, folder: Path) -> bool:
-        return _heldout_file(folder, self._config, self._stretch).is_file()
+        return _heldout_file(folder, self.config, self.stretch).is_file()
 
     def has_all(self, folder: Path) -> bool:
         return is_written(folder / _TRAIN) and self.has_heldout(folder)
 
     def write(self, *, with_training: bool) -> Path:
         """Write the held-out blocks, and the training blocks in the same pass over the text; return their folder."""
-        config, cache, limits = self._config, self.cache, self.cache.boundaries
-        share = heldout_share(config, self._base, self._reporter.announce)
+        config, cache, limits = self.config, self.cache, self.cache.boundaries
+        share = heldout_share(config, self.base, self.reporter.announce)
         sample = _empty_sample(
-            config.max_heldout_tokens, config.block_size if self._stretch is None else self._stretch, cache
+            config.max_heldout_tokens, config.block_size if self.stretch is None else self.stretch, cache
         )
 
         def is_tokenised(document: Document) -> bool:
             return sample.wants(document) if heldout(document, share) else with_training
 
         # Tokenise in one pass: held-out documents go to the sample, the others to the training blocks
-        with _reading(config.sources, self._base, config.block_size, self._reporter) as (texts, content, left_out):
+        with _reading(config.sources, self.base, config.block_size, self.reporter) as (texts, content, left_out):
 
             def training() -> Iterator[tuple[Document, NDArray[np.int32]]]:
                 for document, ids in tokenised(filter(is_tokenised, texts), cache.tokenizer, limits.separator):
@@ -270,7 +266,7 @@ class _Split:
         # Write the held-out blocks, and complete the training blocks
         folder = cache.folder(content)
         blocks = sample.blocks(config.block_size, "held-out text", limits, balanced=True)
-        blocks.save(_heldout_file(folder, config, self._stretch))
+        blocks.save(_heldout_file(folder, config, self.stretch))
         if with_training:
             publish(cache.partial, folder / _TRAIN, record, left_out.notes())
         return folder

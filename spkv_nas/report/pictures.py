@@ -36,7 +36,7 @@ def write_paper_figures(
 ) -> Path:
     """Write the figures that have data into ``folder`` and return the path of ``figures.tex``.
 
-    ``evolution`` is a table of ``density_tables``, ``sweep`` one of ``evaluation.sweep``; the others are as in
+    ``evolution`` is a table of ``head_tables``, ``sweep`` one of ``evaluation.sweep``; the others are as in
     ``ReportInputs``.
     """
     charts: list[Chart | Panels | None] = [

@@ -24,22 +24,14 @@ NEW_TOKENS = 128
 
 @dataclass(frozen=True)
 class Needles:
-    """One of the needle tasks.
+    """One of the needle tasks."""
 
-    Attributes:
-        haystack: "noise", "essays", or "needles": sentences like the hidden one, with other keys.
-        key, value: kinds of keys and values: "word", "number" or "uuid".
-        num_keys: number of hidden keys.
-        num_values: number of values per key.
-        num_queries: number of keys asked for.
-    """
-
-    haystack: str = "essays"
-    key: str = "word"
-    value: str = "number"
-    num_keys: int = 1
-    num_values: int = 1
-    num_queries: int = 1
+    haystack: str = "essays"  # or "noise", or "needles": sentences like the hidden one, with other keys
+    key: str = "word"  # kind of keys: "word", "number" or "uuid"
+    value: str = "number"  # kind of values
+    num_keys: int = 1  # number of hidden keys
+    num_values: int = 1  # number of values per key
+    num_queries: int = 1  # number of keys asked for
 
     def generate(self, request: Request, material: Material) -> Sample:
         """Generate a sample; noise replaces essays if there are none."""
