@@ -38,16 +38,8 @@ def error_axis(title: str, values: pd.Series[float], errors: pd.Series[float]) -
     return round_axis(title, min(0.0, (values - bars).min()), max(0.0, (values + bars).max()), padded=True)
 
 
-def percent_axis(title: str) -> Axis:
-    """Return an axis from 0 to 100 %, padded so that marks at both ends fit."""
-    return Axis(title, -3.0, 106.0, _plain(range(0, 101, 20)))
-
-
 def name_axis(title: str, names: Sequence[str], *, every: int = 1, down: bool = False) -> Axis:
-    """Return an axis with one position per name, at 0, 1, 2, ...
-
-    Only every ``every``-th is labelled; with ``down`` the first is at the top.
-    """
+    """Return an axis with a position per name, from 0, every ``every``-th labelled; with ``down`` from the top."""
     ends = (len(names) - 0.5, -0.5) if down else (-0.5, len(names) - 0.5)
     return Axis(title, *ends, tuple((float(i), name) for i, name in enumerate(names) if i % every == 0))
 
@@ -59,10 +51,7 @@ def log_axis(title: str, low: float, high: float) -> Axis:
 
 
 def decades_axis(title: str, low: float, high: float, *, multiples: Sequence[int] = (1,), powers: bool = False) -> Axis:
-    """Return a logarithmic axis over decades, with ticks at ``multiples`` of each power of ten.
-
-    With ``powers`` ticks are written as powers of ten.
-    """
+    """Return a logarithmic axis with ticks at ``multiples`` of each power of ten, written as ``powers`` or plainly."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [(multiple * 10.0**exponent, exponent) for exponent in exponents for multiple in multiples]
     texts = ((tick, f"10{str(n).translate(_SUPERSCRIPTS)}" if powers else f"{tick:,g}") for tick, n in ticks)

@@ -1,8 +1,4 @@
-"""Build the page's sections on result tables: verdicts, scores, checkpoints, training-free pruning, RULER and others.
-
-``SECTIONS`` lists them: a further section is one function and one line there. A difference is significant if
-it exceeds two standard errors.
-"""
+"""Build the page's sections on result tables: one function and one line in ``SECTIONS`` each."""
 
 from __future__ import annotations
 
@@ -75,18 +71,14 @@ def read_benchmarks(folder: Path) -> tuple[Section, ...]:
     Raises:
         UserError: a table cannot be read.
     """
-    results = ((kind, make_section, kind.read(folder)) for kind, make_section in SECTIONS.items())
-    return tuple(
-        make_section(kind.name, *rows_and_record)
-        for kind, make_section, rows_and_record in results
-        if rows_and_record is not None
-    )
+    tables = {kind: kind.read(folder) for kind in SECTIONS}
+    return tuple(SECTIONS[kind](kind.name, *table) for kind, table in tables.items() if table is not None)
 
 
 def file_section(kind: ResultTable, file: ResultFile, number: int) -> Section:
     """Return the section of a table that is not the page's own; ``number`` makes its id unique."""
     section = SECTIONS[kind](f"{kind.name}-{number}", file.rows, file.record)
-    return replace(section, title=f"{section.title} ({file.name})")
+    return replace(section, title=f"{section.title} ({file.name}, {file.path.name})")
 
 
 def _section(title: str, about: str, rows: pd.DataFrame, first: str, columns: str, **fields: Any) -> Section:

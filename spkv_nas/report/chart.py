@@ -1,7 +1,6 @@
-"""Describe a chart in data coordinates: its axes, its marks and its texts.
+"""Describe a chart in data coordinates, without matplotlib: its axes, its marks and its texts.
 
-A chart knows neither SVG nor matplotlib: ``svg`` draws it on the report page, ``plot`` draws it as a picture file, and
-``data`` embeds its numbers in the page. Sizes and line widths are in the page's user units, 62.5 to the inch.
+``plot`` draws it for files and, by ``page_svg``, for the page. Sizes are in points.
 """
 
 from __future__ import annotations
@@ -71,8 +70,6 @@ class Points:
     names: tuple[str, ...] = ()  # text beside each point where there is room, "" for none; empty if no point has one
     # names of the layouts that points without tips stand for, which the page then shows; empty for none
     layouts: tuple[str, ...] = ()
-    # what all tips share: the pieces of text around the words in ``tips``; empty if they share nothing
-    form: tuple[str, ...] = ()
     label: str = ""  # name in the legend, "" for none
     shape: Shape = "circle"
     tone: Tone = "accent"
@@ -136,7 +133,7 @@ class Chart:
     @property
     def words(self) -> str:
         """Return what the chart shows, in words, by ``_MAX_DESCRIBED`` points."""
-        tips = [tip.replace("\n", ", ") for mark in self.marks if isinstance(mark, Points) for tip in mark.tips]
+        tips = [tip.replace("\n", ", ") for mark in self.marks if isinstance(mark, Points | Bars) for tip in mark.tips]
         more = f"; and {len(tips) - _MAX_DESCRIBED} more" if len(tips) > _MAX_DESCRIBED else ""
         return self.description or f"{self.x.title}; {self.y.title}: {'; '.join(tips[:_MAX_DESCRIBED])}{more}."
 
@@ -153,12 +150,6 @@ class Panels:
     name: str
     charts: tuple[Chart, ...]
     columns: int = 2
-
-
-def legend_marks(chart: Chart) -> list[Line | Band | Points]:
-    """Return the marks that have a name in the legend: lines, then points, then bands."""
-    named = [mark for mark in chart.marks if isinstance(mark, Line | Band | Points) and mark.label]
-    return sorted(named, key=lambda mark: (Line, Points, Band).index(type(mark)))
 
 
 def numbers(values: Iterable[float], scale: float = 1.0) -> Numbers:

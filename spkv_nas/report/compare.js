@@ -31,7 +31,7 @@ function linkClouds(explorer, layouts, goTo) {
   for (const chart of document.querySelectorAll("svg.chart:has([data-cloud])")) {
     const dots = [...chart.querySelectorAll("[data-cloud]")].flatMap(path => {
       let x = 0, y = 0;
-      const { layouts: indices } = data.charts[chart.dataset.chart].marks[path.dataset.cloud];
+      const { layouts: indices } = data.charts[chart.dataset.chart][path.dataset.cloud];
       return [...path.getAttribute("d").matchAll(/m(-?\d+) ?(-?\d+)z/g)].map(([, right, down], dot) => [x += Number(right), y += Number(down), indices[dot]]);
     }).filter(([, , index]) => index >= 0).sort((first, second) => first[0] - second[0] || second[1] - first[1]);
     if (!dots.length) continue;

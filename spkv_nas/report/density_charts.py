@@ -95,48 +95,34 @@ def _map(
 
 
 def domain_chart(table: HeadScores) -> Chart:
-    """Return one row per domain: a dot for every KV head, a bar for their mean.
-
-    Domains with too little text are left out and named in the note.
-    """
-    profile, measure, others = domain_profile(table), table.measure, about_small_domains(table.rows)
-    profile = profile[~profile["domain"].isin(list(small_domains(table.rows)))]
-    # Dots of heads and bar of the mean, by domain
+    """Return one row per domain: a dot for every KV head, a bar for their mean; the note names domains left out."""
+    measure, others, left_out = table.measure, about_small_domains(table.rows), small_domains(table.rows)
+    means = {name: float(table.domain_density(name, signed=True).mean()) for name in table.domains}
+    means = {name: mean for name, mean in means.items() if name not in left_out}
     marks: list[Points] = []
-    for row, (domain, mean) in enumerate(zip(profile["domain"], profile["mean"].tolist(), strict=True)):
-        values = numbers(table.domain_density(domain, signed=True).ravel())
-        tips: tuple[str, ...] = tuple(
-            f"{index // table.num_kv_heads} {index % table.num_kv_heads} {measure.exact(value)}"
-            for index, value in enumerate(values)
+    for row, (domain, mean) in enumerate(means.items()):
+        # Spread the dots of heads by multiples of the golden ratio, modulo 1, which separates neighbours
+        values = table.domain_density(domain, signed=True).ravel()
+        heights = row + 0.56 * (np.arange(values.size) * 0.6180339887 % 1 - 0.5)
+        tips = tuple(
+            f"{domain}\nlayer {index // table.num_kv_heads}, KV head {index % table.num_kv_heads}: "
+            f"{measure.exact(value)}"
+            for index, value in enumerate(values.tolist() if len(table.rows) <= _MAX_POINTED else ())
         )
-        form: tuple[str, ...] = (f"{domain}\nlayer ", ", KV head ", ": ", "")
-        heights = tuple(row + jitter(index) for index in range(len(values)))
-        if len(table.rows) > _MAX_POINTED:
-            tips, form = (), ()
-        marks += [
-            Points(values, heights, tips=tips, form=form, size=3.6, opacity=0.45, label="" if row else "KV head"),
-            Points(
-                (mean,),
-                (float(row),),
-                tips=(f"{domain}\nmean {measure.exact(mean)}",),
-                names=(measure.rough(mean),),
-                shape="stroke",
-                size=15.0,
-                tone="ink",
-                label="" if row else "mean",
-            ),
-        ]
-    # Description
-    means = (f"{name} {measure.exact(mean)}" for name, mean in zip(profile["domain"], profile["mean"], strict=True))
+        dots: dict[str, Any] = {"size": 3.6, "opacity": 0.45, "label": "" if row else "KV head"}
+        bar: dict[str, Any] = {"shape": "stroke", "size": 15.0, "tone": "ink", "label": "" if row else "mean"}
+        bar |= {"tips": (f"{domain}\nmean {measure.exact(mean)}",), "names": (measure.rough(mean),)}
+        marks += [Points(numbers(values), numbers(heights), tips=tips, **dots), Points((mean,), (float(row),), **bar)]
     return Chart(
         "domains",
         "By domain",
         _value_axis(table),
-        name_axis("", [short(name, 18) for name in profile["domain"]], down=True),
+        name_axis("", [short(name, 18) for name in means], down=True),
         tuple(marks),
-        description=f"Mean {measure.noun} by domain: {', '.join(means)}.",
+        description=f"Mean {measure.noun} by domain: "
+        f"{', '.join(f'{name} {measure.exact(mean)}' for name, mean in means.items())}.",
         note=f"Each dot is a KV head, each vertical bar a mean over heads.{f' Not shown: {others}.' if others else ''}",
-        height=62.0 + 46 * len(profile),
+        height=62.0 + 46 * len(means),
     )
 
 
@@ -154,7 +140,6 @@ def position_chart(table: HeadScores) -> Chart | None:
         axis = decades_axis(f"{position} (log)", centre[0] / 2, end, multiples=(1, 3))
     # Vertical values and tooltips
     low, mean, high = (numbers(profile[column]) for column in ("low", "mean", "high"))
-    first, last = profile.iloc[0], profile.iloc[-1]
     tips = tuple(
         f"tokens {row['start']:,.0f} to {row['end'] - 1:,.0f}\nmean {row['mean']:.3f}\n"
         f"80 % of heads: {row['low']:.3f} to {row['high']:.3f}"
@@ -170,8 +155,6 @@ def position_chart(table: HeadScores) -> Chart | None:
             Line(centre, mean, "mean over heads"),
             Points(centre, mean, tips=tips, size=4.2),
         ),
-        description=f"Mean density at τ = {table.tau_of_positions:g} is {first['mean']:.3f} in the first "
-        f"{first['end']:,.0f} tokens and {last['mean']:.3f} from token {last['start']:,.0f} on.",
         note="Line: mean over KV heads. Band: the middle 80 % of heads.",
     )
 
@@ -185,28 +168,13 @@ def histogram_chart(table: HeadScores) -> Chart:
     tips = tuple(
         f"{measure.rough(a)} to {measure.rough(b)}: {n:.0f} heads" for a, b, n in zip(low, high, height, strict=True)
     )
-    # Title and description
-    if table.is_density:
-        below, above = int((table.density < 0.1).sum()), int((table.density > 0.9).sum())
-        title = "Distribution of density over heads"
-        about = f"Of {table.num_heads} KV heads, {below} keep less than 10 % of the tokens, {above} more than 90 %."
-    else:
-        num_high = int((table.values > 0.1 * scale.high).sum())
-        title = f"Distribution of {measure.noun}s over heads"
-        about = f"Of {table.num_heads} KV heads, {num_high} have more than a tenth of the highest {measure.noun}."
     return Chart(
         "histogram",
-        title,
+        f"Distribution of {measure.noun if table.is_density else f'{measure.noun}s'} over heads",
         _value_axis(table),
         round_axis("KV heads", 0, float(counts.max())),
         (Bars(low, high, height, tips), Rule(table.mean, f"mean {measure.rough(table.mean)}")),
-        description=about,
     )
-
-
-def jitter(index: int) -> float:
-    """Return a fixed offset in [-0.28, 0.28] that separates neighbours (multiples of the golden ratio, modulo 1)."""
-    return ((index * 0.6180339887) % 1 - 0.5) * 0.56
 
 
 def _value_axis(table: HeadScores) -> Axis:
@@ -216,12 +184,6 @@ def _value_axis(table: HeadScores) -> Axis:
     if measure.scale.is_stretched:
         low, high = min(low, float(table.rows["score"].min())), max(high, float(table.rows["score"].max()))
     return round_axis(f"{measure.title}, {measure.unit}", low, high)
-
-
-def domain_profile(table: HeadScores) -> pd.DataFrame:
-    """Return one row per domain, with its name and the mean over heads."""
-    means = {str(domain): float(table.domain_density(domain, signed=True).mean()) for domain in table.domains}
-    return pd.DataFrame({"domain": list(means), "mean": list(means.values())})
 
 
 def position_profile(table: HeadScores) -> pd.DataFrame | None:

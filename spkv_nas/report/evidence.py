@@ -12,17 +12,17 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, counted_from
+from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, counted_from
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.statistics import critical_errors
-from spkv_nas.report.inputs import ReportInputs, is_layout
+from spkv_nas.evaluation.trust import MIN_DOCUMENTS
+from spkv_nas.report.inputs import ReportInputs
 
 Mask = NDArray[np.bool_]
 COMPARISON, SEARCH, SCORES, VERDICT = "comparison", "search", "scores", "verdict"
 PASSES = "passes"  # first word of what a verdict says of a layout that it lets replace the dense model
-MIN_DOCUMENTS = 8  # with fewer, not even the standard errors are known well enough to rank layouts
 _UNTRAINED = "not retrained"
 _BIASED = ", partly on documents that layouts were selected on, which may favour them"
 _VERBS = {"passes": PASSES, "fails": "fails", "open": "open at"}
@@ -39,7 +39,7 @@ class Result:
     num_global: float = math.nan  # number of global KV heads; NaN: unknown
     mask: Mask | None = None  # bool [L, Hkv], the global heads; None if only the layout's name is known
     nll: float = math.nan  # nats per token; NaN: unknown
-    judged: str = ""  # what a verdict says of it, such as "passes 1 % (nll)"; "" without one
+    verdict: str = ""  # what a verdict says of it, such as "passes 1 % (nll)"; "" without one
 
     @property
     def key(self) -> object:
@@ -139,7 +139,8 @@ def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         return
     baseline, heldout = counted_from(inputs.comparison), inputs.record.get("heldout") or {}
     documents = _number(heldout.get("documents")), _number(heldout.get("effective_documents"))
-    rows = inputs.comparison[is_layout(inputs.comparison) & inputs.comparison["nll"].notna()]
+    is_layout = ~inputs.comparison["strategy"].isin(BASELINES)
+    rows = inputs.comparison[is_layout & inputs.comparison["nll"].notna()]
     for steps, group in rows.groupby("steps", dropna=False):
         results = []
         for row in group.to_dict("records"):
@@ -183,8 +184,8 @@ def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
             nll = rows[rows["criterion"] == "nll"]
             delta, num_documents = (float(nll[column].max()) for column in ("loss", "num_samples"))
             margins = ", ".join(f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples())
-            judged = f"{_VERBS[file.record.get('answers', {}).get(name, 'open')]} {margins}"
-            results.append(_result(inputs, layout, delta, judged=judged))
+            verdict = f"{_VERBS[file.record.get('answers', {}).get(name, 'open')]} {margins}"
+            results.append(_result(inputs, layout, delta, verdict=verdict))
         if results:
             mode = f"{_UNTRAINED}, by a verdict"
             yield Evidence(mode, 0.0, VERDICT, DENSE, _distinct(results), "", num_documents, math.nan, file.name)
@@ -197,21 +198,13 @@ def _is_here(inputs: ReportInputs, layout: Layout) -> bool:
     return layout.grid == inputs.table.grid and is_seen
 
 
-def _result(
-    inputs: ReportInputs,
-    layout: Layout,
-    delta: float,
-    error: float = math.nan,
-    *,
-    nll: float = math.nan,
-    judged: str = "",
-) -> Result:
+def _result(inputs: ReportInputs, layout: Layout, delta: float, error: float = math.nan, **others: Any) -> Result:
     """Return a result under the name that the page's layouts give its layout."""
     names = {each.hash: name for name, each in reversed([*inputs.layouts.items()])}
     name = names.get(layout.hash, layout.strategy)
     if layout.hash not in names and name in inputs.layouts:  # the name stands for other heads by now
         name = f"{name}-{layout.num_global}"
-    return Result(name, delta, error, float(layout.num_global), layout.global_mask, nll, judged)
+    return Result(name, delta, error, float(layout.num_global), layout.global_mask, **others)
 
 
 def _distinct(results: Sequence[Result]) -> tuple[Result, ...]:

@@ -33,10 +33,7 @@ def save_figure(folder: Path, chart: Chart | Panels) -> Path | None:
 
 
 def write_study_figures(folder: Path, rows: pd.DataFrame, cost: str | None) -> None:
-    """Write those of ``SEARCH_FIGURES`` that have data, and remove the others, left by an earlier search.
-
-    ``rows`` are as in ``search.csv``; ``cost`` names the second objective, None without one.
-    """
+    """Write the figures of ``search.csv`` that have data, remove the others; ``cost`` names a second objective."""
     from spkv_nas.report.plot import save_chart
 
     charts = search_charts(rows, cost)
@@ -48,5 +45,5 @@ def write_study_figures(folder: Path, rows: pd.DataFrame, cost: str | None) -> N
 
 def _remove(folder: Path, name: str) -> None:
     """Delete the picture files of one name."""
-    for suffix in (".png", ".svg"):
+    for suffix in (".png", ".svg", ".pdf"):
         (folder / f"{name}{suffix}").unlink(missing_ok=True)

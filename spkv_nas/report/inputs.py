@@ -11,13 +11,12 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts.comparison import BASELINES, complete
+from spkv_nas.artifacts.comparison import complete
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.cache_cost import CONTEXT, cache_share
-from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.stability import Certainty, bootstrap, knee
@@ -68,14 +67,13 @@ class ReportInputs:
     layouts: Mapping[str, Layout]  # layouts by name, which is their strategy in the comparison
     comparison: pd.DataFrame | None = None  # retrained layouts, with every column once checked; None before training
     record: Mapping[str, Any] = field(default_factory=dict)  # content of ``comparison.yaml``
-    agreement: pd.DataFrame | None = None  # comparison of probes; None without one
+    probe_pairs: pd.DataFrame | None = None  # comparison of probes; None without one
     search: pd.DataFrame | None = None  # table of a search; None without one
     search_record: Mapping[str, Any] = field(default_factory=dict)  # content of ``search.yaml``
     # how well the table ranks the heads, for the layout ``densest``; None if it was not measured
     trust: Trust | None = None
     # tables by which the page can choose heads, each at its own threshold; by default only ``table``
     probes: Sequence[HeadScores] = ()
-    calibration: Calibration | None = None  # measured times of the model's attention; None if there are none
     benchmarks: Sequence[Section] = ()  # sections of further result tables (``report.benchmark_sections``)
     # returns the standard error of the difference of two rows of the comparison, which share documents
     pair_error: PairError = no_pair_error
@@ -122,17 +120,8 @@ class ReportInputs:
         return knee(self.table) if budgets.empty else max(1, int(budgets.mode().max()))
 
 
-def is_layout(comparison: pd.DataFrame) -> pd.Series[bool]:
-    """Return which rows are layouts; the others are baselines (dense model, full attention, SP-KV)."""
-    return ~comparison["strategy"].isin(BASELINES)
-
-
 def widest_layout(inputs: ReportInputs) -> str | None:
-    """Return the name of the layout with the highest coverage, at the budget that most layouts share.
-
-    Returns:
-        The name; None without layouts.
-    """
+    """Return the name of the layout with the highest coverage, at the most frequent budget; None without any."""
     if not inputs.layouts:
         return None
     budgets = pd.Series({name: layout.num_global for name, layout in inputs.layouts.items()})

@@ -38,18 +38,11 @@ function startExplorer(explorer) {
     return probe < 0 ? null : { name: "heads selected by " + explorer.signals[probe].name, mask: topHeads(explorer.signals[probe].order[explorer.signals[probe].probe_tau]) };
   }
   function memory(cache, budget) { return bytes(cache, budget, total, state.context); }
-  function drawCosts(signal, mask) {
+  function drawCosts(signal) {
     const { cache } = signal;
     element("memory-row").hidden = element("limit-row").hidden = !cache;
-    const time = heads => seconds(explorer.times, cache, explorer.grid[1], heads, state.context);
-    const fullTime = explorer.times && cache ? time(isCandidate) : null;
-    element("time-row").hidden = fullTime === null;
     if (cache) element("memory").textContent = size(memory(cache, state.budget)) + " of " + size(memory(cache, candidates));
     if (element("limit").value !== state.limit) element("limit").value = state.limit;
-    if (fullTime !== null) {
-      element("time").textContent = duration(time(effective(mask))) + " of " + duration(fullTime);
-      element("time-source").textContent = "when decoding (" + explorer.times.measured + ")";
-    }
   }
   function file(mask) {
     const stored = explorer.files[state.selected], text = rowsOf(mask).map(row => "  - " + row).join("\n");
@@ -129,7 +122,7 @@ function startExplorer(explorer) {
     element("coverage").textContent = state.selected < 0 ? (100 * covered[state.budget - 1]).toFixed(2) + " %" :
       isStart && stored.length ? stored[1] + " %" : "about " + (100 * coverageOf(values[0], mask, signal)).toFixed(1) + " %";
     drawDomains(signal, values, mask);
-    drawCosts(signal, mask);
+    drawCosts(signal);
     drawFile(signal, file(mask));
     drawPair(mask, other);
     drawMeasured(mask);

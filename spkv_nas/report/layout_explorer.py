@@ -1,8 +1,7 @@
 """Prepare the data of the page's layout explorer: head scores, their order, coverage, and layout files.
 
-They are computed here, as ``propose`` computes them, so that the page only looks them up and its layouts are identical
-to ``propose``'s, byte for byte. Scores and orders would be most of a page, so they are embedded as gzipped JSON, which
-browsers decompress. The explorer starts with the layout of the page's ``Verdict``.
+They are computed as ``propose`` computes them, so that the page only looks them up and its layouts are equal to
+``propose``'s, byte for byte. Scores and orders are embedded as gzipped JSON, which browsers decompress.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import yaml_line
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.cost.cache_cost import token_bytes
-from spkv_nas.cost.calibration import Calibration
 from spkv_nas.proposal.coverage import coverage, densest_candidates, densest_coverage, provenance
 from spkv_nas.proposal.propose import densest_layout
-from spkv_nas.report.colours import SHADES, cividis
 from spkv_nas.report.evidence import SEARCH, Result, all_evidence
 from spkv_nas.report.inputs import ReportInputs
+from spkv_nas.report.plot import SHADES, cividis
 from spkv_nas.report.verdict import Verdict
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered besides the probe's own threshold
@@ -73,7 +71,6 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         "context": inputs.context,
         "start": -1 if verdict.layout is None else indices.get(verdict.layout.key, -1),
         "signals": signals,
-        "times": _times(inputs.calibration),
         "layouts": [  # global heads, layer by layer, one bit each
             [name, b64encode(np.packbits(np.frombuffer(key, np.bool_)).tobytes()).decode()]
             for key, name in names.items()
@@ -105,31 +102,17 @@ def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None
     return [costs.get("".join("G" if head else "L" for head in mask), "") for mask in masks]
 
 
-def _layout(inputs: ReportInputs, result: Result) -> Layout:
-    """Return a result's layout: the page's, else one with window and sink tokens of the search, or of the probe."""
-    layout, record = inputs.layouts.get(result.name), inputs.search_record
-    if layout is not None and layout.global_mask.tobytes() == result.key:
-        return layout
-    assert result.mask is not None
-    sinks = record.get("sinks", 0 if "window" in record else None)  # recorded only if there are any
-    return Layout.from_mask(
-        result.mask,
-        window=record.get("window") or inputs.table.window or DEFAULT_WINDOW,
-        sinks=inputs.table.sinks if sinks is None else sinks,
-    )
-
-
 def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
-    """Return what the page needs to write a layout's file.
-
-    Returns:
-        Name, exact coverage in percent, hash, and the text before and after the rows; [] if it cannot be a file.
-    """
-    table, name, layout = inputs.table, result.name, _layout(inputs, result)
-    # Give a layout that was only measured its name and a provenance
-    if layout is not inputs.layouts.get(name):
+    """Return name, exact coverage in percent, hash, and the text around its rows; [] if it cannot be a file."""
+    table, name, record = inputs.table, result.name, inputs.search_record
+    layout = inputs.layouts.get(name)
+    if layout is None or layout.global_mask.tobytes() != result.key:
+        # Give a layout that was only measured its name, window and sink tokens: those of the search, or of the probe
+        assert result.mask is not None
+        window = record.get("window") or table.window or DEFAULT_WINDOW
+        sinks = record.get("sinks", 0) if "window" in record else table.sinks  # recorded only if there are any
         try:
-            layout = replace(layout, strategy=name)
+            layout = Layout.from_mask(result.mask, window=window, sinks=sinks, strategy=name)
         except UserError:  # the name cannot be a file name
             return []
         layout = replace(layout, provenance=provenance(table, layout, int(layout.num_global), None))
@@ -191,10 +174,7 @@ def _at_thresholds(table: HeadScores, extra_tau: float) -> Iterator[HeadScores]:
 
 
 def _file(table: HeadScores) -> dict[str, Any]:
-    """Return the parts of a layout file: the text before its rows, between rows and provenance, and the provenance.
-
-    Provenance entries that differ between layouts are "".
-    """
+    """Return the text of a layout file around its rows, and its provenance; entries that vary by layout are ""."""
     layout = densest_layout(table, 1)  # any one
     before, _, after = layout.text.partition(layout.rows)
     return {
@@ -213,20 +193,6 @@ def _cache(table: HeadScores) -> dict[str, Any] | None:
     reach |= {"native": table.native_heads} if table.native_heads else {}
     reach |= {"global": table.global_window} if table.global_window < MAX_WINDOW else {}
     return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW, **reach}
-
-
-def _times(calibration: Calibration | None) -> dict[str, Any] | None:
-    """Return the measured seconds of a layer, to compute decoding times from, and their source; None without any."""
-    if calibration is None:
-        return None
-    contexts, counts, seconds = calibration.grid
-    return {
-        "measured": calibration.source,
-        "window": calibration.case.window,
-        "contexts": contexts.astype(int).tolist(),
-        "counts": counts.astype(int).tolist(),
-        "seconds": seconds.tolist(),
-    }
 
 
 def _number(value: float) -> float | None:

@@ -7,10 +7,7 @@ function tipOf(mark) {
   if (mark.matches(".term")) return document.getElementById(mark.hash.slice(1)).textContent;
   if (mark.hasAttribute("aria-label")) return mark.getAttribute("aria-label");
   const [number, index] = mark.dataset.mark.split(",");
-  const { tips, form } = data.charts[mark.closest("[data-chart]").dataset.chart].marks[number];
-  if (!form) return tips[index];
-  const words = tips[index].split(" ");
-  return form.map((part, position) => part + (words[position] || "")).join("");
+  return data.charts[mark.closest("[data-chart]").dataset.chart][number].tips[index];
 }
 function show(mark) {
   tip.textContent = tipOf(mark);
@@ -65,9 +62,9 @@ function activate(map, rows) {
 }
 function headLabel(index, columns) { return "Layer " + index % columns + ", KV head " + Math.floor(index / columns); }
 for (const map of document.querySelectorAll("svg[data-map]")) {
-  const chart = data.charts[map.dataset.chart];
-  if (!chart || !chart.marks[0].words) continue;
-  const { values, words } = chart.marks[0], columns = values[0].length;
+  const [{ values, words }] = data.charts[map.dataset.chart] || [{}];
+  if (!words) continue;
+  const columns = values[0].length;
   activate(map, values.length).forEach((cell, index) => {
     const value = values[Math.floor(index / columns)][index % columns];
     cell.setAttribute("aria-label", headLabel(index, columns) + ": " + words.replace("%", (100 * value).toFixed(1)));

@@ -1,15 +1,20 @@
 """Write the report page: one self-contained HTML file, with its figures beside it.
 
-Names of strategies, domains and probes come from users: the template engine escapes all of them, scripts and styles are
-allowed by their hashes only (Content-Security-Policy), and the script writes text only. The numbers of all charts are
-embedded once, as JSON, where the script reads them.
+Names come from users: the template engine escapes them, and scripts and styles are allowed by their hashes only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from spkv_nas.base.files import write_atomic
@@ -18,16 +23,16 @@ from spkv_nas.base.version import __version__
 from spkv_nas.proposal.registry import strategy_of
 from spkv_nas.proposal.stability import caution
 from spkv_nas.report import density_charts, tables
-from spkv_nas.report.budget_charts import coverage_budget_chart
-from spkv_nas.report.chart import Chart, Panels
+from spkv_nas.report.chart import Bars, Chart, Heatmap, Mark, Panels, Points
 from spkv_nas.report.figures import SEARCH_FIGURES
-from spkv_nas.report.html import compact, page_data, render
+from spkv_nas.report.formatting import capitalized
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data, layout_indices
+from spkv_nas.report.page_svg import draw_chart, draw_scale
 from spkv_nas.report.plot import save_chart
-from spkv_nas.report.result_charts import cache_nll_chart, coverage_nll_chart
+from spkv_nas.report.result_charts import cache_nll_chart, coverage_budget_chart, coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
-from spkv_nas.report.verdict import Advise, Step, Verdict, conclude
+from spkv_nas.report.verdict import Step, Verdict, conclude
 
 _PAGE = "index.html"
 _SCRIPTS = ("page", "map", "layout_file", "costs", "compare", "layout_explorer")
@@ -35,21 +40,17 @@ Groups = dict[str, list[Chart | Panels]]
 
 
 def write_report(
-    folder: Path, inputs: ReportInputs, *, advise: Advise | None = None, progress: Progress = no_progress
+    folder: Path, inputs: ReportInputs, *, steps: Sequence[Step] = (), progress: Progress = no_progress
 ) -> Path:
-    """Write ``index.html`` and its figures (PNG and SVG) into ``folder``, and return the page's path.
+    """Write ``index.html`` and its figures into ``folder``, and return the page's path.
 
     Args:
         folder: created if missing; files of the same names are replaced, each atomically.
         inputs: everything the page shows.
-        advise: returns the commands to recommend for the page's verdict; None recommends nothing.
+        steps: commands to recommend.
         progress: called with (number of figures drawn, total).
-
-    Raises:
-        UserError: the folder cannot be written.
     """
     verdict = conclude(inputs)
-    steps = advise(verdict) if advise and inputs.alarm is None else []
     groups = _charts(inputs, verdict)
     # Draw the page's own figures; those of searches and result tables were drawn with them
     charts = [chart for name, group in groups.items() if name != "search" for chart in group]
@@ -125,3 +126,59 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
         words=tables.glossary(inputs),
         figures=figures,
     )
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the HTML of a template with the given values."""
+    options: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
+    environment.filters.update(compact=compact, csp_hash=_csp_hash, tie=_tie, cap=capitalized)
+    environment.filters.update(draw=draw_chart, draw_scale=draw_scale)
+    return environment.get_template(template).render(**values)
+
+
+def compact(text: str) -> str:
+    """Strip comments and indentation from a script or style, whose own strings contain neither."""
+    return re.sub(r"\s*\n\s*", "\n", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
+
+
+def _tie(sentence: str) -> str:
+    """Replace the spaces before percent signs and around ± and = by no-break spaces."""
+    for sign in (" %", " ± ", " = "):
+        sentence = sentence.replace(sign, sign.replace(" ", "\N{NO-BREAK SPACE}"))
+    return sentence
+
+
+def _csp_hash(content: str) -> str:
+    """Return the Content-Security-Policy source that allows an inline style or script with this content."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def page_data(
+    charts: Iterable[Chart], explorer: Mapping[str, Any] | None = None, indices: Mapping[str, int] | None = None
+) -> str:
+    """Return what the page's script reads, as JSON: ``{"charts": {name: marks}, "explorer": ...}``.
+
+    Marks have their tooltips, and maps their values. The text contains no ``<``, so it cannot close the element that
+    holds it. ``indices`` are the explorer's layouts by name: points that stand for layouts refer to them, with -1 for a
+    name that it lacks.
+    """
+
+    def content(mark: Mark) -> dict[str, Any]:
+        match mark:
+            case Points():
+                layouts = [(indices or {}).get(name, -1) for name in mark.layouts]
+                parts: dict[str, Any] = {"tips": mark.tips, "layouts": layouts}
+            case Bars():
+                parts = {"tips": mark.tips}
+            case Heatmap():
+                parts = {"values": np.round(mark.values, 4).tolist() if mark.words else [], "words": mark.words}
+            case _:
+                parts = {}
+        return {key: part for key, part in parts.items() if part}
+
+    marks = {chart.name: [content(mark) for mark in chart.marks] for chart in charts}
+    text = json.dumps(
+        {"charts": marks, "explorer": explorer}, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
+    return text.replace("<", "\\u003c")

@@ -1,8 +1,7 @@
-"""Draw charts with matplotlib: as figures for notebooks, and as picture files (PNG, SVG, PDF) for papers and slides.
+"""Draw charts with matplotlib, for notebooks, as files, and by ``page_svg`` for the page.
 
-``page_svg`` writes the same figures into the report page. One unit of a chart is one point. Figures are made without
-pyplot, so that neither global state nor a display is needed, and the same chart gives the same bytes: SVG text stays
-text, element ids come from a fixed salt, and no date is written. Names are drawn literally (``$`` starts no formula).
+One unit of a chart is one point. Figures are made without pyplot, so that no display is needed, and the same chart
+gives the same bytes. Names are drawn literally (``$`` starts no formula).
 """
 
 from __future__ import annotations
@@ -13,26 +12,37 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis as Ruler
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
-from matplotlib.transforms import Affine2D, Bbox, ScaledTranslation, TransformedBbox
+from matplotlib.transforms import Affine2D, Bbox, TransformedBbox
 
 from spkv_nas.base.files import write_atomic
-from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, legend_marks
-from spkv_nas.report.colours import CHOSEN, TONES
-from spkv_nas.report.names import LETTER, LINE, draw_names
+from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, Tone
 
-_FOOT, _GAP = 48.0, 14.0  # below the axes, for ticks and title; above and to the right of them
-_SAMPLE = 46.0  # width of a legend entry's sample, with the space around it
+TONES: dict[Tone | Literal["line"], str] = {  # the page has variables of these names, for light and dark mode
+    "accent": "#1f5fa8",
+    "muted": "#566173",
+    "second": "#b05a00",
+    "third": "#2e7d4f",
+    "ink": "#1b2330",
+    "line": "#dde1e8",  # of a grid
+}
+CHOSEN = "#d6006c"
+SHADES = 65
+LETTER, LINE = 6.6, 15.0  # average width of a letter, and height of a line of text
+_FAINT = 0.6  # names may cover marks of lower opacity
+_LEADER: dict[str, Any] = {"arrowstyle": "-", "color": TONES["muted"], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 5}
+_SAMPLE = 40.0  # width of a legend entry's sample, with the space around it
 _CLIP = Bbox([[-0.01, -0.01], [1.01, 1.01]])  # clip box of lines in axes coordinates, with a margin of 1 %
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "stroke": "|"}
 _DASHES: Any
@@ -72,18 +82,16 @@ def picture(chart: Chart | Panels) -> Picture:
 
 
 def save_chart(folder: Path, chart: Chart | Panels) -> None:
-    """Write ``<name>.png`` and ``<name>.svg``, each atomically."""
+    """Write ``<name>.png``, ``<name>.svg`` and ``<name>.pdf``, each atomically."""
+    formats: dict[str, Any] = {
+        "png": {"dpi": 160},
+        "svg": {"metadata": {"Date": None, "Creator": "spkv-nas"}},
+        "pdf": {"metadata": {"CreationDate": None, "Creator": "spkv-nas", "Producer": None}},
+    }
     with drawing():
         figure = draw(chart)
-        for suffix, options in (("png", {"dpi": 160}), ("svg", {"metadata": {"Date": None, "Creator": "spkv-nas"}})):
+        for suffix, options in formats.items():
             write_atomic(folder / f"{chart.name}.{suffix}", _bytes(figure, suffix, **options))
-
-
-def save_pdf(folder: Path, chart: Chart | Panels) -> None:
-    """Write ``<name>.pdf`` atomically, with selectable text."""
-    with drawing():
-        metadata = {"CreationDate": None, "Creator": "spkv-nas", "Producer": None}
-        write_atomic(folder / f"{chart.name}.pdf", _bytes(draw(chart), "pdf", metadata=metadata))
 
 
 @contextmanager
@@ -107,22 +115,23 @@ def draw(chart: Chart | Panels) -> Picture:
     columns = min(panels.columns, len(panels.charts))
     rows = math.ceil(len(panels.charts) / columns)
     # Create one figure for all panels
-    sizes = [_size(panel) for panel in panels.charts]
-    width, height = columns * max(width for width, _ in sizes), rows * max(height for _, height in sizes)
-    figure = Picture(figsize=(width / 72, height / 72), dpi=72)
+    widths, heights = zip(*map(_size, panels.charts), strict=True)
+    size = (columns * max(widths) / 72, rows * max(heights) / 72)
+    figure = Picture(figsize=size, dpi=72, layout="constrained")
     FigureCanvasAgg(figure)
-    # Draw the panels, each in its cell; maps settle their own margins
-    if any(panel.heatmap for panel in panels.charts):
-        figure.set_layout_engine("constrained")
-    for number, panel in enumerate(panels.charts):
-        if panel.heatmap is not None:
-            _draw_map(figure.add_subplot(rows, columns, number + 1), panel, panel.heatmap)
-            continue
-        row, column = divmod(number, columns)
-        left, bottom, right, top = _frame(panel, *sizes[number])
-        x, y = column * width / columns, (rows - row) * height / rows - sizes[number][1]
-        box = ((x + left) / width, (y + bottom) / height, (right - left) / width, (top - bottom) / height)
-        _draw_chart(figure.add_axes(box), panel)
+    # Draw the panels
+    for number, panel in enumerate(panels.charts, 1):
+        ax = figure.add_subplot(rows, columns, number)
+        if panel.heatmap is None:
+            _draw_chart(ax, panel)
+        else:
+            _draw_map(ax, panel, panel.heatmap)
+    # Settle the margins, then write the names of marks where there is room
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for ax, panel in zip(figure.axes, panels.charts, strict=False):
+        if panel.heatmap is None:
+            _draw_names(ax, panel)
     return figure
 
 
@@ -132,26 +141,17 @@ def _size(chart: Chart) -> tuple[float, float]:
     if cells is None:
         return chart.width, chart.height + LINE * (_legend_shape(chart)[0] + bool(chart.heading))
     rows, columns = len(cells.values), len(cells.values[0])
-    if _has_long_names(chart):
-        side = 45 * columns + 115
-        return side + 43, side + 29
     if not cells.written:
         return max(330, 65 + 17 * columns), 68 + 17 * rows
     return max(430, (137 if cells.legend else 86) + 30 * columns), 72 + 30 * max(rows, 3)
 
 
-def _frame(chart: Chart, width: float, height: float) -> tuple[float, float, float, float]:
-    """Return the position of a chart's axes as left, bottom, right, top, with room for the texts around them."""
-    ticks = LETTER * max((len(text) for _, text in chart.y.ticks), default=0)
-    left = max(56.0, ticks + 34) if chart.y.title else min(150.0, ticks + 22)
-    beside = [mark.label for mark in chart.marks if isinstance(mark, Rule) and not mark.vertical and mark.label]
-    right = width - max([_GAP + 2, *(10 + LETTER * len(label) for label in beside)])
-    return left, _FOOT, right, height - _GAP - LINE * (_legend_shape(chart)[0] + bool(chart.heading))
-
-
-def _has_long_names(chart: Chart) -> bool:
-    """Return True if names along a map's horizontal axis are too long to stand side by side."""
-    return max(len(text) for _, text in chart.x.ticks) > 4 and chart.heatmap is not None
+def _legend_shape(chart: Chart) -> tuple[int, int]:
+    """Return the lines and columns of the legend above the axes, which has as many columns as have room."""
+    names = {mark.label for mark in chart.marks if isinstance(mark, Line | Band | Points)} - {""}
+    widest = _SAMPLE + 0.9 * LETTER * max(map(len, names), default=0)
+    columns = min(max(1, int(chart.width / widest)), len(names))
+    return math.ceil(len(names) / max(1, columns)), columns
 
 
 def _draw_chart(ax: Axes, chart: Chart) -> None:
@@ -168,15 +168,13 @@ def _draw_chart(ax: Axes, chart: Chart) -> None:
     # Marks, legend, title
     for number, mark in enumerate(chart.marks):
         _draw_mark(ax, mark, f"{chart.name}/mark {number}")
-    draw_names(ax, chart)
     lines, columns = _legend_shape(chart)
     if lines:
-        left, scale = 4 - _frame(chart, *_size(chart))[0], ax.figure.dpi_scale_trans
-        origin = ax.transAxes + ScaledTranslation(left / 72, 8 / 72, scale)
-        spaces: Any = {"borderaxespad": 0, "borderpad": 0, "handlelength": 2.4, "columnspacing": 1, "labelspacing": 0.2}
-        handles = {mark.label: _sample(mark) for mark in legend_marks(chart)}
-        anchor: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "bbox_transform": origin, "ncols": columns}
-        ax.legend([*handles.values()], [*handles], fontsize=11, **anchor, **spaces)
+        spaces: Any = {"borderaxespad": 0.5, "borderpad": 0, "columnspacing": 1, "labelspacing": 0.2}
+        legend = ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize=11, **spaces)
+        for sample in legend.legend_handles:
+            if isinstance(sample, Line2D):
+                sample.set_markersize(min(sample.get_markersize(), 10.0))
     if chart.heading:
         ax.set_title(chart.heading, loc="left", fontsize=12, pad=8 + lines * LINE)
 
@@ -192,14 +190,16 @@ def _draw_mark(ax: Axes, mark: Any, name: str) -> None:
     """Draw one mark; ``name`` is the id of its elements with a tooltip, for the page."""
     match mark:
         case Band():
-            ax.fill_between(mark.x, mark.low, mark.high, color=TONES[mark.tone], alpha=mark.opacity, linewidth=0)
+            style: Any = {"color": TONES[mark.tone], "alpha": mark.opacity, "linewidth": 0}
+            ax.fill_between(mark.x, mark.low, mark.high, label=mark.label, **style)
         case Bars():
             widths = np.subtract(mark.high, mark.low)
             bars = ax.bar(mark.low, mark.height, widths, align="edge", color=TONES["accent"], edgecolor="white")
             for index, bar in enumerate(bars):
                 bar.set_gid(f"{name} {index}")
         case Line():
-            (line,) = ax.plot(mark.x, mark.y, **_line_style(mark))
+            style = {"linestyle": _DASHES[mark.dash], "linewidth": mark.width, "alpha": mark.opacity}
+            (line,) = ax.plot(mark.x, mark.y, color=TONES[mark.tone], label=mark.label, **style)
             line.set_clip_box(TransformedBbox(_CLIP, ax.transAxes))
         case Rule():
             style = {"color": TONES[mark.tone], "linestyle": _DASHES[mark.dash], "linewidth": 1.4}
@@ -209,14 +209,8 @@ def _draw_mark(ax: Axes, mark: Any, name: str) -> None:
             if known.size:
                 x, y, error = (np.array(values)[known] for values in (mark.x, mark.y, mark.error))
                 ax.errorbar(x, y, yerr=error, fmt="none", color=TONES[mark.tone], elinewidth=1.4, capsize=3)
-            (dots,) = ax.plot(mark.x, mark.y, **_point_style(mark), zorder=3)
+            (dots,) = ax.plot(mark.x, mark.y, **_point_style(mark), label=mark.label, zorder=3)
             dots.set_gid(name if mark.tips else name.replace("/mark", "/cloud") if mark.layouts else None)
-
-
-def _line_style(line: Line) -> dict[str, Any]:
-    """Return matplotlib's options for a line."""
-    style = {"color": TONES[line.tone], "linestyle": _DASHES[line.dash]}
-    return {**style, "linewidth": line.width, "alpha": line.opacity}
 
 
 def _point_style(points: Points) -> dict[str, Any]:
@@ -230,27 +224,6 @@ def _point_style(points: Points) -> dict[str, Any]:
     elif points.shape == "stroke":
         edge, width = colour, 3.0
     return {**style, "markeredgecolor": edge, "markeredgewidth": width, "alpha": points.opacity}
-
-
-def _sample(mark: Line | Band | Points) -> Any:
-    """Return the legend's sample of a mark."""
-    match mark:
-        case Line():
-            return Line2D([], [], **_line_style(mark))
-        case Band():
-            return Patch(color=TONES[mark.tone], alpha=mark.opacity, linewidth=0)
-        case Points():
-            return Line2D([], [], **{**_point_style(mark), "markersize": 2 * min(mark.size, 5.0)})
-
-
-def _legend_shape(chart: Chart) -> tuple[int, int]:
-    """Return the lines and columns of the legend above the axes: as many columns, filled in turn, as have room."""
-    widths = [_SAMPLE + 0.9 * LETTER * len(mark.label) for mark in legend_marks(chart)]
-    for columns in range(len(widths), 0, -1):
-        parts = np.array_split(widths, columns)
-        if columns == 1 or sum(part.max() for part in parts) <= chart.width:
-            return math.ceil(len(widths) / columns), columns
-    return 0, 0
 
 
 def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
@@ -276,10 +249,6 @@ def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
         ruler.label.set_fontsize(size + 0.5)
     ax.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
     ax.tick_params(length=0, labelsize=size)
-    if _has_long_names(chart):
-        ax.tick_params(axis="x", labelrotation=35)
-        for tick in ax.get_xticklabels():
-            tick.set(ha="right", rotation_mode="anchor")
     # Marked cells
     for row, column in cells.chosen:
         ax.add_patch(Rectangle((column - 0.44, row - 0.44), 0.88, 0.88, fill=False, edgecolor=CHOSEN, linewidth=1.8))
@@ -294,3 +263,68 @@ def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
         bar.set_ticks(cells.scale.fraction(tick_values).tolist(), labels=tick_texts, fontsize=9)
         bar.set_label(cells.legend, fontsize=9.5)
         bar.outline.set_visible(False)
+
+
+def _draw_names(ax: Axes, chart: Chart) -> None:
+    """Write the names of rules and points; a name of a point that finds no room is left out."""
+    occupied, inside = _obstacles(ax), ax.get_window_extent()
+    to_points: Any = ax.transData.transform
+    for mark in chart.marks:
+        match mark:
+            case Rule() if mark.label and mark.vertical:
+                top = to_points((mark.value, chart.y.high))
+                heights = [-LINE * (0.5 + row / 2) for row in range(int(2 * inside.height / LINE) - 1)]
+                if not _write(ax, mark.label, top, heights, occupied, gap=6):
+                    ax.annotate(mark.label, top, (6, -8), textcoords="offset points", va="center")
+            case Rule() if mark.label:
+                right_end: Any = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "ha": "right"}
+                ax.annotate(mark.label, (1, mark.value), (-6, 4), **right_end)
+            case Points():
+                for x, y, name in zip(mark.x, mark.y, mark.names, strict=False):
+                    if mark.shape == "stroke":
+                        ax.annotate(name, (x, y), (0, mark.size + 2), textcoords="offset points", ha="center")
+                    elif name:
+                        heights = [0.0, *(sign * row * LINE for row in range(1, 6) for sign in (1, -1))]
+                        _write(ax, name, to_points((x, y)), heights, occupied)
+
+
+def _write(ax: Axes, name: str, at: Any, heights: list[float], occupied: list[Bbox], *, gap: float = 10) -> bool:
+    """Write a name right or left of ``at``, at the first free height; return whether there was one."""
+    width, inside = LETTER * len(name), ax.get_window_extent()
+    for height in heights:
+        for left in (gap, -gap - width):
+            # Look for a box that overlaps nothing
+            box = Bbox.from_bounds(at[0] + left, at[1] + height - LINE / 2, width, LINE)
+            if box.count_overlaps(occupied) or not all(inside.contains(*corner) for corner in (box.min, box.max)):
+                continue
+            # Write the name, with a line to a point at another height
+            occupied.append(box)
+            leader = _LEADER | {"relpos": (left < 0, 0.5)} if abs(height) > LINE / 2 and gap > 6 else None
+            text = (at[0] + (gap if left > 0 else -gap), at[1] + height)
+            style: Any = {"ha": "left" if left > 0 else "right", "va": "center", "annotation_clip": False}
+            ax.annotate(name, at, text, "figure points", "figure points", leader, **style)
+            return True
+    return False
+
+
+def _obstacles(ax: Axes) -> list[Bbox]:
+    """Return the boxes of bars, lines and points that names should avoid."""
+    boxes = [bar.get_window_extent() for bar in ax.patches]
+    for drawn in ax.lines:
+        path, is_line = drawn.get_path().transformed(drawn.get_transform()), drawn.get_linestyle() != "None"
+        if is_line:
+            path, reach = path.interpolated(24), 2
+        elif (drawn.get_alpha() or 1.0) > _FAINT:
+            reach = 7
+        else:
+            continue
+        boxes += [Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach) for x, y in np.asarray(path.vertices)]
+    return boxes
+
+
+def cividis(value: float) -> tuple[str, str]:
+    """Return the colour of ``value``, clipped to [0, 1], and black or white for text on it (WCAG contrast)."""
+    rgb = np.array(colormaps["cividis"](min(1.0, max(0.0, float(value))))[:3])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    luminance = float(linear @ [0.2126, 0.7152, 0.0722])
+    return to_hex(rgb.tolist()), "#000" if luminance > 0.179 else "#fff"

@@ -1,18 +1,22 @@
-"""Draw the change of NLL against coverage and density: by layout, by threshold, by pruning rule."""
+"""Draw NLL against coverage, density and cache: by layout, by threshold, by pruning rule; and coverage by budget."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, SP_KV, counted_from
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.score_kind import DENSITY
 from spkv_nas.cost.cache_cost import full_bytes
-from spkv_nas.report.axes import error_axis, percent_axis, round_axis, spread_axis
-from spkv_nas.report.chart import Chart, Line, Points, Rule, Tone, numbers, points
+from spkv_nas.proposal.budget_curve import coverage_by_budget
+from spkv_nas.proposal.stability import Certainty
+from spkv_nas.report.axes import error_axis, round_axis, spread_axis
+from spkv_nas.report.chart import SERIES, Band, Chart, Line, Mark, Points, Rule, Tone, numbers, points
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result
 from spkv_nas.report.formatting import DELTA_AXES, capitalized, change, short
 from spkv_nas.report.inputs import ReportInputs
@@ -25,6 +29,8 @@ SHAPES: dict[str, dict[str, Any]] = {  # style of what layouts are compared with
 }
 LAYOUT: dict[str, Any] = {"label": "layout"}
 NOTE = "Lower is better. Bars: one standard error."
+_BUDGET = "Budget, global KV heads"
+_MAX_VERTICES = 100  # of a line: more are not seen, but are most of the page of a large model
 _DELTA = ("delta_nll_percent", "delta_nll_standard_error")
 
 
@@ -42,7 +48,7 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Ch
     if not marks:
         return None
     axes = (
-        percent_axis(f"Coverage, % of all heads' {noun}"),
+        round_axis(f"Coverage, % of all heads' {noun}", 0, 100, padded=True),
         error_axis(DELTA_AXES[baseline], *(rows[column] for column in _DELTA)),
     )
     return Chart("coverage-nll", "Does coverage predict the NLL?", *axes, tuple(marks), note=NOTE)
@@ -65,7 +71,7 @@ def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
         if not group.empty:
             marks.append(points(group, "density", *_DELTA, names=tuple(group["name"]), size=4.0, **style))
     axes = (
-        percent_axis("Density, % of keys kept (mean over heads)"),
+        round_axis("Density, % of keys kept (mean over heads)", 0, 100, padded=True),
         error_axis("NLL change from open gates, %", *(rows[column] for column in _DELTA)),
     )
     return Chart("tau-sweep", "NLL against density", *axes, tuple(marks), note="Bars: one standard error.")
@@ -183,3 +189,48 @@ def _references(inputs: ReportInputs, evidence: Evidence) -> Iterator[tuple[Resu
     for row in rows.dropna(subset=["delta_nll_percent", "density_percent"]).to_dict("records"):
         result = Result(row["strategy"], row["delta_nll_percent"], row["delta_nll_standard_error"])
         yield result, inputs.cache_share(min(1.0, row["density_percent"] / 100))
+
+
+def coverage_budget_chart(
+    table: HeadScores, layouts: Mapping[str, Layout], covered: Mapping[str, float], certainty: Certainty | None
+) -> Chart | None:
+    """Return coverage against budget by strategy, with the layouts as dots; None if no head keeps anything.
+
+    ``covered`` is each layout's coverage, in [0, 1]; ``certainty`` gives the band of the curve of highest scores.
+    """
+    curve = coverage_by_budget(table)
+    if curve is None:
+        return None
+    marks: list[Mark] = []
+    note = "Lines: the best possible, the expected random, and the layer patterns, at every budget."
+    # Confidence band and knee
+    if certainty is not None:
+        interval_label = f"95 % interval, up to ± {certainty.reach:.1f}"
+        budget, low, high = (numbers(certainty.curve[name]) for name in ("budget", "low", "high"))
+        marks += [
+            Band(budget, numbers(low, 100), numbers(high, 100), interval_label, opacity=0.3),
+            Rule(certainty.knee, f"knee {certainty.knee}"),
+        ]
+        band = f"Band: {interval_label} points, over documents."
+        note += f" {band} Knee: beyond it each further head adds less than average."
+    # A line per strategy
+    names = [str(name) for name in curve.columns if name != "budget"]
+    for name, (tone, dash) in zip(names, SERIES, strict=False):
+        line = curve[["budget", name]].dropna()
+        line = line.iloc[np.unique(np.linspace(0, len(line) - 1, _MAX_VERTICES).round().astype(int))]
+        marks.append(Line(numbers(line["budget"]), numbers(line[name], 100), name, tone, dash))
+    # A dot per layout
+    if layouts:
+        heads = {name: layout.num_global for name, layout in layouts.items()}
+        tips = tuple(f"{name}\n{heads[name]} heads, coverage {100 * covered[name]:.1f} %" for name in layouts)
+        dots = numbers(heads.values()), numbers((covered[name] for name in layouts), 100)
+        marks.append(Points(*dots, tips=tips, tone="ink", label="layout"))
+        note += " Dots: the layouts of this report."
+    return Chart(
+        "coverage-budget",
+        "Coverage vs budget",
+        round_axis(_BUDGET, 0, table.num_heads, exact=True),
+        round_axis(f"{table.measure.title} coverage, %", 0, 100),
+        tuple(marks),
+        note=note,
+    )

@@ -7,7 +7,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.report.axes import round_axis, spread_axis
-from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Numbers, Panels, Points, Shape, Tone, numbers, points
+from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Numbers, Panels, Points, Shape, numbers, points
 from spkv_nas.report.formatting import capitalized, change, short, signed
 
 _SHAPES: tuple[Shape, ...] = ("circle", "diamond", "triangle", "circle")
@@ -25,15 +25,15 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
     retrained = rows.dropna(subset=["full_delta_percent"]).drop_duplicates("hash")
     if retrained.empty:
         return None
-    # Vertical axis
+    # Axes
     value, error = retrained["full_delta_percent"], retrained["full_standard_error"].fillna(0.0)
     nll_axis = spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
-    # Draw a chart for each predictor that was measured
-    low, high = (retrained["zero_shot_delta_percent"].agg(end) for end in ("min", "max"))
+    low, high = retrained["zero_shot_delta_percent"].agg(["min", "max"])
     predictors = {
         "zero-shot": ("zero_shot_delta_percent", spread_axis(_CHANGE, low, high)),
         "coverage": ("coverage_percent", round_axis("Coverage, %", 0, retrained["coverage_percent"].max())),
     }
+    # Draw a chart for each predictor that was measured
     charts = []
     for name, (column, axis) in predictors.items():
         if retrained[column].notna().any():
@@ -78,14 +78,11 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
 
 
 def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
-    """Return a group of points per sampler, with the baselines named."""
-    # Choose a shape and a tone for every sampler
-    groups = []
-    styles: dict[str, tuple[Shape, Tone]] = {BASELINE: ("square", "ink")}
+    """Return a group of points per sampler, each of a shape and a tone, with the baselines named."""
     samplers = [str(name) for name in retrained["sampler"].unique() if name != BASELINE]
-    styles |= {name: (shape, tone) for name, shape, (tone, _) in zip(samplers, _SHAPES, SERIES, strict=False)}
-    # One group of points per sampler, with tips; only the baselines are labelled
-    for sampler, (shape, tone) in styles.items():
+    styles = [("square", "ink"), *zip(_SHAPES, (tone for tone, _ in SERIES), strict=True)]
+    groups = []
+    for sampler, (shape, tone) in zip((BASELINE, *samplers), styles, strict=False):
         subset = retrained[retrained["sampler"] == sampler].dropna(subset=[column])
         if subset.empty:
             continue

@@ -14,11 +14,10 @@ from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.evaluation.ranking import MIN_ITEMS, best_layouts, correlations
 from spkv_nas.report.chart import Row
 from spkv_nas.report.evidence import COMPARISON, SEARCH, all_evidence
-from spkv_nas.report.formatting import BASELINES, change, number, signed, without_folder
+from spkv_nas.report.formatting import change, number, signed, without_folder
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import Verdict
 
-_MAX_MISSED = 5
 _GROUPS = {SP_KV: 1, FULL_ATTENTION: 2, DENSE: 3}  # order of the rows, after the layouts (0)
 _COMPARED = {  # columns of the comparison beside changes of NLL: title -> column and digits
     "NLL": ("nll", 4),
@@ -32,12 +31,8 @@ Table = tuple[tuple[str, ...], list[tuple[Row, ...]]]  # titles of the columns, 
 _NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is"}
 
 
-def facts(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, str]]:
-    """Return the numbers at the top of the page, the verdict's last.
-
-    Returns:
-        (value, description, key in the glossary or "") of each.
-    """
+def key_numbers(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, str]]:
+    """Return (value, description, glossary key or "") of the numbers at the top of the page, the verdict's last."""
     table = inputs.table
     # Describe the mean score in the unit of its signal
     measure, factor = table.measure, table.measure.scale.factor
@@ -68,30 +63,8 @@ def score_rows(table: HeadScores) -> Table:
     return ("Layer", *(f"KV head {head}" for head in range(table.num_kv_heads))), [rows]
 
 
-def missed_rows(inputs: ReportInputs) -> Table | None:
-    """Return the heads that ``densest`` leaves out although they save most; None without any."""
-    if inputs.trust is None or not inputs.trust.missed:
-        return None
-    table = inputs.table
-    rows = tuple(
-        Row(
-            f"layer {head.layer}, KV head {head.kv_head}",
-            (
-                f"{number(1000 * head.gain, 1)} ± {number(1000 * head.standard_error, 1)}",
-                table.measure.exact(table.values[head.layer, head.kv_head]),
-                str(1 + int((table.values > table.values[head.layer, head.kv_head]).sum())),
-            ),
-        )
-        for head in inputs.trust.missed[:_MAX_MISSED]
-    )
-    return ("Excluded head", "Gain, nats / 1,000", table.measure.title, f"Rank of {table.num_heads}"), [rows]
-
-
 def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
-    """Return layouts, lowest NLL first, then each reference, as groups; None before training.
-
-    Changes of NLL are the first columns, for narrow screens.
-    """
+    """Return layouts, lowest NLL first, then each reference, as groups; None before training."""
     comparison = inputs.comparison
     if comparison is None:
         return None
@@ -118,24 +91,15 @@ def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
     return ("Strategy", *references, *_COMPARED, *notes), [tuple(group) for group in groups if group]
 
 
-def agreement_rows(rows: pd.DataFrame | None) -> Table | None:
+def probe_pair_rows(rows: pd.DataFrame | None) -> Table | None:
     """Return both probes, budget, Jaccard index, rank correlation and transfer of each pair; None without any."""
     if rows is None:
         return None
-    columns = {
-        "Budget": ("budget", 0, 1),
-        "Jaccard": ("jaccard", 2, 1),
-        "Spearman": ("spearman", 3, 1),
-        "Transfer, %": ("transfer", 1, 100),
-    }
-    lines = tuple(
-        Row(
-            str(row["first"]),
-            (str(row["second"]), *(number(f * row[column], digits) for column, digits, f in columns.values())),
-        )
-        for row in rows.to_dict("records")
-    )
-    return ("Probe", "Other probe", *columns), [lines]
+    lines = []
+    for row in rows.to_dict("records"):
+        numbers = (row["budget"], 0), (row["jaccard"], 2), (row["spearman"], 3), (100 * row["transfer"], 1)
+        lines.append(Row(str(row["first"]), (str(row["second"]), *(number(*each) for each in numbers))))
+    return ("Probe", "Other probe", "Budget", "Jaccard", "Spearman", "Transfer, %"), [tuple(lines)]
 
 
 def search_about(inputs: ReportInputs) -> str:
@@ -203,10 +167,7 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def findings(record: Mapping[str, Any]) -> list[str]:
-    """Return the rank correlations that ``comparison.yaml`` records, in a sentence.
-
-    Their keys are rho and, where known, layouts and interval.
-    """
+    """Return the rank correlations that ``comparison.yaml`` records, in a sentence."""
     recorded, zero_shot = record.get("rank_correlation"), record.get("zero_shot_rank_correlation")
     if recorded is None:
         return []
@@ -228,10 +189,7 @@ def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
 
 
 def search_findings(inputs: ReportInputs) -> list[str]:
-    """Return how well cheap scores rank the layouts of a search.
-
-    Nothing where the retrained layouts were measured on too few documents to rank them.
-    """
+    """Return how well cheap scores rank the layouts of a search; nothing on too few documents."""
     rows = inputs.search
     if rows is None or not all(each.is_rankable for each in all_evidence(inputs) if each.fidelity == "full"):
         return []
@@ -246,17 +204,16 @@ def glossary(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
     """Return (title, meaning) of each term that the page uses, by key."""
     table, measure = inputs.table, inputs.table.measure
     clipping = "" if table.is_density else " (0 where it is negative)"
-    sinks = f"the first {table.sinks} token{'s' if table.sinks > 1 else ''} of a sequence (sink tokens) and "
-    local_keys = (sinks if table.sinks else "") + "its window"
+    sinks = f"the first tokens of a sequence (sink tokens: {table.sinks}) and " if table.sinks else ""
+    here = f"; here {table.window}" if table.window else ""
     # Terms of every page
     terms = {
         "measure": (measure.title, measure.meaning),
-        "window": (
-            "Window",
-            "Number of most recent keys that a local KV head sees, the query's own included"
-            + (f"; here {table.window}." if table.window else "."),
+        "window": ("Window", f"Number of most recent keys that a local KV head sees, the query's own included{here}."),
+        "layout": (
+            "Layout",
+            f"For each KV head: global (sees all earlier keys), or local (sees {sinks}its window only).",
         ),
-        "layout": ("Layout", f"For each KV head: global (sees all earlier keys), or local (sees {local_keys} only)."),
         "budget": ("Budget", "Number of global KV heads of a layout."),
         "coverage": (
             f"{measure.title} coverage",
@@ -265,31 +222,21 @@ def glossary(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
     }
     # Terms of gates
     if table.is_density:
-        interpolated = (
-            " At thresholds other than the probe's, densities are interpolated from its histogram of utilities, as by "
-            "propose --tau."
-        )
         meaning = "A key is kept if its utility, which the gate predicts, is at least τ."
+        interpolated = " At thresholds other than the probe's, densities are interpolated from its histogram."
         terms["tau"] = "Threshold τ", meaning + (interpolated if table.histogram else "")
     # Terms of results
-    comparison = inputs.comparison
-    if comparison is None and inputs.search is None:
+    if inputs.comparison is None and inputs.search is None:
         return terms
-    baseline = "the dense model as it is where nothing was retrained, else the control"
-    if comparison is not None:
-        baseline = BASELINES[counted_from(comparison)]
-        if inputs.search is not None and counted_from(comparison) == DENSE:
-            baseline += "; in the search, of retrained layouts, the control"
     return terms | {
         "control": (
             "Control",
-            "Full attention, retrained like the layouts: a difference from it is due to the layout, not to the "
-            "retraining.",
+            "Full attention, retrained like the layouts: what differs from it is due to the layout, not to retraining.",
         ),
         "dense": ("Dense model as it is", "The checkpoint before any retraining."),
         "delta": (
             "Δ NLL",
-            f"Change of the negative log-likelihood per token on held-out text against {baseline}, in percent; lower "
-            "is better. ± is one standard error over documents.",
+            "Change of the negative log-likelihood per token on held-out text, in percent, against the dense model as "
+            "it is or the control, as said beside it; lower is better. ± is one standard error over documents.",
         ),
     }

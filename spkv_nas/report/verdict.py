@@ -1,26 +1,25 @@
 """Draw one conclusion from all evidence on a page: the layout it is about, and how sure that is.
 
-The headline, the figures at the top, the tags in tables, the explorer's initial layout, its file and the recommended
-command all come from one ``Verdict``, so that they cannot contradict each other.
+Headline, tags, the explorer's first layout and the recommended command come from it, so none contradicts another.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.report.evidence import COMPARISON, MIN_DOCUMENTS, PASSES, VERDICT, Evidence, Result, all_evidence
+from spkv_nas.report.evidence import COMPARISON, PASSES, VERDICT, Evidence, Result, all_evidence
 from spkv_nas.report.formatting import BASELINES, listed, number, signed, standard_errors
 from spkv_nas.report.inputs import ReportInputs, widest_layout
 
 _MAX_NAMED = 4
-TIED, UNKNOWN, BEHIND = "tied", "unknown", "behind"  # standing of a layout relative to the best
 NOT_BEHIND = "not clearly behind"
 
 
@@ -32,9 +31,6 @@ class Step:
     command: str
 
 
-Advise = Callable[["Verdict"], Sequence[Step]]
-
-
 @dataclass(frozen=True, eq=False)
 class Verdict:
     """The conclusion from all evidence on a page."""
@@ -43,8 +39,8 @@ class Verdict:
     sentences: tuple[str, ...] = ()  # what was measured on too little, and how the layout compares with others
     layout: Result | None = None  # the layout that the page is about, as ``conclude`` chooses it; None if there is none
     evidence: Evidence | None = None  # the evidence that decided; None if no loss was measured
-    others: tuple[Result, ...] = ()  # the other layouts of the same budget, in order
-    standings: tuple[str, ...] = ()  # of the others, ``TIED``, ``BEHIND`` or ``UNKNOWN`` (``_standing``)
+    has_rivals: bool = False  # whether other layouts of the same budget were measured
+    close: tuple[str, ...] = ()  # names of those that are not clearly behind (``_is_behind``)
     covered: float | None = None  # coverage of the layout, in [0, 1]; None if its heads are unknown
 
     def tag(self, name: str, source: str, steps: float | None = None) -> str:
@@ -52,14 +48,13 @@ class Verdict:
 
         ``source`` is ``COMPARISON`` or ``SEARCH``; ``steps`` are the row's, if the rows of its table differ in them.
         """
-        if self.evidence is None or self.layout is None or self.evidence.source != source or not self.others:
+        if self.evidence is None or self.layout is None or self.evidence.source != source or not self.has_rivals:
             return ""
         if steps is not None and not np.isclose(steps, self.evidence.steps, equal_nan=True):
             return ""
-        close = [other.name for other, standing in zip(self.others, self.standings, strict=True) if standing != BEHIND]
-        if name == self.layout.name and not close:
+        if name == self.layout.name and not self.close:
             return "lowest NLL"
-        return NOT_BEHIND if name in (self.layout.name, *close) else ""
+        return NOT_BEHIND if name in (self.layout.name, *self.close) else ""
 
 
 def conclude(inputs: ReportInputs) -> Verdict:
@@ -78,44 +73,43 @@ def conclude(inputs: ReportInputs) -> Verdict:
         for source, documents in sorted(small)
     )
     rankable = [each for each in everything if each.is_rankable or len(each.results) == 1]
-    judged = {result.key: result for each in everything if each.source == VERDICT for result in each.results}
-    passing = [result for result in judged.values() if result.judged.startswith(PASSES)]
+    decided = {result.key: result for each in everything if each.source == VERDICT for result in each.results}
+    passing = [result for result in decided.values() if result.verdict.startswith(PASSES)]
     # Retrained layouts; without any, scores, unless a layout passes
     for is_trained in (True, False)[: 1 if passing else 2]:
         group = [each for each in rankable if (each.steps != 0) == is_trained and each.source != VERDICT]
         deciding = next((each for each in group if len(each.of_one_budget) > 1), next(iter(group), None))
         if deciding is not None:
             best, *others = deciding.of_one_budget
-            return _about(inputs, best, deciding, judged, warnings, others)
+            return _about(inputs, best, deciding, decided, warnings, others)
     # A layout that passes, with its score where there is one
-    if judged:
-        best = min(passing or judged.values(), key=lambda result: result.num_global)
-        having = [each for each in everything if any(result.key == best.key for result in each.results)]
-        scores = [each for each in having if each in rankable and each.steps == 0]
-        judging = next(each for each in having if any(result is best for result in each.results))
-        source = min(scores, key=lambda each: each.source == VERDICT, default=judging)
-        scored = next(result for result in source.results if result.key == best.key)
-        return _about(inputs, scored, source, judged, warnings)
+    if decided:
+        best = min(passing or decided.values(), key=lambda result: result.num_global)
+        measured = [(each, result) for each in everything for result in each.results if result.key == best.key]
+        scores = [pair for pair in measured if pair[0] in rankable and pair[0].steps == 0]
+        of_verdict = next(pair for pair in measured if pair[1] is best)
+        source, scored = min(scores, key=lambda pair: pair[0].source == VERDICT, default=of_verdict)
+        return _about(inputs, scored, source, decided, warnings)
     # A layout that was only proposed
     name = widest_layout(inputs)
     if name is None:
         return Verdict((_mean(inputs.table), "", ""), warnings)
     layout = inputs.layouts[name]
     proposed = Result(name, math.nan, num_global=layout.num_global, mask=layout.global_mask)
-    return _about(inputs, proposed, None, judged, warnings)
+    return _about(inputs, proposed, None, decided, warnings)
 
 
 def _about(
     inputs: ReportInputs,
     layout: Result,
     evidence: Evidence | None,
-    judged: Mapping[object, Result],
+    decided: Mapping[object, Result],
     warnings: tuple[str, ...],
     others: Sequence[Result] = (),
 ) -> Verdict:
-    """Return a verdict about a layout: how much memory it saves, what it loses, and how others of its budget compare.
+    """Say how much memory a layout saves, what it loses, and how ``others`` of its budget compare.
 
-    ``judged`` is what verdicts say of layouts, by ``Result.key``, which counts before retraining.
+    ``decided`` are the layouts of verdicts by ``Result.key``, which count before retraining.
     """
     # Compute the saved memory and the coverage
     table, size = inputs.table, ""
@@ -136,22 +130,17 @@ def _about(
         return Verdict(("", layout.name, f": {size}{loss}."), (*warnings, *sentences), layout, covered=covered)
     # State the loss, and what a verdict says of the layout
     loss = _loss(layout, evidence)
-    if evidence.steps == 0 and layout.key in judged:
-        loss += f"; {judged[layout.key].judged}"
-    # Standard errors of differences from the others, which share documents in a comparison
-    is_paired = evidence.source == COMPARISON
-    errors = [inputs.pair_error(layout.name, other.name) if is_paired else math.nan for other in others]
-    standings = tuple(
-        _standing(layout, other, error, evidence.critical) for other, error in zip(others, errors, strict=True)
-    )
-    close = [
-        f"{other.name} {signed(other.delta - layout.delta)} ± {number(error, 3)}"
-        for other, error, standing in zip(others, errors, standings, strict=True)
-        if standing != BEHIND
-    ]
-    words = (_competition(evidence, len(others), close),) if others else ()
+    if evidence.steps == 0 and layout.key in decided:
+        loss += f"; {decided[layout.key].verdict}"
+    # Find the others that are not clearly behind, by the error of the difference where documents are shared
+    close = {}
+    for other in others:
+        error = inputs.pair_error(layout.name, other.name) if evidence.source == COMPARISON else math.nan
+        if not _is_behind(layout, other, error, evidence.critical):
+            close[other.name] = f"{other.name} {signed(other.delta - layout.delta)} ± {number(error, 3)}"
+    words = (_competition(evidence, len(others), [*close.values()]),) if others else ()
     lead = "", layout.name, f": {size}{loss}."
-    return Verdict(lead, (*warnings, *words), layout, evidence, tuple(others), standings, covered)
+    return Verdict(lead, (*warnings, *words), layout, evidence, bool(others), tuple(close), covered)
 
 
 def _loss(layout: Result, evidence: Evidence) -> str:
@@ -175,25 +164,16 @@ def _competition(evidence: Evidence, num_others: int, close: Sequence[str]) -> s
     )
 
 
-def _standing(best: Result, other: Result, error: float, critical: float) -> str:
-    """Compare a layout with the best by the standard error of their difference: tied within ``critical`` of them.
+def _is_behind(best: Result, other: Result, error: float, critical: float) -> bool:
+    """Return whether a layout's NLL is more than ``critical`` standard errors of the difference above the best one.
 
-    Where that is unknown, it is at most the sum of both errors, by which a layout may still be clearly behind.
+    Where that error is unknown (NaN), it is at most the sum of both errors.
     """
-    difference = other.delta - best.delta
-    if math.isnan(error):
-        return BEHIND if difference > critical * (best.error + other.error) else UNKNOWN
-    if math.isnan(difference):
-        return UNKNOWN
-    return TIED if difference <= critical * error else BEHIND
+    return other.delta - best.delta > critical * (best.error + other.error if math.isnan(error) else error)
 
 
 def _mean(table: HeadScores) -> str:
     """Return a sentence on a table without layouts."""
-    if table.is_density:
-        return f"On average, the {table.num_heads} KV heads keep {100 * table.mean:.1f} % of the tokens."
-    measure, (layer, head) = table.measure, np.unravel_index(int(table.values.argmax()), table.grid)
-    return (
-        f"Of {table.num_heads} KV heads, KV head {head} of layer {layer} has the highest {measure.noun}: "
-        f"{measure.exact(table.values[layer, head])} {measure.unit}."
-    )
+    measure = table.measure
+    value = f"{measure.scale.factor * table.mean:.1f}"
+    return f"The mean {measure.noun} of {table.num_heads} KV heads is {value}, in {measure.shown}."

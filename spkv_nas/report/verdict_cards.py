@@ -12,7 +12,7 @@ import pandas as pd
 from spkv_nas.evaluation.verdict.registry import CRITERIA
 from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by
 from spkv_nas.report.axes import name_axis, round_axis
-from spkv_nas.report.chart import Band, Chart, Line, Mark, Points, Row, Rule, Section, Shape, Tone, numbers
+from spkv_nas.report.chart import Axis, Band, Chart, Line, Mark, Points, Row, Rule, Section, Shape, Tone, numbers
 from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
 
 _MARKS: dict[str, tuple[Shape, Tone]]
@@ -33,8 +33,8 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
     # Name layouts with their numbers of global heads
     heads = {candidate: each["heads"].replace(" ", "") for candidate, each in record.get("layouts", {}).items()}
     names = {each: f"{each} ({text.count('G')} of {len(text)} heads)" for each, text in heads.items()}
-    rows = rows.assign(candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]])
     answers = record.get("answers", {}).items()
+    rows = rows.assign(candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]])
     record = {**record, "answers": {names.get(each, without_folder(each)): answer for each, answer in answers}}
     return Section(
         name,
@@ -43,35 +43,36 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
         f"replace if the loss is below every margin. {_INTERVALS}",
         ("Candidate", "Criterion", "Loss", "Interval", "Margin", "Samples"),
         tuple(
-            tuple(_row(row, record) for _, row in of_one.iterrows())
+            tuple(_row(row, record) for row in of_one.to_dict("records"))
             for _, of_one in rows.groupby("candidate", sort=False)
         ),
         findings=tuple(_sentences(rows, record)),
-        charts=tuple(_cards(name, rows, record)),
+        charts=tuple(
+            _card(f"{name}-{criterion}", str(criterion), group, record)
+            for criterion, group in rows[rows["margin"] > 0.0].groupby("criterion", sort=False)
+        ),
     )
 
 
-def _cards(prefix: str, rows: pd.DataFrame, record: Record) -> Iterable[Chart]:
-    """Yield a card per criterion: the loss of every candidate with its interval, and the margin."""
-    for criterion, group in rows[rows["margin"] > 0.0].groupby("criterion", sort=False):
-        unit, margin = str(group["unit"].iloc[0]), float(group["margin"].iloc[0])
-        # Crop ends that lie far beyond the margin
-        ends = group[["low", "high", "loss"]].clip(-_REACH * margin, _REACH * margin)
-        low, high = float(ends.min(axis=None)), float(ends.max(axis=None))
-        x = round_axis(f"Loss, {unit}", min(0.0, low), max(margin, high), padded=True)
-        # Name the candidates, and summarise their answers
-        noun = record.get("nouns", {}).get(str(criterion), "samples")
-        names = [f"{short(row['candidate'], 28)} " for _, row in group.iterrows()]
-        summary = listed([f"{row['candidate']} {row['answer']}" for _, row in group.iterrows()], _MAX_NAMED)
-        yield Chart(
-            f"{prefix}-{criterion}",
-            card_title(str(criterion)),
-            x,
-            name_axis("", names, down=True),
-            tuple(_marks(group, x.low, x.high, margin, noun)),
-            note=f"Criterion {criterion}, margin {margin:g} {unit}: {summary}.",
-            height=_HEIGHT + _ROW * len(group),
-        )
+def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> Chart:
+    """Return the card of a criterion: the loss of every candidate with its interval, and the margin."""
+    unit, margin = str(group["unit"].iloc[0]), float(group["margin"].iloc[0])
+    # Crop the axis where ends lie far beyond the margin
+    ends = group[["low", "high", "loss"]].clip(-_REACH * margin, _REACH * margin)
+    axis = round_axis(f"Loss, {unit}", min(0.0, ends.min(axis=None)), max(margin, ends.max(axis=None)), padded=True)
+    # Name the candidates, and summarise their answers
+    names = [f"{short(candidate, 28)} " for candidate in group["candidate"]]
+    pairs = zip(group["candidate"], group["answer"], strict=True)
+    summary = listed([f"{candidate} {answer}" for candidate, answer in pairs], _MAX_NAMED)
+    return Chart(
+        name,
+        card_title(criterion),
+        axis,
+        name_axis("", names, down=True),
+        tuple(_marks(group, axis, margin, record.get("nouns", {}).get(criterion, "samples"))),
+        note=f"Criterion {criterion}, margin {margin:g} {unit}: {summary}.",
+        height=_HEIGHT + _ROW * len(group),
+    )
 
 
 def card_title(criterion: str) -> str:
@@ -79,30 +80,31 @@ def card_title(criterion: str) -> str:
     return CRITERIA[criterion].title if criterion in CRITERIA.names else criterion
 
 
-def _marks(group: pd.DataFrame, left: float, right: float, margin: float, noun: str) -> Iterable[Mark]:
+def _marks(group: pd.DataFrame, axis: Axis, margin: float, noun: str) -> Iterable[Mark]:
     """Yield the marks of a card: losses that are allowed, the margin, intervals, and losses."""
-    bottom, top = -0.5, len(group) - 0.5
+    rows = group.reset_index(drop=True)
+    # Crop losses and intervals at the axis; an end that is not known yet lies beyond
+    unknown = {"low": -np.inf, "high": np.inf}
+    shown = rows[["low", "high", "loss"]].fillna(unknown).clip(axis.low, axis.high)
     # Mark allowed losses, zero and the margin
-    yield Band((left, margin), (bottom, bottom), (top, top), "below the margin", opacity=0.08)
+    bottom, top = -0.5, len(rows) - 0.5
+    yield Band((axis.low, margin), (bottom, bottom), (top, top), "below the margin", opacity=0.08)
     yield Rule(0.0, tone="muted", dash="solid")
     yield Rule(margin)
-    # Draw the intervals, cropped at the axis
-    for position, (_, row) in enumerate(group.iterrows()):
-        ends = tuple(end if math.isfinite(end) else edge for end, edge in ((row["low"], left), (row["high"], right)))
-        clipped = tuple(min(max(end, left), right) for end in ends)
-        yield Line(
-            clipped, (position, position), tone=_MARKS.get(row["answer"], _MARKS["open"])[1], width=5.0, opacity=0.45
-        )
-    # Draw the losses by answer
-    rows = group.assign(position=numbers(range(len(group)))).loc[np.isfinite(group["loss"])]
+    # Draw the intervals and the losses by answer
     for answer, (shape, tone) in _MARKS.items():
-        chosen = rows[rows["answer"] == answer].to_dict("records")
-        if chosen:
+        positions = rows.index[rows["answer"] == answer]
+        for position in positions:
+            ends = numbers(shown.loc[position, ["low", "high"]])
+            yield Line(ends, (position, position), tone=tone, width=5.0, opacity=0.45)
+        measured = [position for position in positions if np.isfinite(rows["loss"][position])]
+        if measured:
+            losses = rows["loss"][measured]
             yield Points(
-                numbers(min(max(row["loss"], left), right) for row in chosen),
-                numbers(row["position"] for row in chosen),
-                tips=tuple(_tip(row, noun) for row in chosen),
-                names=tuple("" if left <= row["loss"] <= right else _loss(row["loss"]) for row in chosen),
+                numbers(shown["loss"][measured]),
+                numbers(measured),
+                tips=tuple(_tip(row, noun) for row in rows.loc[measured].to_dict("records")),
+                names=tuple("" if axis.low <= loss <= axis.high else _loss(loss) for loss in losses),
                 label=answer,
                 shape=shape,
                 tone=tone,
@@ -110,12 +112,13 @@ def _marks(group: pd.DataFrame, left: float, right: float, margin: float, noun: 
             )
 
 
-def _row(row: pd.Series[Any], record: Record) -> Row:
+def _row(row: Mapping[Any, Any], record: Record) -> Row:
     """Return the row of a candidate and a criterion."""
+    is_known = not (math.isnan(row["low"]) and math.isnan(row["high"]))
     cells = (
         str(row["criterion"]),
         _loss(row["loss"]),
-        f"{_loss(row['low'])} to {_loss(row['high'])}" if row[["low", "high"]].notna().any() else "not known yet",
+        f"{_loss(row['low'])} to {_loss(row['high'])}" if is_known else "not known yet",
         f"{row['margin']:g} {row['unit']}",
         f"{number(row['num_samples'], 0)} {record.get('nouns', {}).get(row['criterion'], 'samples')}",
     )

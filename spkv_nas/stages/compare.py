@@ -17,8 +17,6 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.proposal.agreement import agreement, parse_probe, short_labels, write_agreement
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.report.budget_charts import agreement_charts
-from spkv_nas.report.figures import save_figure
 from spkv_nas.stages.lookup import find_table
 from spkv_nas.stages.options.compare import CompareOptions
 from spkv_nas.stages.result import Result
@@ -31,18 +29,16 @@ class AgreementResult:
     Attributes:
         rows: table of ``proposal.agreement``.
         folder: folder of the table.
-        figure: path of the figure; None where the plotting library is not installed.
     """
 
     rows: pd.DataFrame
     folder: Path
-    figure: Path | None
 
 
 def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementResult:
     """Measure how far probes, or with ``split_by`` the parts of each probe, agree on the heads to choose.
 
-    The table and its figure are written to ``reports/<name>/``.
+    The table is written to ``reports/<name>/``.
     """
     # Read and split the probes
     tables: dict[str, HeadScores] = {}
@@ -64,7 +60,7 @@ def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementRe
     warn_of_windows(windows, sinks, remedy="probe all of them with the same {}")
     warn_of_separators({label: table.metadata for label, table in tables.items()})
     write_agreement(folder, rows, windows, reporter=reporter)
-    return AgreementResult(rows, folder, save_figure(folder, agreement_charts(rows)))
+    return AgreementResult(rows, folder)
 
 
 def show(result: AgreementResult) -> None:
@@ -98,7 +94,7 @@ def show(result: AgreementResult) -> None:
         "transfer: coverage on one probe by the heads selected on the other, relative to its best; the lower of both "
         "directions"
     )
-    print_path("agreement", result.figure or result.folder / "agreement.csv")
+    print_path("agreement", result.folder / "agreement.csv")
 
 
 def run(options: CompareOptions, reporter: Reporter) -> Result:

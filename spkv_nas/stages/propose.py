@@ -232,8 +232,8 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
 
     Layouts, curve and figure are written to ``layouts/<name>/budgets/``.
     """
-    from spkv_nas.report.budget_charts import coverage_budget_chart
     from spkv_nas.report.figures import save_figure
+    from spkv_nas.report.result_charts import coverage_budget_chart
 
     table = with_sinks(chosen_table(options, reporter), options.sinks)
     if (missed_price := table.missed_price) is not None:

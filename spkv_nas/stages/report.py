@@ -1,46 +1,49 @@
-"""Report: write pages and figures from what the other commands left in the workspace."""
+"""Report: write pages, figures and their index from what the other commands left in the workspace."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-import pandas as pd
-
+from spkv_nas.artifacts import checkpoints
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.head_tables import read_density_log
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.console import print_path
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.cost.calibration import Calibration
+from spkv_nas.base.version import __version__
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.trust import Trust
-from spkv_nas.report.page import write_report
-from spkv_nas.report.pictures import write_paper_figures
+from spkv_nas.report.density_charts import thumbnail
+from spkv_nas.report.formatting import capitalized
+from spkv_nas.report.page import render, write_report
+from spkv_nas.report.verdict import Step, Verdict, conclude
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.lookup import chosen_table, find_proposal, find_table
+from spkv_nas.stages.next_steps import recommend, retraining
+from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
-from spkv_nas.stages.report_page.index import pages, write_workspace_index
-from spkv_nas.stages.report_page.page_steps import page_steps
-from spkv_nas.stages.report_page.results import read_inputs
+from spkv_nas.stages.record import model_identity
+from spkv_nas.stages.report_results import read_inputs
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.table_trust import neighbours, trust
 
 
 def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
-    """Write the pages of a workspace, and an index if there are several probes.
+    """Write the pages of a workspace, or that of ``options.probe``, and an index if there are several.
 
-    Args:
-        options: with ``probe``, only that probe's page and the index are written.
-        reporter: receives messages and progress.
-
-    Returns:
-        Path of the index if there is one and no probe was named, else of the page.
+    Return the path of the index if there is one and no probe was named, else of the page.
 
     Raises:
-        UserError: unknown figures, before anything is read, or a file that cannot be read.
+        UserError: a file cannot be read.
     """
     check(options)
     workspace = options.folders
@@ -62,6 +65,7 @@ def _page(options: ReportOptions, table: HeadScores, reporter: Reporter) -> Path
         reporter.caution(missed_price)
     # Read probes and results
     folder = workspace.report_dir(table.name)
+    table = _with_positions(table)
     table_at_tau, probes = proposal.table(table), [table, *neighbours(workspace, table)]
     commands = {
         probe.name: in_folder(command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root)
@@ -74,39 +78,25 @@ def _page(options: ReportOptions, table: HeadScores, reporter: Reporter) -> Path
         trust=_trust(options, table_at_tau, proposal.layouts),
         commands=commands,
         probes=probes,
-        calibration=_calibration(folder, table, reporter),
     )
-    if options.figures is not None:
-        paper_folder = _write_paper(folder, table_at_tau, proposal.layouts, inputs.comparison)
-        reporter.announce(f"paper figures: {paper_folder}")
-    # Write the page
+    # Write the page; where measurements make no sense, it recommends nothing
+    steps = [] if inputs.alarm is not None else page_steps(workspace, table, conclude(inputs))
     with reporter.bar("drawing") as progress:
-        return write_report(
-            folder,
-            inputs,
-            advise=page_steps(workspace, table),
-            progress=progress,
-        )
+        return write_report(folder, inputs, steps=steps, progress=progress)
 
 
-def _write_paper(
-    folder: Path, table: HeadScores, layouts: Mapping[str, Layout], comparison: pd.DataFrame | None
-) -> Path:
-    """Write the figures for a paper to ``paper/``, with results of ``train`` and ``evaluate --taus``."""
-    evolution_file, sweep_file = folder / "density-evolution.csv", folder / "tau-sweep.csv"
-    sweep_rows = None
-    if sweep_file.is_file():
-        from spkv_nas.evaluation.sweep import read_sweep
+def _with_positions(table: HeadScores) -> HeadScores:
+    """Add the model's context to a table that does not record it, if the model's config is here."""
+    model = model_identity(table.metadata)
+    if model is None or "positions" in table.metadata:
+        return table
+    if not (model.startswith(EMBEDDED_PREFIX) or Path(model).is_dir()):
+        return table
+    from spkv_nas.model.checkpoint import read_size
 
-        sweep_rows = read_sweep(sweep_file)
-    return write_paper_figures(
-        folder / "paper",
-        table,
-        layouts,
-        comparison=comparison,
-        sweep=sweep_rows,
-        evolution=read_density_log(evolution_file) if evolution_file.is_file() else None,
-    )
+    with suppress(UserError):
+        return replace(table, metadata={**table.metadata, "positions": read_size(model).positions})
+    return table
 
 
 def _trust(options: ReportOptions, table: HeadScores, layouts: Mapping[str, Layout]) -> Trust | None:
@@ -117,21 +107,91 @@ def _trust(options: ReportOptions, table: HeadScores, layouts: Mapping[str, Layo
     return trust(options.folders, table, densest.global_mask)
 
 
-def _calibration(folder: Path, table: HeadScores, reporter: Reporter) -> Calibration | None:
-    """Read the calibration of the same results; None without one, or with a caution for other heads."""
-    if not (folder / "calibration.yaml").is_file():
+def pages(workspace: Workspace) -> list[str]:
+    """Return the names of the probes that have a page of their own."""
+    return [name for name in workspace.probes() if workspace.has_layouts(name)]
+
+
+def write_workspace_index(workspace: Workspace) -> Path | None:
+    """Write ``reports/index.html`` if there are several pages, and return its path, else None.
+
+    Raises:
+        UserError: a file cannot be read; the error names it.
+    """
+    names = pages(workspace)
+    if len(names) < 2:
         return None
-    calibration = Calibration.read(folder)
-    heads, probed = (
-        (calibration.num_kv_heads, calibration.case.head_dim),
-        (table.num_kv_heads, table.metadata.get("head_dim")),
+    cards = []
+    for number, name in enumerate(names):
+        inputs = read_inputs(workspace, find_table(workspace, name), find_proposal(workspace, name))
+        table, measure = inputs.table, inputs.table.measure
+        about = (
+            f"{table.num_layers} layers of {table.num_kv_heads} KV heads; the mean {measure.noun} is "
+            f"{measure.scale.factor * table.mean:.1f} {measure.shown}."
+        )
+        chart = thumbnail(f"{measure.title} by {name}", table.values, measure.scale, number)
+        sentences = (about, "".join(conclude(inputs).lead))
+        cards.append({"name": name, "chart": chart, "sentences": sentences, "page": f"{quote(name)}/index.html"})
+    page = workspace.reports / "index.html"
+    write_atomic(page, render("index.html.j2", version=__version__, cards=cards))
+    return page
+
+
+def page_steps(workspace: Workspace, table: HeadScores, verdict: Verdict) -> list[Step]:
+    """Return the commands that a verdict calls for, without absolute paths of the workspace."""
+    steps = []
+    for step in _steps(workspace, table, verdict):
+        command = in_folder(step.command, workspace.root)
+        if command != step.command:  # it holds the folder's absolute path
+            step = Step(f"{step.purpose.removesuffix(':')} (run this in the workspace's folder):", command)
+        steps.append(step)
+    return steps
+
+
+def _steps(workspace: Workspace, table: HeadScores, verdict: Verdict) -> list[Step]:
+    """Return the commands as they are run in the current folder."""
+    # Propose layouts, or do what the probe's options recommend before anything was measured
+    if verdict.layout is None:
+        return [Step("Propose layouts:", command_line(ProposeOptions(probe=table.name, workspace=workspace.root)))]
+    if verdict.evidence is None:
+        recommended = recommend(workspace, table)
+        if recommended is not None and recommended.command:
+            return [Step(f"{capitalized(recommended.reason)}:", recommended.command)]
+        return _retrain(workspace, table, verdict)
+    # Export the layout of the verdict, or retrain it first
+    name = verdict.layout.name
+    trained = _checkpoint(workspace, table.name, name)
+    if trained is None:
+        return _retrain(workspace, table, verdict)
+    command = command_line(ExportOptions(model=str(trained), out=Path(f"{name}-export")))
+    return [Step(f"Export the retrained model of {name} as a Hugging Face folder:", command)]
+
+
+def _checkpoint(workspace: Workspace, report: str, strategy: str) -> Path | None:
+    """Return the first seed's checkpoint of a retrained layout; None where the workspace lacks it."""
+    folder = workspace.report_dir(report)
+    if not (folder / checkpoints.FILE).is_file():
+        return None
+    models = (
+        model.checkpoint for model in checkpoints.read_checkpoints(folder, workspace.root) if model.strategy == strategy
     )
-    if heads == probed:
-        return calibration
-    reporter.caution(
-        f"ignoring the calibration in {folder}: it was measured for {calibration.case.title}, unlike the probe"
-    )
-    return None
+    return next((path for path in models if path.is_dir()), None)
+
+
+def _retrain(workspace: Workspace, table: HeadScores, verdict: Verdict) -> list[Step]:
+    """Recommend to retrain all layouts or, after a comparison, the verdict's; nothing without the probe's recipe."""
+    retrain = retraining(workspace, table)
+    if verdict.layout is None or retrain is None:
+        return []
+    if verdict.evidence is None:
+        return [Step("Retrain the layouts, to see which has the lowest NLL:", command_line(retrain))]
+    name = verdict.layout.name
+    folder = workspace.layout_dir(table.name)
+    files = (folder / f"{name}.yaml", folder / "search" / f"{name}.yaml")
+    file = next((file for file in files if file.is_file()), None)
+    download = "" if file else f"Download {name}.yaml below. "
+    purpose = f"{download}Retrain the layout {name} to get a checkpoint to export:"
+    return [Step(purpose, command_line(replace(retrain, layouts=[file or Path(f"{name}.yaml")])))]
 
 
 def show(page: Path) -> None:

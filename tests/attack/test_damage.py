@@ -47,7 +47,7 @@ class Case:
 
 _RUNS = "w/runs/tiny"
 _TRAIN, _PROBE, _HYBRID, _REPORT = (COMMANDS[name] for name in ("train", "probe", "train-hybrid", "report"))
-_PAGE = ("w/reports/tiny/index.html", "w/reports/tiny/*.png", "w/reports/tiny/*.svg")
+_PAGE = ("w/reports/tiny/index.html", "w/reports/tiny/*.png", "w/reports/tiny/*.svg", "w/reports/tiny/*.pdf")
 CASES = {
     "tokenizer and blocks": Case(
         "train", (f"{_RUNS}/tokenizer-*/*", f"{_RUNS}/blocks/**/*"), (f"{_RUNS}/dense-*", f"{_RUNS}/branches"), _TRAIN

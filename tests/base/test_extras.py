@@ -111,7 +111,7 @@ def test_the_base_is_enough(command: str, base: dict[str, tuple[int, str]]) -> N
 
 @pytest.mark.parametrize(
     "command",
-    ["propose --budget 12,18,24", "compare stdlib-21x3 --split-by half", "reproduce scaling", "reproduce ladder"],
+    ["propose --budget 12,18,24", "reproduce scaling", "reproduce ladder"],
 )
 def test_a_figure_that_cannot_be_drawn_is_reported(command: str, base: dict[str, tuple[int, str]]) -> None:
     assert "without the figure" in base[command][1]

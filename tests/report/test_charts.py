@@ -9,7 +9,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
-import pandas as pd
 import pytest
 from helpers import make_comparison, make_domain_table, make_positions
 from matplotlib.text import Text
@@ -20,14 +19,12 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.budget_curve import coverage_by_budget
 from spkv_nas.report.axes import decades_axis, log_axis, round_axis, spread_axis
-from spkv_nas.report.budget_charts import agreement_charts, coverage_budget_chart
 from spkv_nas.report.chart import Axis, Chart, Heatmap, Line, Panels, Points, Rule
-from spkv_nas.report.colours import cividis
-from spkv_nas.report.density_charts import density_chart, domain_profile, position_chart, position_profile
+from spkv_nas.report.density_charts import density_chart, domain_chart, position_chart, position_profile
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page_svg import draw_chart
-from spkv_nas.report.plot import draw, save_chart
-from spkv_nas.report.result_charts import coverage_nll_chart
+from spkv_nas.report.plot import cividis, draw, save_chart
+from spkv_nas.report.result_charts import coverage_budget_chart, coverage_nll_chart
 
 
 def test_colours_are_cividis_from_zero_to_one() -> None:
@@ -125,22 +122,9 @@ def test_ticks_are_round() -> None:
     assert not spread_axis("", -0.1, 28).log
 
 
-AGREEMENT = pd.DataFrame(
-    {
-        "first": ["a", "a", "b"],
-        "second": ["b", "c", "c"],
-        "budget": 2,
-        "jaccard": [0.5, 0.1, 0.2],
-        "chance": 0.1,
-        "spearman": [0.3, -0.2, math.nan],
-    }
-)
-
-
 @pytest.mark.parametrize(
     "chart",
     [
-        agreement_charts(AGREEMENT),
         coverage_budget_chart(make_domain_table(), {"one": Layout(("GL", "LG", "LL", "LL"), 8)}, {"one": 0.5}, None),
     ],
     ids=lambda chart: chart.name,
@@ -148,7 +132,7 @@ AGREEMENT = pd.DataFrame(
 def test_pictures_have_the_same_bytes_every_time(chart: Chart | Panels, tmp_path: Path) -> None:
     for run in ("one", "two"):
         save_chart(tmp_path / run, chart)
-    for kind in ("png", "svg"):
+    for kind in ("png", "svg", "pdf"):
         one, two = ((tmp_path / run / f"{chart.name}.{kind}").read_bytes() for run in ("one", "two"))
         assert one == two
 
@@ -206,9 +190,9 @@ def test_budget_curve_ends_at_everything() -> None:
 
 def test_profiles() -> None:
     table = make_domain_table(("code", "docs"), positions=make_positions())
-    domains = domain_profile(table)
-    assert domains["domain"].tolist() == ["code", "docs"]
-    assert domains["mean"].tolist() == pytest.approx([table.mean] * 2)
+    assert (
+        f"code {table.measure.exact(table.mean)}, docs {table.measure.exact(table.mean)}" in domain_chart(table).words
+    )
     positions = position_profile(table)
     assert positions is not None
     assert positions["mean"].tolist() == pytest.approx([0.05, 0.13])

@@ -18,7 +18,6 @@ from helpers import make_comparison, make_domain_table
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
-from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import propose
 from spkv_nas.report import page as report_page
@@ -149,27 +148,6 @@ def _plain(text: str) -> str:
     from spkv_nas.base.files import yaml_line
 
     return yaml_line({"x": text})[4:-1]
-
-
-@pytest.mark.slow
-def test_costs_beside_the_map_equal_those_of_the_commands(open_page: Any, workspace: Path, tmp_path: Path) -> None:
-    """Attention's time from the calibration, where there is one."""
-    page = open_page("#budget=18&context=1000")
-    table = HeadScores.read(workspace / "probes/stdlib-21x3")
-    layout = propose(table, 18, num_random=0)["densest"]
-    assert not page.is_visible("#explorer-time-row")  # nothing was timed
-    for part in ("probes", "layouts", "reports"):
-        shutil.copytree(workspace / part, tmp_path / part)
-    case = LayerCase(6, 3, 32, "bfloat16", 32, 1, "cpu")
-    timings = [Timing(500 * at, heads, 1e-6 * at * (3 + heads**2)) for at in (1, 3) for heads in (0, 1, 3)]
-    times = Calibration(case, "abacus", 1, tuple(timings), {})
-    times.write(tmp_path / "reports/stdlib-21x3")
-    main(["report", "-w", str(tmp_path), "--probe", "stdlib-21x3"])
-    timed = tmp_path / "reports/stdlib-21x3/index.html"
-    page = open_page("#budget=18&context=1000", timed)
-    assert page.inner_text("#explorer-time").startswith(f"{1e6 * times.layout_seconds(layout, 1000):.0f} \u00b5s of")
-    assert "measured on abacus, 1 thread" in page.inner_text("#explorer-time-source")
-    assert not open_page("#context=2000&budget=18", timed).is_visible("#explorer-time-row")  # beyond the timings
 
 
 def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:

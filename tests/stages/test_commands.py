@@ -49,7 +49,7 @@ class TestCommandLine:
             PalindromeOptions(steps=3, name="mine"),
             CalibrateOptions(model="mine", window=32, context="40960", name="other"),
             ConvertOptions(source=Path("a.tsv"), target=Path("a.yaml"), budget="3"),
-            ReportOptions(probe="mine", figures=None),
+            ReportOptions(probe="mine"),
         ],
         ids=lambda options: type(options).__name__,
     )

@@ -19,7 +19,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.reproduce.scaling.scaling_law import fit, fit_runs, read_runs
 from spkv_nas.contrib.reproduce.scaling.stage import scaling_chart
-from spkv_nas.report.chart import legend_marks
+from spkv_nas.report.plot import draw
 
 with PAPER_TABLE.open(newline="") as _file:
     TABLE = {row["name"]: row for row in csv.DictReader(_file)}
@@ -98,7 +98,7 @@ class TestScalingCommand:
         assert "held out: level-13 predicted 1.9365" in output
         assert "1.9500 (-0.69 %)" in output
         folder = tmp_path / "reports" / "paper"
-        assert {p.name for p in folder.glob("[!.]*")} == {"scaling.yaml", "scaling.png", "scaling.svg"}
+        assert {p.name for p in folder.glob("[!.]*")} == {"scaling.yaml", "scaling.png", "scaling.svg", "scaling.pdf"}
         written = yaml.safe_load((folder / "scaling.yaml").read_text())
         law = written["fits"][0]
         assert law["r_squared"] > 0.999
@@ -119,8 +119,10 @@ class TestScalingCommand:
         assert set(laws) == {"dense", "sp-kv"}
         gap = laws["sp-kv"].irreducible.value - laws["dense"].irreducible.value
         assert gap == pytest.approx(0.5, abs=1e-6)
-        legend = [mark.label for mark in legend_marks(scaling_chart(runs, laws))]
-        assert sorted(entry.split(":")[0] for entry in legend) == ["95% interval of one run", "dense", "sp-kv"]
+        legend = draw(scaling_chart(runs, laws)).axes[0].get_legend()
+        assert legend is not None
+        entries = sorted(text.get_text().split(":")[0] for text in legend.get_texts())
+        assert entries == ["95% interval of one run", "dense", "sp-kv"]
 
     def test_missing_names_blank_lines_and_unknown_columns(self, tmp_path: Path) -> None:
         """Runs are named after their rows, blank lines count as lines, and unknown columns are ignored."""
@@ -196,7 +198,7 @@ def test_the_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     assert all(f" {number} " in output for number in ("10.57", "2.114", "12.68", "4.22"))
     folder = tmp_path / "reports" / "paper"
-    assert {p.name for p in folder.iterdir()} == {"flops.csv", "flops.png", "flops.svg"}
+    assert {p.name for p in folder.iterdir()} == {"flops.csv", "flops.png", "flops.svg", "flops.pdf"}
     rows = pd.read_csv(folder / "flops.csv").set_index("name")
     assert len(rows) == 13
     assert (rows["attention_dense"] / rows["attention_sparse"]).tolist() == pytest.approx([5.0] * 13, rel=1e-4)

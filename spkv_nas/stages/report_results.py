@@ -1,7 +1,6 @@
 """Read the results that concern a probe from a workspace, for the report's pages and their index.
 
-Results of layouts are found by content, under any name: a score or a verdict of the page's model is on its page if it
-has a layout of the page.
+Scores and verdicts of the page's model are found under any name, by their layouts.
 """
 
 from __future__ import annotations
@@ -30,13 +29,7 @@ SEARCH = "search.csv"
 
 
 def read_inputs(workspace: Workspace, table: HeadScores, proposal: Proposal, **others: Any) -> ReportInputs:
-    """Return what the page of a probe is made from.
-
-    Args:
-        workspace: workspace with the results.
-        table: the page's head scores.
-        proposal: its layouts.
-        others: further fields of ``ReportInputs``.
+    """Return what the page of a probe is made from; ``others`` are further fields of ``ReportInputs``.
 
     Raises:
         UserError: a file cannot be read; the error names it.
@@ -63,7 +56,7 @@ def read_results(folder: Path) -> dict[str, Any]:
     """Read the results in a folder, by their names in ``report.inputs``."""
     tables = {
         "comparison": (folder / "comparison.csv", read_comparison),
-        "agreement": (folder / "agreement.csv", read_agreement),
+        "probe_pairs": (folder / "agreement.csv", read_agreement),
         "search": (folder / SEARCH, read_search),
     }
     records: dict[str, tuple[Path, str, type[Recorded]]] = {
