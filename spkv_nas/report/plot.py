@@ -204,7 +204,7 @@ def _draw_mark(ax: Axes, mark: Any, name: str) -> None:
         case Rule():
             style = {"color": TONES[mark.tone], "linestyle": _DASHES[mark.dash], "linewidth": 1.4}
             (ax.axvline if mark.vertical else ax.axhline)(mark.value, **style)
-        case Points() if mark.x:
+        case Points():
             known = np.flatnonzero(np.isfinite(mark.error))  # of the points with an error bar
             if known.size:
                 x, y, error = (np.array(values)[known] for values in (mark.x, mark.y, mark.error))
