@@ -1,7 +1,6 @@
 """Run a search: score layouts without training, retrain the best briefly, and the best of these in full.
 
-Scores and retrainings are one study each in one storage (``search/storage.py``), so any number of processes can work on
-them. An evaluator (``search/evaluator.py``) scores and retrains, and keeps the results.
+Scores and retrainings are one study each in one storage (``search/storage.py``), for any number of processes.
 """
 
 from __future__ import annotations
@@ -12,42 +11,97 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import optuna
+from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import BASELINE, Retraining
+from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
+from spkv_nas.artifacts.selection import Selection
+from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.paired import PairedDifference
-from spkv_nas.search.evaluator import Evaluator
 from spkv_nas.search.registry import SAMPLERS
+from spkv_nas.search.sampler import StudySampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
-from spkv_nas.search.study_sampler import StudySampler
-from spkv_nas.search.trials import Effort, LayoutCost, Result, Trial, best_start, ranked
+from spkv_nas.search.trials import Effort, LayoutCost, Trial, best_start, ranked
 
-_SCORE = "score"  # user attribute of a scored trial: point, standard error, hash
+_SCORE = "score"  # user attribute of a scored trial: rows of the layout, standard error, hash
+
+
+class Evaluator(Protocol):
+    """Measures the change of NLL of layouts for a search (``training.recipe_evaluator``).
+
+    Scores without training are relative to the dense model, those of retrained layouts to the control. Held-out text is
+    split by document: full retrainings are measured on documents that nothing was selected on.
+    """
+
+    @property
+    def shape(self) -> Shape:
+        """Return the shape of the model."""
+
+    @property
+    def identity(self) -> str:
+        """Return an identifier that changes with the model's weights and with the selection text."""
+
+    @property
+    def num_selection_tokens(self) -> int:
+        """Return the held-out tokens used for scores and short retrainings. Raises ``UserError`` if too few."""
+
+    @property
+    def num_selection_documents(self) -> int:
+        """Return the number of held-out documents used for scores and short retrainings."""
+
+    def documents(self, fidelity: Fidelity) -> Selection:
+        """Return the documents that results of a fidelity are measured on."""
+
+    @property
+    def evaluation_tokens(self) -> NDArray[np.int64]:
+        """Return the tokens per held-out document used for full retrainings; unseen by the search."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Return the settings that results depend on, as plain values."""
+
+    def steps(self, fidelity: Retraining) -> int:
+        """Return the number of training steps of a retraining."""
+
+    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[PairedDifference]:
+        """Return the change of NLL of each layout without training, against full attention or another; cached."""
+
+    def alarm(self, changes: Sequence[PairedDifference]) -> str | None:
+        """Return a sentence if changes of NLL without training make no sense (``evaluation.alarms``), else None."""
+
+    def run_name(self, layout: Layout | None) -> str:
+        """Return a name that changes with everything that determines a retraining; None is full attention."""
+
+    def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
+        """Retrain a layout, or full attention, unless done already, and keep the result."""
+
+    def control(self, fidelity: Retraining) -> PairedDifference:
+        """Return the change of NLL of retrained full attention against the dense model. Raises as ``retrained``."""
+
+    def retrained(
+        self, fidelity: Retraining, layouts: Sequence[Layout], baseline: Layout | None = None
+    ) -> list[PairedDifference]:
+        """Return the change of NLL of each retrained layout against the control, or another. Raises ``UserError``."""
 
 
 class Search:
     """One search; every worker creates one with the same arguments and calls ``run``.
 
     Args:
-        evaluator: evaluator that scores and retrains layouts.
-        space: the search space.
         starts: layouts of the space to start from, by name.
         others: layouts to compare with, by name; retrained with the best.
-        effort: numbers of trials and retrainings, sampler and seed.
         folder: folder of the study, shared by the workers; unused with a database server.
         name: name prefix of the studies in the storage.
-        cost: a second objective to minimise.
-        storage: storage URL (``search/storage.py``); SQLite in ``folder`` by default.
-        reporter: receives progress and status messages.
+        storage: storage URL; SQLite in ``folder`` by default.
 
     Raises:
         UserError: the space is for another model than the evaluator's, or there is too little held-out text.
@@ -86,11 +140,7 @@ class Search:
         self._storage = open_storage(storage or f"sqlite:///{folder / 'study.db'}")
 
     def run(self) -> list[Trial]:
-        """Score until all trials are finished, then retrain; return all trials with their measurements.
-
-        Raises:
-            UserError: the study cannot be written, or is damaged.
-        """
+        """Score until all trials are finished, then retrain; return all. Raises ``UserError`` for a damaged study."""
         with storage_errors():
             trials = self._score()
             return self._retrain(trials, self.promoted(trials)) if self.effort.num_retrained else trials
@@ -112,31 +162,30 @@ class Search:
             self._trial(BASELINE, number, layout, score)
             for number, (layout, score) in enumerate(zip(baselines.values(), scores, strict=True))
         ]
-        for index, trial in done.items():
-            result, score = self._read(study, trial)
-            trials.append(self._trial(self.effort.sampler, index, self.space.layout(result.point), score))
-        return trials
+        return [*trials, *(self._read(study, trial) for trial in done.values())]
 
     def _run(self, study: optuna.Study, trial: optuna.Trial, index: int) -> list[float]:
         """Sample and score the layout of a task, and return its objectives."""
         earlier = finished(study, self._sampler.first_of_round(index)).values()
-        layout = self._sampler.layout(index, [self._read(study, trial)[0] for trial in earlier])
+        layout = self._sampler.layout(index, [self._read(study, trial) for trial in earlier])
         score = self.evaluator.score([layout])[0]
         error = None if math.isnan(score.standard_error) else score.standard_error
         values = [score.percent, *([] if self.cost is None else [self.cost.of(layout)])]
         values = [math.inf if math.isnan(value) else float(value) for value in values]  # NaN would be a failure
-        point = self.space.point(layout)
-        trial.set_user_attr(_SCORE, [point, error, _hash([index, point, values, error])])
+        rows = " ".join(layout.heads)
+        trial.set_user_attr(_SCORE, [rows, error, _hash([index, rows, values, error])])
         return values
 
-    def _read(self, study: optuna.Study, trial: FrozenTrial) -> tuple[Result, PairedDifference]:
-        """Return the result of a scored trial. Raises ``UserError`` if it is damaged."""
+    def _read(self, study: optuna.Study, trial: FrozenTrial) -> Trial:
+        """Return a scored trial. Raises ``UserError`` if it is damaged."""
         try:
-            point, error, digest = trial.user_attrs[_SCORE]
-            if digest != _hash([trial.user_attrs[INDEX], point, trial.values, error]):  # databases have no checksums
+            rows, error, digest = trial.user_attrs[_SCORE]
+            index = trial.user_attrs[INDEX]
+            if digest != _hash([index, rows, trial.values, error]):  # databases have no checksums
                 raise ValueError("its score has changed")
-            error = math.nan if error is None else float(error)
-            return Result(point, trial.values), PairedDifference(float(trial.values[0]), error)
+            score = PairedDifference(float(trial.values[0]), math.nan if error is None else float(error))
+            layout = Layout(tuple(rows.split(" ")), self.space.window, "search", sinks=self.space.sinks)
+            return self._trial(self.effort.sampler, index, layout, score)
         except (KeyError, ValueError, TypeError) as error:
             raise UserError(
                 f"trial {trial.number} of the study '{study.study_name}' is damaged: {first_line(error)}\n"
@@ -157,19 +206,10 @@ class Search:
             "window": [space.window, space.sinks],
             "constraints": dict(space.constraints.named),
             "start": [layout.hash for layout in self.starts.values()],
-            "objective": ["nll", *self._costs()],
+            "objective": ["nll", *([] if self.cost is None else [self.cost.name])],
             "checkpoint or text": self.evaluator.identity,
             **SAMPLERS[self.effort.sampler].settings(space),
         }
-
-    def _costs(self) -> list[str]:
-        """Return name and three sample values of the cost, so that a resumed search uses the same cost function."""
-        if self.cost is None:
-            return []
-        layers, heads = self.space.grid
-        letters = ("L" * heads, "G" + "L" * (heads - 1), "G" * heads)
-        costs = (self.cost.of(Layout((row,) * layers, self.space.window, sinks=self.space.sinks)) for row in letters)
-        return [self.cost.name, *(f"{cost:.6g}" for cost in costs)]
 
     def promoted(self, trials: Sequence[Trial]) -> list[Layout]:
         """Return the layouts to retrain: the best start, those to compare with, and the best of the others.

@@ -1,16 +1,13 @@
 """Fit the benefit of every KV head to layout scores by a Bayesian linear model, with priors chosen by evidence.
 
-A score is modelled as b - (sum of the weights of the global heads) + noise; a head's weight is the improvement from
-making it global. On the embedded reference this sum explains 99 % of the variance of 866 layouts' zero-shot ΔNLL, and
-products of heads added nothing within 300 scores (reports/LOG.md); the noise is the interaction of heads.
+A score is modelled as b - (sum of the weights of the global heads) + noise. On the embedded reference this sum explains
+99 % of the variance of 866 layouts' zero-shot ΔNLL (reports/LOG.md).
 
 Weights are w = v + S c: an individual part v per head, and per signal, a standardised column of S [H, K], one
-coefficient shared by all heads, so that few scores suffice to learn how informative a signal is, and its sign. A few
-heads often matter ten times as much as all others; one common prior scale would shrink them or, if wide enough for
-them, be lost in noise. So each entry of (v, c) ~ N(0, s^2 (t^2 + e_j)): a common scale t, and for few entries an extra
-variance e_j, selected one after the other as in sparse Bayesian learning (Tipping and Faul 2003). The offset b and all
-that depends only on the number of global heads have a flat prior and are projected out; the noise variance s^2 is
-optimal in closed form, t and the e_j maximise the evidence (MacKay 1992, "Bayesian Interpolation").
+coefficient shared by all heads. A few heads often matter ten times as much as all others, so each entry of (v, c) ~
+N(0, s^2 (t^2 + e_j)): a common scale t, and for few entries an extra variance e_j, selected one after the other as in
+sparse Bayesian learning (Tipping and Faul 2003). What depends only on the number of global heads is projected out;
+t and the e_j maximise the evidence (MacKay 1992, "Bayesian Interpolation").
 """
 
 from __future__ import annotations
@@ -30,17 +27,11 @@ _REACH = 12.0  # bound on the change of a log prior scale during optimisation
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """Posterior distribution of the weights given scores, N(mean, root root^T).
+    """Posterior distribution of the weights given scores, N(mean, root root^T)."""
 
-    Attributes:
-        mean: [H], in the unit of the scores.
-        root: [H, H + K].
-        noise: standard deviation of a score around its modelled value.
-    """
-
-    mean: Float
-    root: Float
-    noise: float
+    mean: Float  # [H], in the unit of the scores
+    root: Float  # [H, H + K]
+    noise: float  # standard deviation of a score around its modelled value
 
     def draw(self, generator: np.random.Generator, spread: float = 1.0) -> Float:
         """Draw weights [H] from the posterior, with deviations from the mean scaled by ``spread``."""
@@ -77,18 +68,12 @@ class Evidence:
 
     Computed in the basis in which F F^T is diagonal: a common prior variance then costs a sum, and each feature with an
     extra variance one further rank, so evaluating a prior costs P R instead of P^3; hundreds are evaluated.
-
-    Attributes:
-        features: [R, P], F in these R <= min(N, P) directions, after projecting out nuisances.
-        values: [R], y in these directions.
-        energy: y^T y over all directions.
-        freedom: degrees of freedom, N minus the number of nuisances.
     """
 
-    features: Float
-    values: Float
-    energy: float
-    freedom: int
+    features: Float  # [R, P], F in these R <= min(N, P) directions, after projecting out nuisances
+    values: Float  # [R], y in these directions
+    energy: float  # y^T y over all directions
+    freedom: int  # degrees of freedom, N minus the number of nuisances
 
     @classmethod
     def of(cls, features: Float, values: Float, nuisances: Float) -> Evidence | None:
@@ -145,10 +130,7 @@ class Evidence:
         return float(log_evidence), quality / np.sqrt(variance), sparsity
 
     def best_prior(self) -> Float:
-        """Return the prior variances [P] of highest evidence: a common one, and an extra one for some features.
-
-        Another extra variance must raise the log evidence by log(P), the price of selecting it among P.
-        """
+        """Return the prior variances [P] of highest evidence; each extra one must raise its log by log(P)."""
         # Start with a common variance
         count = len(self.moments)
         chosen: list[int] = []
@@ -199,13 +181,7 @@ def _standardised(signals: Float) -> Float:
     return result
 
 
-def offsets(numbers: NDArray[np.int64], like: NDArray[np.int64] | None = None) -> Float:
-    """Return the nuisance regressors [N, 3]: a parabola in the number of global heads.
-
-    Args:
-        numbers: [N], numbers of global heads.
-        like: numbers whose mean and range set the scale; ``numbers`` by default.
-    """
-    like = numbers if like is None else like
-    scaled = (numbers - like.mean()) / max(1.0, float(np.ptp(like)))
+def offsets(numbers: NDArray[np.int64]) -> Float:
+    """Return the nuisance regressors [N, 3], a parabola in the numbers [N] of global heads."""
+    scaled = (numbers - numbers.mean()) / max(1.0, float(np.ptp(numbers)))
     return np.stack([np.ones(len(numbers)), scaled, scaled**2], 1)

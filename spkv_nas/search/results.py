@@ -1,31 +1,32 @@
-"""Write the results of a search: its table, its record, and the layouts worth keeping."""
+"""Write the results of a search: its table, its record, the layouts worth keeping, and the one to take."""
 
 from __future__ import annotations
 
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM, ResultTable, inputs_of
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining
 from spkv_nas.artifacts.selection import SELECTION, digest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import replacing
-from spkv_nas.base.statistics import effective_number
+from spkv_nas.base.statistics import critical_errors, effective_number
 from spkv_nas.base.version import environment
+from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.evaluation.ranking import correlations
+from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage, provenance
-from spkv_nas.search.recommendation import Recommendation, recommend
-from spkv_nas.search.trials import Trial, first_front
+from spkv_nas.search.trials import Trial, best_start, first_front
 
 if TYPE_CHECKING:  # importing it at run time requires Optuna
     from spkv_nas.search.driver import Search
@@ -66,8 +67,7 @@ def write_results(
 ) -> tuple[pd.DataFrame, str | None, Recommendation | None]:
     """Write ``search.csv`` and ``search.yaml`` to ``folder``, and the layouts worth keeping to ``layouts``.
 
-    Returns:
-        (the table in ``search.csv``; a sentence if its numbers make no sense, else None; the layout to take, if any).
+    Return the table, a sentence if its numbers make no sense (else None), and the layout to take, if any.
     """
     rows = result_table(trials, search.space.table)
     alarm = search.evaluator.alarm([trial.zero_shot for trial in trials])
@@ -124,7 +124,6 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "documents": {"chosen_on": evaluator.num_selection_documents},
         "num_documents": int((evaluator.evaluation_tokens > 0).sum()),
         "effective_documents": round(effective_number(evaluator.evaluation_tokens), 1),
-        "counted_from": {"zero_shot": DENSE, "short": FULL_ATTENTION, "full": FULL_ATTENTION},
         "control": {fidelity: vars(evaluator.control(fidelity)) for fidelity in retrained},
         "steps": {"short": evaluator.steps("short"), "full": evaluator.steps("full")},
         "sampler": effort.sampler,
@@ -132,3 +131,67 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "recipe": dict(evaluator.settings),
         "environment": environment(),
     }
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The layout to take, named after its trial, and why."""
+
+    layout: Layout
+    reason: str
+
+
+def recommend(search: Search, trials: Sequence[Trial]) -> Recommendation | None:
+    """Return the layout to take; None without starts if documents are too few to rank, or without any layout.
+
+    A layout beats the start if the whole 95 % interval of their paired difference is below 0, after full retraining on
+    documents that the search did not use, where there is any. None may cost more than the start.
+    """
+    evaluator, start = search.evaluator, best_start(trials, search.starts)
+    tokens, number = evaluator.evaluation_tokens, evaluator.num_selection_documents
+    # Do not rank by few documents
+    if number < MIN_DOCUMENTS:
+        first = next(iter(search.starts.values()), None)
+        reason = f"{number} documents are too few to rank layouts (at least {MIN_DOCUMENTS}): search on more text"
+        return None if first is None else Recommendation(first, f"{reason}; {first.strategy} is the first start")
+    # Select by short retraining among those retrained in full, else by scores; the full result stays unbiased
+    known = set() if start is None else {layout.content_hash for layout in search.starts.values()}
+    others = [
+        trial for trial in trials if trial.layout.content_hash not in known and search.space.contains(trial.layout)
+    ]
+    if start is not None and start.cost is not None:
+        others = [trial for trial in others if trial.cost is not None and trial.cost <= start.cost]
+    retrained = [trial for trial in others if trial.full is not None]
+    is_fair = bool(retrained) and (tokens > 0).sum() >= MIN_DOCUMENTS and (start is None or start.full is not None)
+    pool = retrained if is_fair else others
+    if not pool:
+        return (
+            None if start is None else Recommendation(_named(start), f"the search found nothing besides {start.name}")
+        )
+    best = min(pool, key=lambda trial: (trial.short if is_fair and trial.short else trial.zero_shot).percent)
+    num_layouts = len(known | {trial.layout.content_hash for trial in others})
+    where = f"on the {number} documents that selected it among {num_layouts} layouts, without training"
+    if is_fair:
+        where = f"after full retraining, on {(tokens > 0).sum()} documents that selected nothing"
+    if start is None:
+        by = "after short retraining" if is_fair else where
+        return Recommendation(_named(best), f"{best.name} has the lowest NLL {by}")
+    # Compare it with the start, paired by document
+    pair = [best.layout], start.layout
+    (change,) = evaluator.retrained("full", *pair) if is_fair else evaluator.score(*pair)
+    errors = critical_errors(effective_number(tokens) if is_fair else number)
+    if change.percent + errors * change.standard_error < 0:
+        verb, to_do = ("beats", "") if is_fair else ("scores lower than", "; retrain it to confirm that")
+        reason = f"{best.name} {verb} {start.name}, the best start: {_text(change)} {where}{to_do}"
+        return Recommendation(_named(best), reason)
+    return Recommendation(
+        _named(start), f"{best.name} does not beat {start.name}, the best start: {_text(change)} {where}"
+    )
+
+
+def _named(trial: Trial) -> Layout:
+    return replace(trial.layout, strategy=trial.name)
+
+
+def _text(change: PairedDifference) -> str:
+    return f"{change.percent:+.3f} ± {change.standard_error:.3f} % of NLL"

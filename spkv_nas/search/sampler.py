@@ -1,8 +1,6 @@
 """Define what a sampler is: it chooses the layouts that a search scores next.
 
-A sampler is a frozen dataclass in one file, whose fields are its options (``base.entry``); studies and trials have its
-name. The built-in ones are listed in ``search.registry``; a package adds its own by an entry point of the group
-``spkv_nas.samplers``.
+A sampler is a frozen dataclass whose fields are its options; packages add theirs to the group ``spkv_nas.samplers``.
 """
 
 from __future__ import annotations
@@ -16,7 +14,9 @@ from spkv_nas.base.entry import Entry
 if TYPE_CHECKING:  # reads pandas, which takes too long for --help
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.search.space import Space
-    from spkv_nas.search.trials import Result
+    from spkv_nas.search.trials import Trial
+
+TRIALS_PER_ROUND = 10  # layouts sampled together from the scores of all earlier ones
 
 
 class Sampler(Entry, ABC):
@@ -33,7 +33,7 @@ class Sampler(Entry, ABC):
 
     @abstractmethod
     def layouts(
-        self, space: Space, numbers: range, results: Sequence[Result], *, seed: int, starts: Sequence[Layout] = ()
+        self, space: Space, numbers: range, results: Sequence[Trial], *, seed: int, starts: Sequence[Layout] = ()
     ) -> list[Layout]:
         """Return the layouts of a round.
 
@@ -48,3 +48,27 @@ class Sampler(Entry, ABC):
     def settings(self, space: Space) -> dict[str, Any]:
         """Return what its layouts depend on besides the arguments, as plain values. A study with others is refused."""
         return {}
+
+
+class StudySampler:
+    """Sample the layouts of one study in rounds: a trial sees the results of all rounds before its own."""
+
+    def __init__(self, space: Space, sampler: Sampler, seed: int, starts: Sequence[Layout] = ()) -> None:
+        """Create the sampler of a study; layouts of the space are tried first if it takes them."""
+        self._space, self._sampler, self._seed = space, sampler, seed
+        self._starts = list(starts) if sampler.takes_starts else []
+        self._round: tuple[int, list[Layout]] = (-1, [])  # latest round: first trial, layouts
+
+    @staticmethod
+    def first_of_round(index: int) -> int:
+        """Return the first trial of the round of trial ``index``, which sees the trials before that."""
+        return index - index % TRIALS_PER_ROUND
+
+    def layout(self, index: int, results: Sequence[Trial]) -> Layout:
+        """Return the layout of trial ``index``; ``results`` are those of the trials before its round, in order."""
+        first = self.first_of_round(index)
+        if self._round[0] != first:  # results are only read at the first trial of a round
+            numbers = range(first, first + TRIALS_PER_ROUND)
+            layouts = self._sampler.layouts(self._space, numbers, results, seed=self._seed, starts=self._starts)
+            self._round = first, layouts
+        return self._round[1][index - first]

@@ -1,15 +1,10 @@
-"""Define the search space of layouts.
-
-A study identifies a layout by its point: the rows of letters joined by spaces. ``optimum`` returns the layout of
-highest total gain, given a gain per head, by an integer program under budget and constraints.
-"""
+"""Define the search space of layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from heapq import heappop, heappush
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,22 +25,13 @@ _GAP = 1e-6  # relative MIP gap for the best untried layout: gains are estimates
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """The layouts on one grid that meet constraints and budget.
+    """The layouts on one grid that meet constraints and budget."""
 
-    Attributes:
-        table: head densities [L, Hkv].
-        budgets: minimum and maximum number of global KV heads; layouts have fewer where constraints cannot reach the
-            minimum (whole layers with a budget of 5).
-        window: local attention window in tokens.
-        constraints: constraints on the layouts; none by default.
-        signals: further tables [L, Hkv] that may predict the benefit of global heads.
-    """
-
-    table: HeadScores
-    budgets: tuple[int, int]
-    window: int
+    table: HeadScores  # head densities [L, Hkv]
+    budgets: tuple[int, int]  # smallest and largest number of global KV heads; fewer where constraints allow no more
+    window: int  # tokens
     constraints: Constraints = field(default_factory=Constraints)
-    signals: tuple[HeadScores, ...] = ()
+    signals: tuple[HeadScores, ...] = ()  # further tables [L, Hkv] that may predict the benefit of global heads
 
     def check(self) -> None:
         """Check that constraints are feasible at the smallest and largest budget. Raises ``UserError`` if not."""
@@ -61,15 +47,6 @@ class Space:
     def sinks(self) -> int:
         """Return the sink tokens of local heads, which are those of the table."""
         return self.table.sinks
-
-    def layout(self, point: str) -> Layout:
-        """Return the layout of a point."""
-        return _layout(point, self.window, self.sinks)
-
-    @staticmethod
-    def point(layout: Layout) -> str:
-        """Return the point of a layout."""
-        return " ".join(layout.heads)
 
     def random(self, generator: np.random.Generator, suggested: NDArray[np.bool_] | None = None) -> Layout:
         """Return a random layout of a random budget with as many of the ``suggested`` heads [L, Hkv] as possible."""
@@ -93,17 +70,14 @@ class Space:
         best = self._best(gain, budget)
         if best.heads not in tried:
             return best
-        # Without constraints, enumerate masks by descending gain
-        if not self.constraints.named:
-            layouts = (self._with(mask) for mask in descending(gain, budget))
-            untried = next((layout for layout in layouts if layout.heads not in tried), None)
-            if untried is not None:
-                return untried
-        # With constraints, exclude the tried layouts from the integer program
+        # Exclude the tried layouts; without constraints, take fewer heads only if all of the budget are tried
         masks = [Layout(heads, self.window).global_mask for heads in tried]
-        problem = Problem(self.grid, self.constraints.named, budget, excluded=masks, at_least=self._least)
-        solution = problem.optimum(gain[None], gap=_GAP)
-        return best if solution is None else self._with(solution.mask)
+        named = self.constraints.named
+        for at_least in (self._least,) if named else (budget, self._least):
+            problem = Problem(self.grid, named, budget, excluded=masks, at_least=at_least)
+            if (solution := problem.optimum(gain[None], gap=_GAP)) is not None:
+                return self._with(solution.mask)
+        return best
 
     def contains(self, layout: Layout) -> bool:
         """Return true if the layout has this grid, window and sinks, meets the constraints and fits the budgets."""
@@ -138,36 +112,6 @@ class Space:
         return ranks(self.table.density)
 
 
-@lru_cache(1 << 14)
-def _layout(point: str, window: int, sinks: int) -> Layout:
-    """Return the layout of a point; cached, because every trial is decoded again for each later one."""
-    return Layout(tuple(point.split(" ")), window, "search", sinks=sinks)
-
-
-def descending(gain: Float, budget: int) -> Iterator[NDArray[np.bool_]]:
-    """Yield all masks of ``budget`` heads in descending order of total gain, in the shape of ``gain``.
-
-    Each mask follows from an earlier one by replacing a head by the one that gains next less. This avoids integer
-    programs, which take seconds to exclude layouts of 640 heads.
-    """
-    # Start from the heads of highest gain
-    order = np.argsort(-gain.ravel(), kind="stable")
-    loss = -np.diff(gain.ravel()[order])  # [H - 1], loss of replacing a head by the next one
-    start = (np.arange(gain.size) < budget).tobytes()
-    heap, visited = [(0.0, start)], {start}
-    while heap:
-        total_loss, packed = heappop(heap)
-        chosen = np.frombuffer(packed, bool)
-        yield np.isin(np.arange(gain.size), order[chosen]).reshape(gain.shape)
-        # Push the masks that differ by one such step
-        for position in np.flatnonzero(chosen[:-1] & ~chosen[1:]):
-            successor = chosen.copy()
-            successor[position], successor[position + 1] = False, True
-            if successor.tobytes() not in visited:
-                visited.add(successor.tobytes())
-                heappush(heap, (total_loss + loss[position], successor.tobytes()))
-
-
 def ranks(values: Float) -> Float:
     """Return the ranks of the values in ascending order, scaled to [0, 1], in the shape of ``values``."""
     flat = values.ravel()
@@ -176,11 +120,7 @@ def ranks(values: Float) -> Float:
 
 
 def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
-    """Return the layouts of a space to start a search from, by name.
-
-    For a single budget these are the strategies' layouts that meet the constraints; for a range, the best layout at
-    each of five budgets.
-    """
+    """Return the layouts to start from: the strategies' for one budget, the best of five budgets for a range."""
     table, window = space.table, space.window
     if len(budgets) == 1:
         # Use every strategy for a single budget

@@ -1,8 +1,7 @@
 """Keep the studies of a search in a database, and divide the tasks of a study among its workers.
 
-A task is a number below a limit; each becomes a trial of Optuna's ``Study.optimize``. Optuna numbers trials, records a
-heartbeat of each running one and fails those of dead workers, whose tasks are then free again. The database is an
-SQLite file in the search's folder or, for machines that share no file system with reliable locks, a PostgreSQL server.
+A task is a number below a limit; each becomes a trial of Optuna, which records a heartbeat of each running one and
+fails those of dead workers, whose tasks are then free again. The database is SQLite or PostgreSQL.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ _OPTIONS = {
 
 
 def open_storage(url: str) -> RDBStorage:
-    """Open the database of a URL of SQLAlchemy, and create its tables if missing.
-
-    Raises:
-        UserError: the URL cannot be opened.
-    """
+    """Open the database of a URL of SQLAlchemy, and create its tables if missing. Raises ``UserError`` if it cannot."""
     try:
         dialect = make_url(url).get_backend_name()
         # Try again while other workers create the same tables
@@ -70,13 +65,9 @@ def open_storage(url: str) -> RDBStorage:
 
 
 def open_study(storage: RDBStorage, name: str, settings: Mapping[str, Any], metrics: Sequence[str]) -> optuna.Study:
-    """Open or create a study.
+    """Open or create a study whose tasks have values of the names ``metrics``, all to be minimised.
 
-    Args:
-        storage: database of the studies.
-        name: name of the study.
-        settings: all that results depend on; an existing study with other settings is refused.
-        metrics: names of a task's values, all to be minimised, for viewers of the study.
+    ``settings`` are all that results depend on.
 
     Raises:
         UserError: the study exists with other settings.
@@ -117,12 +108,8 @@ def work(
 ) -> dict[int, FrozenTrial]:
     """Work on the tasks 0 to ``number`` - 1 of a study until all workers have finished them; return ``finished``.
 
-    Args:
-        study: the study.
-        number: number of tasks.
-        run: returns the values of a task; may report to its trial, and raise ``TrialPruned``.
-        progress: called with the number of finished tasks and ``number``.
-        num_prior: maps a task to the number of first tasks that must be finished before it starts.
+    ``run`` returns the values of a task; it may report to its trial, and raise ``TrialPruned``. ``num_prior`` maps a
+    task to the number of first tasks that must be finished before it starts.
     """
     first_seen: dict[int, float] = {}  # time at which this worker first saw a trial without a task, by its number
     while len(done := finished(study, number)) < number:

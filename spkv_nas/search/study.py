@@ -1,4 +1,4 @@
-"""Run a search in one process, from Python and notebooks; its trials are available as a table.
+"""Search from Python: a study of layouts on a model in memory, scored without training.
 
 A study samples the layouts that ``spkv-nas search`` would sample, without its database, workers and retraining::
 
@@ -13,21 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import pandas as pd
+from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.defaults import SAMPLER
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError
-from spkv_nas.evaluation.paired import PairedDifference
+from spkv_nas.base.progress import LOGGER
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
+from spkv_nas.evaluation.zero_shot import zero_shot
+from spkv_nas.model.windows import default_window
+from spkv_nas.proposal.budget import is_several, parse_budget, parse_budgets
+from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.results import front, result_table
-from spkv_nas.search.sampler import Sampler
-from spkv_nas.search.space import Space
-from spkv_nas.search.study_sampler import StudySampler
-from spkv_nas.search.trials import TRIALS_PER_ROUND, LayoutCost, Result, Trial
+from spkv_nas.search.sampler import TRIALS_PER_ROUND, Sampler, StudySampler
+from spkv_nas.search.space import Space, starting_layouts
+from spkv_nas.search.trials import LayoutCost, Trial
 
 Callback = Callable[["Study", Trial], object]
 
@@ -36,11 +44,8 @@ class Study:
     """A search in one process, running or finished; the same arguments give the same trials.
 
     Args:
-        space: the search space.
         score: returns the change of NLL of each layout, in order.
         starts: layouts of the space to try first, by name.
-        sampler: one of ``search.registry.SAMPLERS``, by name, or another.
-        seed: random seed of the sampler.
         cost: a second objective to minimise; ``front`` then trades off both.
 
     Raises:
@@ -69,12 +74,7 @@ class Study:
         self._goal = 0
 
     def optimize(self, num_trials: int, callbacks: Sequence[Callback] = ()) -> Study:
-        """Try ``num_trials`` more layouts and return the study.
-
-        Args:
-            num_trials: number of trials to add.
-            callbacks: called with the study and each finished trial.
-        """
+        """Try ``num_trials`` more layouts; ``callbacks`` get the study and each finished one. Return the study."""
         self._goal = len(self._finished) + convert("num_trials", int, num_trials)
         while len(self._finished) < self._goal:
             # Sample the layouts that do not depend on each other's results
@@ -103,9 +103,8 @@ class Study:
         """Return the layouts of the next trials, to the end of the round or of the requested number."""
         number = len(self._finished)
         first = self._sampler.first_of_round(number)
-        results = [Result(self._space.point(trial.layout), trial.values) for trial in self._finished[:first]]
         end = min(self._goal, first + TRIALS_PER_ROUND)
-        return [self._sampler.layout(index, results) for index in range(number, end)]
+        return [self._sampler.layout(index, self._finished[:first]) for index in range(number, end)]
 
     @property
     def trials(self) -> pd.DataFrame:
@@ -131,3 +130,78 @@ class Study:
     def front(self) -> list[Trial]:
         """Return the Pareto front of NLL and cost, lowest NLL first; without a cost, the best trial."""
         return front(self._finished)
+
+
+def search_layouts(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    table: HeadScores,
+    budget: int | str | None = None,
+    *,
+    trials: int = 100,
+    window: int | None = None,
+    sampler: str | Sampler = SAMPLER,
+    seed: int = 0,
+    signals: Sequence[HeadScores] = (),
+    starts: Mapping[str, Layout] | None = None,
+    cost: LayoutCost | None = None,
+    batch_size: int = 8,
+    callbacks: Sequence[Callback] = (),
+) -> Study:
+    """Search for layouts of ``model`` that lose little NLL without training; return the study, which can continue.
+
+    Args:
+        model: dense, hybrid or gated model; it is left unchanged.
+        blocks: text to select on. The best score is biased by selection: score the winner again on other text.
+        table: head scores that guide the sampler, such as ``head_gates`` gives.
+        budget: global KV heads, as a number, a share such as "25%", or a range such as "12..24"; by default the
+            number that the table was learned for, or the paper's share.
+        trials: layouts to try; 0 returns a study to call ``optimize`` on.
+        window: tokens visible to local heads, the query's own included; by default the table's, or ``default_window``.
+        sampler: name of one of ``search.registry.SAMPLERS``: "surrogate" or "random"; or a sampler.
+        seed: random seed; equal seeds give equal trials.
+        signals: further head scores that "surrogate" may use.
+        starts: layouts to try first, by name; by default those of the proposal strategies.
+        cost: second objective.
+        batch_size: micro-batch size in blocks.
+        callbacks: called with the study and each finished trial.
+
+    Raises:
+        UserError: the budget, the sampler or a table does not fit, a start breaks the budget, or there is no text.
+    """
+    # Define the search space
+    budget = table.learned_budget if budget is None else budget
+    number = table.num_candidates
+    budgets = parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]
+    window = window or table.window or default_window(model, blocks.block_size)
+    space = Space(table, (budgets[0], budgets[-1]), window, Constraints().on(table), signals=tuple(signals))
+    space.check()
+    # Choose and check the starts
+    first = starting_layouts(space, budgets) if starts is None else starts
+    for name, layout in first.items():
+        if not space.contains(layout):
+            raise UserError(
+                f"starting layout '{name}' is outside the search space: its layers, heads, budget, "
+                "window or sinks differ"
+            )
+    # Run the trials
+    scores = _Scores(model, blocks, batch_size)
+    study = Study(space, scores, first, sampler=sampler, seed=seed, cost=cost)
+    return study.optimize(trials, callbacks)
+
+
+class _Scores:
+    """Score layouts on a model in memory against full attention, which is scored once."""
+
+    def __init__(self, model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -> None:
+        self._model, self._blocks, self._batch_size = model, blocks, batch_size
+
+    def __call__(self, layouts: Sequence[Layout]) -> list[PairedDifference]:
+        document_nlls = zero_shot(self._model, layouts, self._blocks, batch_size=self._batch_size)
+        changes = [paired_difference(nll, self._full) for nll in document_nlls]
+        LOGGER.info(f"scored {len(changes)} layouts, the best at {min(change.percent for change in changes):+.2f} %")
+        return changes
+
+    @cached_property
+    def _full(self) -> DocumentNLL:
+        return zero_shot(self._model, [None], self._blocks, batch_size=self._batch_size)[0]

@@ -22,32 +22,14 @@ class LayoutCost:
     of: Callable[[Layout], float]
 
 
-TRIALS_PER_ROUND = 10  # layouts sampled together from the scores of all earlier ones
-
-
 @dataclass(frozen=True)
 class Effort:
-    """How much to search.
+    """How much to search."""
 
-    Attributes:
-        trials: number of layouts to score without training.
-        sampler: name of the sampler.
-        seed: random seed.
-        num_retrained: number of best layouts to retrain, besides those to compare with.
-    """
-
-    trials: int = 100
-    sampler: str = defaults.SAMPLER
+    trials: int = 100  # layouts to score without training
+    sampler: str = defaults.SAMPLER  # name of the sampler
     seed: int = 0
-    num_retrained: int = 4
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a finished trial: the layout's point, and its objective values."""
-
-    point: str
-    values: list[float]
+    num_retrained: int = 4  # best layouts to retrain, besides those to compare with
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from spkv_nas import GateConfig, HeadScores, Layout, SPKVCache, UserError
 from spkv_nas.contrib.signals.attention_mass import ATTENTION_MASS
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import attention_layers
-from spkv_nas.search.samplers.random_search import RandomSearch
+from spkv_nas.search.registry import RandomSearch
 
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mixed")
 TEXTS = [f"number {n} of the quick brown foxes jumps over the lazy dog again and again" * 4 for n in range(24)]

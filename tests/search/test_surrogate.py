@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,13 +15,13 @@ from scipy.optimize import approx_fprime
 from scipy.stats import multivariate_normal
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.search.head_weights import Evidence, HeadWeights
-from spkv_nas.search.registry import SAMPLERS
+from spkv_nas.search.registry import SAMPLERS, ThompsonSampling
+from spkv_nas.search.sampler import TRIALS_PER_ROUND, StudySampler
 from spkv_nas.search.space import Space
-from spkv_nas.search.study_sampler import StudySampler
-from spkv_nas.search.surrogate import Surrogate
-from spkv_nas.search.trials import TRIALS_PER_ROUND, Result
+from spkv_nas.search.trials import Trial
 
 Float = NDArray[np.float64]
 
@@ -148,18 +148,26 @@ class TestHeadWeights:
         assert np.cov(draws.T) == pytest.approx(model.root @ model.root.T / 4, abs=0.02)
 
 
+def tried(layout: Layout, score: float) -> Trial:
+    return Trial("surrogate", 0, 0, layout, None, PairedDifference(score, 0.0))
+
+
 def study(
     space: Space, kind: str, seed: int, trials: int, score: Callable[[Layout], float]
 ) -> list[tuple[Layout, float]]:
     """Return a sampler's proposals, generation by generation, and their scores."""
     sampler = StudySampler(space, SAMPLERS[kind], seed)
-    results: list[Result] = []
+    results: list[Trial] = []
     scored = []
     for index in range(trials):
         layout = sampler.layout(index, results[: sampler.first_of_round(index)])
         scored.append((layout, score(layout)))
-        results.append(Result(space.point(layout), [scored[-1][1]]))
+        results.append(tried(layout, scored[-1][1]))
     return scored
+
+
+def propose(space: Space, numbers: range, results: Sequence[Trial] = (), starts: Sequence[Layout] = ()) -> list[Layout]:
+    return ThompsonSampling().layouts(space, numbers, results, seed=0, starts=starts)
 
 
 class TestSearch:
@@ -203,7 +211,7 @@ class TestSearch:
     def test_starts_come_first_and_no_second_time(self) -> None:
         space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)
         start = space.optimum(space.table.density, 6)
-        proposed = Surrogate(space, 0, [start]).propose(range(TRIALS_PER_ROUND), [])
+        proposed = propose(space, range(TRIALS_PER_ROUND), starts=[start])
         assert proposed[0] == start
         assert start not in proposed[1:]
         shared = [(layout.global_mask & start.global_mask).sum() for layout in proposed[1:]]
@@ -213,27 +221,25 @@ class TestSearch:
         density = np.random.default_rng(3).random((6, 3))
         other_table = make_table(1 - density)
         space = Space(make_table(density), (6, 6), 8, signals=(other_table,))
-        proposed = Surrogate(space, 0).propose(range(TRIALS_PER_ROUND), [])
+        proposed = propose(space, range(TRIALS_PER_ROUND))
         means = sorted(density[layout.global_mask].mean() for layout in proposed)
         assert means[5] > means[4] + 0.1
 
     def test_a_generation_is_sorted(self) -> None:
         """Half of a generation then shares more layers than in the order drawn."""
         space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)
-        heads = [layout.heads for layout in Surrogate(space, 0).propose(range(10, 20), [])]
+        heads = [layout.heads for layout in propose(space, range(10, 20))]
         assert heads == sorted(heads)
 
     def test_a_score_that_is_infinite_is_left_out(self) -> None:
         space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)
-        surrogate = Surrogate(space, 0)
-        scored = [
-            (layout, -float(space.table.density[layout.global_mask].sum()))
-            for layout in surrogate.propose(range(20), [])
+        results = [
+            tried(layout, -float(space.table.density[layout.global_mask].sum())) for layout in propose(space, range(20))
         ]
-        worst = (space.optimum(-space.table.density, 6), np.inf)
+        worst = tried(space.optimum(-space.table.density, 6), np.inf)
         numbers = range(20, 30)
-        assert surrogate.propose(numbers, [*scored, worst]) == surrogate.propose(numbers, scored)
-        assert len(surrogate.propose(numbers, [worst])) == TRIALS_PER_ROUND
+        assert propose(space, numbers, [*results, worst]) == propose(space, numbers, results)
+        assert len(propose(space, numbers, [worst])) == TRIALS_PER_ROUND
 
     def test_budgets_of_a_range_are_spread(self) -> None:
         space = Space(make_table(np.random.default_rng(3).random((6, 3))), (3, 12), 8)

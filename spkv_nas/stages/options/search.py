@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from spkv_nas.artifacts.defaults import SAMPLER
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.progress import SILENT, Announce, Reporter
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.stages import flags
@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # pandas takes too long for --help
 Objective = Annotated[
     str,
     Flag(
-        "Objectives: nll; or nll,kv-bytes or nll,time for the Pareto front of both.", metavar="NAMES",
-        values=("nll", "nll,kv-bytes", "nll,time"),
+        "Objectives: nll; or nll,kv-bytes for the Pareto front of both.", metavar="NAMES",
+        values=("nll", "nll,kv-bytes"),
     ),
 ]  # fmt: skip
 Trials = Annotated[int, Flag("Number of layouts to score without training.", low=1, high=10**6)]
@@ -75,37 +75,22 @@ class SearchOptions(LayerOptions, RetrainsLayouts):
 
 @dataclass(frozen=True)
 class SearchSpecification:
-    """Validated specification of a search, made without training.
+    """Validated specification of a search, made without training."""
 
-    Attributes:
-        effort: trials, sampler, seed and retrainings.
-        second_objective: second objective, "kv-bytes" or "time"; None without one.
-        context: tokens per sequence, for the second objective; None without one.
-        space: search space.
-        file: path of the recipe.
-        recipe: recipe to retrain layouts by.
-        name: name of the results.
-        starts: layouts that the search starts from, by name: the strategies' and the given ones in the space.
-        given: layouts that the user gave, by name.
-    """
-
-    effort: Effort
-    second_objective: str | None
-    context: int | None
+    effort: Effort  # trials, sampler, seed and retrainings
+    context: int | None  # tokens of the sequence whose KV bytes are the second objective; None without one
     space: Space
-    file: Path
-    recipe: Recipe
-    name: str
-    starts: dict[str, Layout]
-    given: dict[str, Layout]
+    file: Path  # of the recipe
+    recipe: Recipe  # to retrain layouts by
+    name: str  # of the results
+    starts: dict[str, Layout]  # that the search starts from, by name: the strategies' and the given ones in the space
+    given: dict[str, Layout]  # that the user gave, by name
 
 
 def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecification:
     """Make a search's specification from its options. Raises ``UserError`` if they are invalid."""
-    from spkv_nas.artifacts.proposal import Proposal
-    from spkv_nas.base.units import parse_context
-    from spkv_nas.proposal.budget import parse_budget, parse_budgets
-    from spkv_nas.proposal.requirements import asks_for_several
+    from spkv_nas.artifacts.proposal import Proposal, distinct
+    from spkv_nas.proposal.budget import is_several, parse_budget, parse_budgets
     from spkv_nas.search.space import Space, starting_layouts
     from spkv_nas.search.trials import Effort
     from spkv_nas.stages.engines import read_constraints
@@ -116,13 +101,11 @@ def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecif
     table = chosen_table(options, reporter)
     file = chosen_recipe(options, table, "search.yaml")
     recipe = Recipe.read(file)
-    context = None if options.context is None else parse_context(options.context)
-    second_objective = _parse_objective(options.objective, context)
+    context = _parse_objective(options.objective, options.context)
     SAMPLERS[options.sampler]  # raises for an unknown one
     # Define the search space
-    several = asks_for_several(options.budget, None)
-    number = table.num_candidates
-    budgets = parse_budgets(str(options.budget), number) if several else [parse_budget(options.budget, number)]
+    budget, number = options.budget, table.num_candidates
+    budgets = parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]
     constraints = read_constraints(options)
     window = table.window or recipe.gates.window
     space = Space(table, (budgets[0], budgets[-1]), window, constraints.on(table))
@@ -131,16 +114,20 @@ def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecif
     strategies, given = starting_layouts(space, budgets), Proposal.read(options.layouts or ()).layouts
     _check_given(space, strategies, given)
     starts = {**strategies, **{name: layout for name, layout in given.items() if space.contains(layout)}}
-    names = _distinct({**starts, **given}, reporter.announce)
+    # Keep one name of each distinct layout
+    names = distinct({**starts, **given}).values()
+    for first, *same in names:
+        for name in same:
+            reporter.announce(f"{name} and {first} are the same layout, which is tried once")
+    kept = {first for first, *_ in names}
     return SearchSpecification(
         Effort(options.trials, options.sampler, options.seed, options.retrain),
-        second_objective,
         context,
         space,
         file,
         recipe,
         options.name or table.name,
-        *({name: layout for name, layout in part.items() if name in names} for part in (starts, given)),
+        *({name: layout for name, layout in part.items() if name in kept} for part in (starts, given)),
     )
 
 
@@ -163,27 +150,17 @@ def _check_given(space: Space, strategies: Mapping[str, Layout], given: Mapping[
             )
 
 
-def _distinct(layouts: Mapping[str, Layout], announce: Announce) -> set[str]:
-    """Return one name of each distinct layout, and announce those that are dropped."""
-    from spkv_nas.artifacts.proposal import distinct
+def _parse_objective(objective: str, context: str | None) -> int | None:
+    """Return the context of the second objective, KV bytes; None for NLL alone."""
+    from spkv_nas.base.units import parse_context
 
-    names = distinct(layouts)
-    for first, *same in names.values():
-        for key in same:
-            announce(f"{key} and {first} are the same layout, which is tried once")
-    return set(names)
-
-
-def _parse_objective(objective: str, context: int | None) -> str | None:
-    """Return the second objective of "nll,kv-bytes" or "nll,time"; None for "nll" alone."""
-    names = [part.strip() for part in objective.split(",")]
-    if names == ["nll"]:
+    if objective not in ("nll", "nll,kv-bytes"):
+        raise UserError(f"--objective '{objective}' is unknown; expected nll or nll,kv-bytes")
+    if objective == "nll":
         return None
-    if names not in (["nll", "kv-bytes"], ["nll", "time"]):
-        raise UserError(f"--objective '{objective}' is unknown; expected nll, nll,kv-bytes or nll,time")
     if context is None:
         raise UserError(f"--objective {objective} needs --context, the number of tokens per sequence")
-    return names[1]
+    return parse_context(context)
 
 
 def check(options: SearchOptions) -> None:
