@@ -260,8 +260,6 @@ AGREEMENT = ResultTable(
         _number("agreement_standard_error"),
         _number("acceptance", high=1.0),
         _number("acceptance_standard_error"),
-        _number("identical_tokens"),  # before the first difference; of greedy continuations
-        _number("identical_tokens_standard_error"),
         Column("draft_tokens", "whole"),
         _number("tokens_per_pass"),  # of the dense model, if the model drafts draft_tokens tokens for each pass
         _number("tokens_per_pass_standard_error"),

@@ -3,18 +3,14 @@
 The dense model continues prompts twice: greedily, and by sampling at a temperature. Both models then read each
 continuation in one pass (teacher forcing), so that they predict every token from the same context:
 
-- Agreement: the share of positions of the greedy continuation where both models' most probable tokens are equal. Up to
-  the first difference it is the text that the model would write itself; after it, the model goes on from the dense
-  model's tokens, as a draft model does whose token was rejected.
+- Agreement: the share of positions of the greedy continuation where both models' most probable tokens are equal.
 - Acceptance: sum_x min(p(x), q(x)) with the dense model's distribution p and the model's q, the probability that
   speculative sampling accepts a token that the model drafts for the dense model (Leviathan et al., arXiv 2211.17192,
-  section 3.2). Contexts are those that speculative sampling meets, because its output is distributed as p. In greedy
-  decoding both distributions are one-hot, and acceptance equals agreement.
+  section 3.2). In greedy decoding both distributions are one-hot, and acceptance equals agreement.
 - Tokens per pass of the dense model, where the model drafts gamma tokens for each: the number of tokens over the
   expected number of passes. Speculative sampling accepts a drafted token x of its output with probability
   min(1, q(x) / p(x)), independently of other positions once the output is known, so the expectation over its
-  randomness is exact, and in greedy decoding it is a count. Leviathan et al. (equation 1) compute it from the mean
-  acceptance alone, as if all positions were alike.
+  randomness is exact, and in greedy decoding it is a count.
 """
 
 from __future__ import annotations
@@ -87,12 +83,6 @@ class Agreement:
         """Return the number of tokens of each continuation, [P]."""
         return np.asarray((~np.isnan(self.equal)).sum(1))
 
-    @property
-    def identical(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each continuation before the first difference, [P]."""
-        differs = (self.equal == 0) | np.isnan(self.equal)
-        return np.asarray(np.where(differs.any(1), differs.argmax(1), self.equal.shape[1]))
-
     def ratio(self, values: NDArray[Any], bases: NDArray[Any]) -> tuple[float, float]:
         """Return (sum of values / sum of bases [P], its standard error), with documents as clusters."""
         _, document = np.unique(self.document, return_inverse=True)
@@ -142,8 +132,7 @@ def write_continuations(
 
     Temperature 0 decodes greedily. A block's sample depends on nothing but ``seed`` and its index, to which ``first``
     adds the number of blocks of the text before these. Returns a record per block: block; document and name, of the
-    document of its last prompt token; tokens, which end with an end-of-text token or after ``new_tokens``. Raises
-    ``UserError`` if logits are not finite.
+    document of its last prompt token; tokens, of which an end-of-text token is the last.
     """
     prompt_length = blocks.block_size - new_tokens
     names = [document.name for document in blocks.documents]
@@ -207,10 +196,9 @@ def predict(
 ) -> list[Line]:
     """Predict the tokens of continuations with one model, by teacher forcing; must be called on all ranks.
 
-    Returns a record per continuation: block, and predicted, a number per token. Greedy, it is the most probable token;
-    else the logarithm of the probability of the continuation's own token. Two models' records give what ``compare``
-    gives of both, without the distributions: whether their most probable tokens are equal, or min(1, q(x) / p(x)) of
-    the tokens x that the dense model drew, whose mean is the acceptance. Raises ``UserError`` if logits are not finite.
+    Returns a record per continuation: block, and predicted, by token the most probable one if greedy, else the
+    logarithm of the probability of the continuation's own. Two models' records tell whether their most probable tokens
+    are equal, or min(1, q(x) / p(x)) of the tokens x that the dense model drew, whose mean is the acceptance.
     """
 
     def columns(tokens: Tensor, logits: Tensor) -> dict[str, Tensor]:
@@ -290,12 +278,9 @@ def agreement_table(results: Mapping[str, Agreement], draft_tokens: Sequence[int
         tokens = result.num_tokens
         agreement = result.ratio(np.nansum(result.equal, 1), tokens)
         acceptance = result.ratio(np.nansum(result.accepted, 1), tokens)
-        identical = (
-            result.ratio(result.identical, np.ones(len(tokens))) if result.temperature == 0 else (np.nan, np.nan)
-        )
         # Add the tokens per pass of the dense model
         for number in draft_tokens:
             per_pass = result.ratio(tokens, expected_passes(result.kept, number))
             counts = (len(np.unique(result.document)), len(tokens), int(tokens.sum()))
-            rows.append((decoding, result.temperature, *counts, *agreement, *acceptance, *identical, number, *per_pass))
+            rows.append((decoding, result.temperature, *counts, *agreement, *acceptance, number, *per_pass))
     return pd.DataFrame(rows, columns=AGREEMENT.header)

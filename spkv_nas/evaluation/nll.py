@@ -63,12 +63,10 @@ def document_nll(
     watch: DensityTracker | None = None,
     progress: Progress | None = None,
 ) -> DocumentNLL:
-    """Compute the NLL of ``blocks`` under ``model``, in evaluation mode, by document.
+    """Compute the NLL of ``blocks`` under a model in evaluation mode, by document; ``UserError`` if not finite.
 
     ``batch_size`` blocks make a forward pass, fewer where a GPU runs out of memory; ``watch`` is a density tracker that
     has been started; ``progress`` receives (blocks done, in all) of this process.
-
-    Raises ``UserError`` if the model cannot read the blocks (``check_blocks``), or the NLL of a document is not finite.
     """
     check_blocks(model, blocks)
     sums = DocumentSums(blocks)

@@ -1,8 +1,7 @@
 """Find the documents that layouts were selected on, which a verdict on these layouts must not use.
 
-A layout was selected on the documents that its probe, ``score`` or a search measured. They are found by content: its
-provenance, and that of equal layouts of the workspace, names the file with the documents of the probe, and the tables
-of scores and searches list the layouts that they compared.
+They are found by content: the provenance of a layout, and of equal layouts of the workspace, names the file with the
+documents of its probe, and the tables of scores and searches list the layouts that they compared.
 """
 
 from __future__ import annotations

@@ -109,11 +109,10 @@ def tau_sweep(
 
 def sweep_table(sweep: Sequence[Evaluation]) -> pd.DataFrame:
     """Return a row per evaluation, columns ``COLUMNS``: NLL in nats, and its change in percent of the first, paired."""
-    changes = [paired_difference(evaluation.nll, sweep[0].nll) for evaluation in sweep]
-    rows = [
-        (evaluation.tau, evaluation.density, evaluation.nll.mean, change.percent, change.standard_error)
-        for evaluation, change in zip(sweep, changes, strict=True)
-    ]
+    rows = []
+    for each in sweep:
+        change = paired_difference(each.nll, sweep[0].nll)
+        rows.append((each.tau, each.density, each.nll.mean, change.percent, change.standard_error))
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.markup import escape
+from rich.text import Text
 
+from spkv_nas.base import device, version
 from spkv_nas.base.progress import Reporter
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.alarms import Circumstances, check_text
+from spkv_nas.evaluation.micro_batch import check_positions, require_logits
+from spkv_nas.evaluation.selected import Selected, find_selected, probe_of
+from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
+from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.evaluation.verdict.margins import parse_margins, parse_risk
+from spkv_nas.evaluation.verdict.trial import Outcome, Trial, text_in_random_order
+from spkv_nas.model import checkpoint, windows
+from spkv_nas.stages.checkpoints import Loaded, load
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.options.margins import DecisionOptions, reads_text
-
-if TYPE_CHECKING:
-    from spkv_nas.data.blocks import TokenBlocks
-    from spkv_nas.evaluation.alarms import Circumstances
-    from spkv_nas.evaluation.selected import Selected
-    from spkv_nas.evaluation.verdict.contenders import Contender
-    from spkv_nas.evaluation.verdict.trial import Outcome, Trial
-    from spkv_nas.stages.checkpoints import Loaded
-    from spkv_nas.stages.subject import Subject
+from spkv_nas.stages.subject import Subject
 
 SEED = 0  # of the random order of samples
 EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
@@ -50,15 +53,6 @@ def prepare(
     Beside the layout files there may be documents that layouts were selected on. Raises ``UserError`` if a layout was
     selected on all documents of the text, or something cannot be read.
     """
-    from spkv_nas.base.device import measuring_device
-    from spkv_nas.evaluation.selected import Selected, find_selected, probe_of
-    from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
-    from spkv_nas.evaluation.verdict.criterion import Setting
-    from spkv_nas.evaluation.verdict.trial import Trial
-    from spkv_nas.model.checkpoint import checkpoint_hash
-    from spkv_nas.stages.checkpoints import load
-    from spkv_nas.stages.subject import Subject
-
     # Check the criteria, and load the dense model
     options.folders.check_writable()
     margins = parse_margins(options.margin)
@@ -76,9 +70,9 @@ def prepare(
         Contender("dense", options.model),
         options.folders.run_dir(subject.family) / "verdict",
         lambda source: load(options, source, reporter)[0],
-        (str(options.dtype), str(measuring_device(options.device))),
+        (str(options.dtype), str(device.measuring_device(options.device))),
     )
-    setting = Setting(model, tokenizer, text, SEED, checkpoint_hash(options.model), reporter)
+    setting = Setting(model, tokenizer, text, SEED, checkpoint.checkpoint_hash(options.model), reporter)
     trial = Trial.of(margins, setting, store, circumstances)
     name = options.name or probe_of(options.folders, chosen.values()) or subject.name
     return Compared(name, options.model, candidates, trial, selected, num_left_out)
@@ -88,11 +82,6 @@ def _text(
     options: DecisionOptions, subject: Subject, loaded: Loaded, selected: Selected, reporter: Reporter
 ) -> tuple[TokenBlocks, int, Circumstances]:
     """Return the text in random order, how many documents it left out, and the circumstances of measurements on it."""
-    from spkv_nas.evaluation.alarms import check_text
-    from spkv_nas.evaluation.micro_batch import check_positions, require_logits
-    from spkv_nas.evaluation.verdict.trial import text_in_random_order
-    from spkv_nas.model.windows import default_window
-
     # Read the text, and check that the model can run it
     model, tokenizer = loaded
     separator = subject.separator(model, tokenizer, reporter)
@@ -109,16 +98,13 @@ def _text(
     )
     # Check that the model knows the text
     with reporter.bar("checking the text"):
-        circumstances, _ = check_text(model, text, default_window(model, text.block_size), separator)
+        circumstances, _ = check_text(model, text, windows.default_window(model, text.block_size), separator)
     return text, selected.count(whole), circumstances
 
 
 def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
     """Return what the records of both commands say: the candidates, the risk, the text, and what was left out."""
-    from spkv_nas.base.version import environment
-    from spkv_nas.model.checkpoint import model_origin
-
-    dense = model_origin(options.model)
+    dense = checkpoint.model_origin(options.model)
     return {
         "candidates": {each.name: each.source for each in compared.candidates},
         "risk": parse_risk(options.risk),
@@ -141,14 +127,12 @@ def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
             for each in compared.candidates
             if each.chosen is not None
         },
-        "environment": environment(),
+        "environment": version.environment(),
     }
 
 
 def shared_document(compared: Compared, outcome: Outcome, sentences: Sequence[str]) -> dict[str, Any]:
     """Return what ``--json`` prints of both commands; ``sentences`` may have markup."""
-    from rich.text import Text
-
     return {
         "name": compared.name,
         "against": compared.against,

@@ -55,22 +55,16 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     _announce_size(measured, len(proposal.layouts), reporter)
     root = workspace.run_dir(family) / "zero-shot"  # shared with probes and searches
     cache = distributed.on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
-    full_attention, *scores = zero_shot(
-        measured.model,
-        [None, *proposal.layouts.values()],
-        measured.blocks,
-        cache=cache,
-        reporter=reporter,
-        batch_size=measured.batch_size,
-    )
+    scoring: dict[str, Any] = {"cache": cache, "reporter": reporter, "batch_size": measured.batch_size}
+    layouts = [None, *proposal.layouts.values()]
+    full_attention, *scores = zero_shot(measured.model, layouts, measured.blocks, **scoring)
     # Write the table
     by_name = dict(zip(proposal.layouts, scores, strict=True))
     circumstances = Circumstances.of(measured.model, measured.blocks, full_attention, measured.separator)
     found_alarm = alarm(circumstances, full_attention, by_name, proposal.layouts)
     rows = score_table(proposal.layouts, by_name, full_attention, covered)
     selected = find_selected(workspace, proposal.layouts, near=proposal.files.values(), with_scores=False)
-    num_selection = selected.count(measured.blocks)
-    selected_by = selected.among(measured.blocks)
+    num_selection, selected_by = selected.count(measured.blocks), selected.among(measured.blocks)
     sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
     origin = measured_on(
         subject,
@@ -126,13 +120,9 @@ def show(result: NLLTable) -> None:
     rows, same = result.rows[result.rows["hash"] != ""], result.rows.groupby("hash", sort=False)["strategy"]
     for row in result.rows.drop_duplicates("hash").itertuples():
         coverage = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
-        grid.add_row(
-            escape(" = ".join(same.get_group(row.hash))),
-            str(row.num_global),
-            coverage,
-            f"{row.nll:.4f}",
-            printing.change(row.delta_nll_percent, row.delta_nll_standard_error),
-        )
+        difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error)
+        names = escape(" = ".join(same.get_group(row.hash)))
+        grid.add_row(names, str(row.num_global), coverage, f"{row.nll:.4f}", difference)
     console.out.print(grid)
     # Add remarks
     if (uneven := uneven_budgets(rows, int(rows["num_global"].mode().max()))) is not None:

@@ -1,18 +1,8 @@
 """Base class of the criteria of a verdict, each a class in one file, whose fields are its options (``base.entry``).
 
-Such as::
-
-    @dataclass(frozen=True)
-    class Rank(Criterion):
-        name, help, title = "rank", "rise of the mean rank of the next token, in percent", "Rank of the next token"
-        test = RelativeRise()
-        most: Annotated[int, Flag("Largest rank that counts.", low=1)] = 1000
-
-        def prepare(self, setting):
-            return RankRounds(setting.blocks, setting.text_hash, self.most)
-
-``--margin rank=2:most=100`` sets its option. ``registry.py`` lists the built-in criteria; a package adds its own by an
-entry point. The command line imports all of them, so a criterion imports torch inside its methods.
+``--margin rank=2:most=100`` sets the option ``most`` of a criterion ``rank``. ``registry.py`` lists the built-in ones;
+a package adds its own by an entry point (see "Extend spkv-nas" in the documentation). The command line imports all of
+them, so a criterion imports torch inside its methods.
 """
 
 from __future__ import annotations
@@ -78,15 +68,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Criterion(Entry, ABC):
-    """Criterion by which candidates are compared with the dense model, sample by sample.
+    """Criterion by which candidates are compared with the dense model, by a paired ``test`` of samples.
 
     Subclasses are frozen dataclasses; values of their options are int, float, str, bool or a list of str, for which the
-    option is repeated. The title is the heading of its card on the page.
-
-    Attributes:
-        test: paired test of its scores.
-        noun: what a sample is, in the plural.
-        reads_text: whether its samples are documents of the text (``--data``).
+    option is repeated. The title is the heading of its card on the page; ``noun`` is what a sample is, in the plural;
+    ``reads_text`` tells whether the samples are documents of the text (``--data``).
     """
 
     test: ClassVar[PairedTest]

@@ -114,9 +114,8 @@ def text_in_random_order(
     """Return the documents of a text in random order, without those that a layout was selected on (``text_id``).
 
     ``max_tokens`` are spread over the documents, as further blocks of a document tell less than those of another; None
-    takes one block per document, at least ``MIN_BLOCKS``.
-
-    Raises ``UserError`` if a layout was selected on all documents (``by`` says what did), or less than a block is left.
+    takes one block per document, at least ``MIN_BLOCKS``. ``UserError`` if nothing is left; ``by`` says what selected
+    it.
     """
     present = blocks.present
     if all(info.text_id in selected for info in present):

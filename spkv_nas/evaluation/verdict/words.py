@@ -29,10 +29,9 @@ def conclusion(
             about = "its loss is too near the margin to say how many more would tell"
         else:
             about = f"about {int(more):,} more would tell"
-        all_of_them = (
-            ", all that this text gives" if row["num_samples"] >= samples.get(row["criterion"], math.inf) else ""
-        )
-        counted = f"{row['num_samples']} {nouns.get(row['criterion'], 'samples')}{all_of_them}"
+        counted = f"{row['num_samples']} {nouns.get(row['criterion'], 'samples')}"
+        if row["num_samples"] >= samples.get(row["criterion"], math.inf):
+            counted += ", all that this text gives"
         parts.append(f"{row['criterion']} after {counted}; {about}")
     return "is open", ", and ".join(parts) or "its samples are not measured yet"
 

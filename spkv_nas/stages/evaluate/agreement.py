@@ -121,13 +121,8 @@ def show(result: AgreementResult) -> None:
     for decoding, row in rows.drop_duplicates("decoding").set_index("decoding").iterrows():
         if decoding == GREEDY:
             agreement = with_error(row["agreement"], row["agreement_standard_error"])
-            identical = f"{row['identical_tokens']:.1f} ± {row['identical_tokens_standard_error']:.1f}"
-            length = row["num_tokens"] / row["num_prompts"]
-            out.print(
-                f"[bold]{escape(result.name)}[/bold]: agreement with {dense} {agreement} over "
-                f"{int(row['num_tokens']):,} greedy tokens; {identical} of {length:.0f} tokens "
-                "before the first difference"
-            )
+            number = f"{int(row['num_tokens']):,} greedy tokens"
+            out.print(f"[bold]{escape(result.name)}[/bold]: agreement with {dense} {agreement} over {number}")
         else:
             acceptance = with_error(row["acceptance"], row["acceptance_standard_error"])
             out.print(

@@ -139,20 +139,18 @@ def show(result: NLLResult) -> None:
 
 
 def document(result: NLLResult) -> dict[str, Any]:
-    """Return the NLL, and the paired comparison if there is one."""
-    pair = {} if result.pair is None else {"against": _pair_document(result.pair), "folder": result.folder}
-    return {"name": result.name, **evaluation_document(result.evaluation), **pair}
-
-
-def _pair_document(pair: Pair) -> dict[str, Any]:
-    """Return the baseline's NLL, the difference from it, and all rows of ``evaluation.csv``."""
-    return {
-        "model": pair.against,
-        "nll": pair.evaluation.nll.mean,
-        "delta_nll_percent": pair.change.percent,
-        "delta_nll_standard_error": pair.change.standard_error,
-        "checkpoints": pair.rows,
-    }
+    """Return the NLL, and if there is a baseline its NLL, the difference, and all rows of ``evaluation.csv``."""
+    document = {"name": result.name, **evaluation_document(result.evaluation)}
+    if (pair := result.pair) is not None:
+        document["against"] = {
+            "model": pair.against,
+            "nll": pair.evaluation.nll.mean,
+            "delta_nll_percent": pair.change.percent,
+            "delta_nll_standard_error": pair.change.standard_error,
+            "checkpoints": pair.rows,
+        }
+        document["folder"] = result.folder
+    return document
 
 
 def run(options: NLLOptions, reporter: Reporter) -> Result:

@@ -157,17 +157,14 @@ class TestTable:
 
 @pytest.mark.filterwarnings("ignore:a sum of head gains:UserWarning")
 def test_command(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]) -> None:
-    """Scores of ``score`` on the same text count."""
     save(loud(), tiny_tokenizer, tmp_path / "mine")
     (tmp_path / "text.txt").write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
     options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--block-size", 64]
     options += ["--workspace", tmp_path / "w", "--max-tokens", 256]
-    Layout(("GG", "LL", "GL", "LL"), 8).write(tmp_path / "one.yaml")
-    main(["score", str(tmp_path / "one.yaml"), *map(str, options)])
     command = ["probe", *map(str, options), "--signal", "regression", "--window", "8"]
     main([*command, "--budget", "3", "--num-layouts", "12", "--seed", "5"])
     table = HeadScores.read(tmp_path / "w" / "probes" / "mine-regression")
-    assert (table.metadata["tokens"], table.metadata["reused_scores"]) == (256, 1)
+    assert (table.metadata["tokens"], table.metadata["reused_scores"]) == (256, 0)
     assert {key: table.metadata[key] for key in ("budget", "seed", "signal")} == {
         "budget": 3,
         "seed": 5,

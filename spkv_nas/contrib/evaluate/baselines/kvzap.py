@@ -215,11 +215,7 @@ def fit_kvzap(
     batch_size: int,
     progress: Progress | None = None,
 ) -> KVzap:
-    """Fit the predictors on ``blocks`` of training text; ``progress`` counts batches read and layers fitted.
-
-    Raises:
-        UserError: if blocks are too short for the prompt, too few, or memory is too small for their hidden states.
-    """
+    """Fit the predictors on ``blocks`` of training text; ``progress`` counts batches read and layers fitted."""
     # Build texts of context, prompt and repeated context [B, 2 context + prompt]
     prompt = torch.tensor(tokenizer.encode(PROMPT, add_special_tokens=False))
     context = (blocks.block_size - len(prompt)) // 2

@@ -186,8 +186,7 @@ def _measure(
     """Measure the dense model, and then every method by protocol, and at every density if it has any."""
     model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size
     rows: list[tuple[str, Protocol, float | None]] = []
-    if STREAMING in methods:
-        rows += [(STREAMING, protocol, None) for protocol in protocols]
+    rows += [(STREAMING, protocol, None) for protocol in protocols if STREAMING in methods]
     others = [name for name in methods if name != STREAMING]
     rows += [(name, protocol, density) for density in densities for name in others for protocol in protocols]
     with reporter.bar("evaluating pruned") as bar:

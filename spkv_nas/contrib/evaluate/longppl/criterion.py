@@ -54,11 +54,7 @@ class KeyTokenRounds(Rounds):
     prepared = (Array("is_key", "whole", "T", high=1),)
 
     def __init__(self, blocks: TokenBlocks, key: KeyCriterion, identity: str) -> None:
-        """Collect the parts of each document that are longer than the short context; ``UserError`` if there are none.
-
-        The documents of ``blocks`` are in random order; ``identity`` is that of the text, the dense model and the
-        criterion.
-        """
+        """Collect the parts of each document that are longer than the short context; ``UserError`` without any."""
         self.identity, self._key, self._opening = identity, key, blocks.opening
         parts: dict[int, list[NDArray[np.int64]]] = {}
         for document, ids in _parts(blocks):

@@ -175,10 +175,8 @@ def _short_losses(
     # Cut overlapping windows, of which the last may be shorter
     short, size = criterion.short, criterion.short + criterion.stride
     windows = [ids[start : start + size] for start in range(0, len(ids) - short, criterion.stride)]
-    full_windows, last_windows = (
-        [window for window in windows if len(window) == size],
-        [window for window in windows if len(window) < size],
-    )
+    full_windows = [window for window in windows if len(window) == size]
+    last_windows = [window for window in windows if len(window) < size]
 
     # Read the windows of full size in batches that fit in memory, and the last ones singly
     def run(part: range) -> list[NDArray[np.float64]]:

@@ -205,13 +205,8 @@ def show(result: LongPPLResult) -> None:
     pair_columns = ["against", "density %", "difference %"] if against else []
     grid = Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=escape(result.name))
     for row in result.rows.itertuples():
-        cells = [
-            escape(row.domain),
-            f"{row.num_keys:,} of {row.num_tokens:,}",
-            with_error(row.longppl, row.standard_error),
-            f"{row.ppl:.3f}",
-            percent(row.density),
-        ]
+        num_keys, longppl = f"{row.num_keys:,} of {row.num_tokens:,}", with_error(row.longppl, row.standard_error)
+        cells = [escape(row.domain), num_keys, longppl, f"{row.ppl:.3f}", percent(row.density)]
         if against:
             difference = change(row.difference_percent, row.difference_standard_error)
             cells += [with_error(row.against), percent(row.against_density), difference]

@@ -126,13 +126,8 @@ def show(result: SampledTable) -> None:
     title = f"{escape(result.name)}: share of correct answers; floor: every head local"
     grid = Table(*columns, title=title)
     for row in result.rows.itertuples():
-        cells = [
-            str(row.length),
-            row.task,
-            with_error(row.score, row.standard_error),
-            with_error(row.floor),
-            percent(row.density),
-        ]
+        score = with_error(row.score, row.standard_error)
+        cells = [str(row.length), row.task, score, with_error(row.floor), percent(row.density)]
         if against:
             cells += [with_error(row.against), change(row.difference, row.difference_standard_error)]
         grid.add_row(*cells, end_section=row.task.startswith("average"))

@@ -63,13 +63,7 @@ def run_task(
         # Answer them unless an earlier run has
         if not was_kept:
             lm.start()
-            results = evaluate(
-                lm,
-                {"tasks": {task.task_name: task}},
-                limit=limit,
-                bootstrap_iters=0,
-                confirm_run_unsafe_code=allow_code,
-            )
+            results = _ask(lm, task, allow_code, limit=limit)
             density = lm.stop()
             distributed.on_main(lambda: _write(file, task, density, results["samples"][task.task_name]))
     return distributed.on_main(partial(_read, file, task, was_kept))
@@ -80,21 +74,13 @@ def score_documents(
 ) -> list[float]:
     """Return the score in [0, 1] of some documents of a task, by index, without reading or writing files.
 
-    The score is the first metric of the task's first filter, that of ``tasks_table``'s average. ``seed``, of few-shot
-    examples and of sampling, must differ between calls.
-
-    Raises ``UserError`` if the metric is no mean of scores from 0 to 1, of which more are better.
+    The score is the first metric of the task's first filter, which must be a mean, of which more is better. ``seed``,
+    of few-shot examples and of sampling, must differ between calls.
     """
     name, ordered = task.task_name, sorted(documents)
     # Answer the documents
     with _requests_built(task, seed, samples=ordered):
-        results = evaluate(
-            lm,
-            {"tasks": {name: task}},
-            samples={name: ordered},
-            bootstrap_iters=0,
-            confirm_run_unsafe_code=allow_code,
-        )
+        results = _ask(lm, task, allow_code, samples={name: ordered})
     # Select the first metric of the first filter
     samples = results["samples"][name]
     first, metric = samples[0]["filter"], samples[0]["metrics"][0]
@@ -107,6 +93,13 @@ def score_documents(
             "verdict\nleave the task out, or choose another metric in your own YAML file of the task"
         )
     return [float(scores[document]) for document in documents]
+
+
+def _ask(lm: CheckpointLM, task: Task, allow_code: bool, **selection: Any) -> dict[str, Any]:
+    """Return lm-eval's results of a task, whose requests have been built; ``selection`` is that of its samples."""
+    tasks, options = {"tasks": {task.task_name: task}}, {"confirm_run_unsafe_code": allow_code, **selection}
+    results: dict[str, Any] = evaluate(lm, tasks, bootstrap_iters=0, **options)
+    return results
 
 
 def task_identity(task: Task) -> str:

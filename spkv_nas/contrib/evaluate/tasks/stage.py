@@ -101,13 +101,8 @@ def show(result: SampledTable) -> None:
     grid = Table("task", "metric", "shots", "value", "density %", *pair_columns, title=escape(result.name))
     for row in result.rows.itertuples():
         shots = "-" if row.num_fewshot != row.num_fewshot else f"{row.num_fewshot:g}"
-        cells = [
-            escape(row.task),
-            escape(row.metric),
-            shots,
-            with_error(row.value, row.standard_error),
-            percent(row.density),
-        ]
+        value = with_error(row.value, row.standard_error)
+        cells = [escape(row.task), escape(row.metric), shots, value, percent(row.density)]
         if against:
             difference = change(row.difference, row.difference_standard_error)
             cells += [with_error(row.against), percent(row.against_density), difference]

@@ -79,9 +79,8 @@ def load_suite(
 
     Folders of ``include`` have YAML files of further tasks, later ones take precedence; those of ``data`` have copies
     of data sets by their ids, ``FOLDER/Rowan/hellaswag``. Unless ``allow_code``, the paper's tasks that run code which
-    a model writes are left out, which ``caution`` is told.
-
-    Raises ``UserError`` if a folder, task or its data is missing, or a task runs code that is not allowed.
+    a model writes are left out, which ``caution`` is told, and others refused. Raises ``UserError`` if something is
+    missing.
     """
     for folder in [*include, *data]:
         if not Path(folder).is_dir():

@@ -60,8 +60,7 @@ def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResul
     """Train every row of an ablations file, and write ``reports/<name>/ablations.csv`` after each.
 
     All rows are validated before the first is trained. Finished rows are reused. Rows with ``trained: false`` are
-    measured on the dense checkpoint as it is. Raises ``UserError`` if a row is invalid, which names the row and the
-    key.
+    measured on the dense checkpoint as it is.
     """
     quiet_transformers(reporter)
     # Validate all rows

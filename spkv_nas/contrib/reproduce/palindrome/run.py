@@ -1,12 +1,11 @@
 """Palindrome comparison: train full attention, a sliding window and SP-KV from scratch to reverse a list.
 
 SP-KV paper, appendix "Palindrome reversal with long instruction gap", scaled down for a CPU: 0.1 M parameters instead
-of 2.25 B, and 32 sequences per step instead of 64. List length, window, cosine decay and the 500 steps are those of the
-paper. The sliding window must fail: its two layers reach 62 tokens back, and the instruction has 65.
-
-Gates are soft throughout. Their bias starts at 2 (u = 0.88) instead of the paper's 5 (u = 0.993): an open gate passes
-only 1 - u of its gradient, and 500 steps leave little time to close it. Query heads do not share KV heads: a shared
-gate must keep what any of its query heads needs, and closes for some seeds only (``reports/LOG.md``).
+of 2.25 B, and 32 sequences per step instead of 64. The sliding window must fail: its two layers reach 62 tokens back,
+and the instruction has 65. Gates are soft throughout. Their bias starts at 2 (u = 0.88) instead of the paper's 5
+(u = 0.993): an open gate passes only 1 - u of its gradient, and 500 steps leave little time to close it. Query heads do
+not share KV heads: a shared gate must keep what any of its query heads needs, and closes for some seeds only
+(``reports/LOG.md``).
 """
 
 from __future__ import annotations

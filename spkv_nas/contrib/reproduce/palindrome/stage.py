@@ -124,10 +124,8 @@ def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> Panels:
         ("loss", "Training loss, nats per output token", 2 * chance_nll, tuple(losses)),
         ("gates", "SP-KV gates, mean over heads and tokens", 1.0, gates),
     )
-    return Panels(
-        "palindrome",
-        tuple(
-            Chart(f"palindrome-{name}", title, steps, round_axis(title, 0, high), marks)
-            for name, title, high, marks in charts
-        ),
-    )
+    panels = [
+        Chart(f"palindrome-{name}", title, steps, round_axis(title, 0, high), marks)
+        for name, title, high, marks in charts
+    ]
+    return Panels("palindrome", tuple(panels))

@@ -151,8 +151,6 @@ def read_runs(path: Path) -> pd.DataFrame:
 
     Runs without names are numbered by row. Each variant is a ladder of its own (default ``""``). Held-out runs (1, else
     0) are predicted but not fitted. Variants are as in the file, then sorted by compute.
-
-    Raises ``UserError``, which names line and column, if a column is missing or a value is not a positive number.
     """
     runs = read_table(path, "runs", _RUNS, others=True)
     if (runs["name"] == "").all():

@@ -67,9 +67,8 @@ def _law(name: str, law: dict[str, Any]) -> None:
     for parameter, (value, low, high) in law["parameters"].items():
         grid.add_row(parameter, f"{value:.4g}", f"{low:.4g} .. {high:.4g}")
     out.print(grid)
-    out.print(
-        f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; residual standard deviation {law['residual']:.4f}"
-    )
+    residual = f"residual standard deviation {law['residual']:.4f}"
+    out.print(f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; {residual}")
     # Predictions of held-out runs
     for run in law["runs"]:
         if run["held_out"]:

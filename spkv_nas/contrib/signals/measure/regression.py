@@ -63,12 +63,7 @@ def regression(
     ``num_layouts`` random layouts are scored, with ``sinks`` tokens that local heads see besides their window, the
     query's own key included. ``budget`` is their number of global heads, or a share such as "25%"; by default the
     paper's. ``cache`` is a folder of finished scores of this model on this text (``cache_folder``), read and added to.
-
-    Raises:
-        UserError: there are too few layouts, or an NLL is not finite.
-
-    Warns:
-        UserWarning: the sum of the heads' gains hardly explains the layouts' NLLs.
+    Raises ``UserError`` if there are too few layouts, and warns if the gains hardly explain the layouts' NLLs.
     """
     with full_attention(model) as states:
         grid, layers = (len(states), states[0].num_kv_heads), candidate_layers(states)

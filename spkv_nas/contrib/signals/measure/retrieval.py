@@ -1,9 +1,8 @@
 """Retrieval score: how much a head attends to the earlier copy of the token to be predicted.
 
-After "Retrieval Head Mechanistically Explains Long-Context Factuality" (Wu et al., arXiv 2404.15574), which counts how
-often a head's most attended token is the needle token being generated, over the generations that contain the needle.
-Here, a needle is a sequence of random tokens, inserted into held-out text at a random depth and repeated at the end, so
-that any language model can copy it without instructions. There are three differences:
+After "Retrieval Head Mechanistically Explains Long-Context Factuality" (Wu et al., arXiv 2404.15574). A needle is a
+sequence of random tokens, inserted into held-out text at a random depth and repeated at the end, so that any language
+model can copy it without instructions. There are three differences from the paper:
 
 - The repetition is given instead of generated, so every needle counts. ``copy_accuracy`` in the metadata is the share
   of needle tokens that the model predicts; the score means little where it is near 0.
@@ -58,13 +57,8 @@ def retrieval(
     """Measure the retrieval score of every KV head by domain, with one needle per block; must be called on all ranks.
 
     A needle has ``needle_length`` tokens m, of which m - 1 are to be predicted; the token to copy lies outside the
-    window, and no needle is among the first ``sinks`` tokens. ``seed`` draws needles and depths.
-
-    Raises:
-        UserError: the blocks are too short for needle, window and repetition, or the model cannot be hooked.
-
-    Warns:
-        UserWarning: the model hardly copies.
+    window, and no needle is among the first ``sinks`` tokens. ``seed`` draws needles and depths. Raises ``UserError``
+    if the blocks are too short, and warns if the model hardly copies.
     """
     # Insert a needle into every block
     hidden = needles(blocks, window, needle_length, seed, sinks)
@@ -131,11 +125,10 @@ class Needles:
 
 
 def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sinks: int = 0) -> Needles:
-    """Draw a needle for each block of text, at a random depth.
+    """Draw a needle for each block of text, at a random depth, after the tokens that begin every block and ``sinks``.
 
-    A needle's tokens are drawn from the tokens of the text, without repetition and without those that begin every
-    block, which also stay first, as do ``sinks`` tokens. Raises ``UserError`` if the blocks are too short, or have too
-    few distinct tokens.
+    Its tokens are drawn from the other tokens of the text, without repetition. Raises ``UserError`` if blocks are too
+    short.
     """
     # Collect the distinct tokens of the text, without loading memory-mapped blocks all at once
     parts = (blocks.tokens[start : start + _READ_BLOCKS] for start in range(0, blocks.num_blocks, _READ_BLOCKS))
