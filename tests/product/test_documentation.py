@@ -61,7 +61,7 @@ LIMITS = (  # options that keep a command short, by what it contains; the last o
     ("init", "--steps 2"),
     ("search", "--dry-run"),
     ("score layouts/stdlib-21x3", "--max-tokens 2048"),
-    ("evaluate --model CHECKPOINT --data FILES --taus", "--taus 0.2,0.8 --max-tokens 2048"),
+    ("--taus 0.01..0.99", "--taus 0.2,0.8 --max-tokens 2048"),
     ("evaluate ruler", "--samples 1 --tasks niah_single_1"),
     ("evaluate longppl", "--block-size 256"),
     ("evaluate tasks stdlib", "--limit 2"),
