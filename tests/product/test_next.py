@@ -122,7 +122,7 @@ class TestProbe:
             "steps": 2,
             "budget": "25%",
         }
-        assert suggested == ["spkv-nas propose --budget 25% --probe mine-head-gates --workspace w"]
+        assert suggested == ["spkv-nas propose --probe mine-head-gates --budget 25% --workspace w"]
 
     def test_the_separator_is_kept(self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Scores and recipes follow the probe."""
@@ -203,8 +203,8 @@ class TestProbe:
         save(tiny_model("qwen3", vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("other"))
         main(["probe", "--model", "other", *subject[2:], "--steps", "2"])
         message = fails(capsys, "propose", "--budget", "3")
-        assert "next: spkv-nas propose --budget 3 --probe mine-head-gates" in message
-        assert "next: spkv-nas propose --budget 3 --probe other-head-gates" in message
+        assert "next: spkv-nas propose --probe mine-head-gates --budget 3" in message
+        assert "next: spkv-nas propose --probe other-head-gates --budget 3" in message
 
     @pytest.mark.slow
     def test_layouts_without_a_recipe_name_the_command_that_writes_one(

@@ -98,7 +98,7 @@ class TestCommand:
         assert Layout.read(file).num_global == 4
         assert "documents that selected it among" in result["recommended"]["reason"]
         (following,) = result["next"]
-        assert following.startswith(f"spkv-nas train-hybrid {file} --recipe {project[0]} --probe tiny")
+        assert following.startswith(f"spkv-nas train-hybrid {file} --probe tiny --recipe {project[0]}")
 
     @pytest.mark.slow
     def test_few_documents_rank_nothing(

@@ -280,17 +280,17 @@ class TestCommand:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         options = ["--model", dense, "--data", text, "--block-size", 128, "--sinks", "0,2"]
-        options += ["--against", checkpoint, "--tau", 0.6, "--density", "30%,0.2", "-w", tmp_path / "w"]
+        options += ["--against", checkpoint, "--taus", "0.6,0.7", "--density", "30%,0.2", "-w", tmp_path / "w"]
         main(["evaluate", "baselines", *map(str, options)])
         folder = tmp_path / "w" / "reports" / "dense"
         assert {p.name for p in folder.glob("[!.]*")} == {f"baselines.{kind}" for kind in ("csv", "yaml", "png", "svg")}
         rows = pd.read_csv(folder / "baselines.csv")
         assert list(rows.columns) == BASELINES.header
         chosen = [method for method in METHODS if method != "streaming" for _ in range(2)]
-        assert rows["method"].tolist() == ["full-attention", *["streaming"] * 2, *chosen, *chosen, "sp-kv", "sp-kv"]
+        assert rows["method"].tolist() == ["full-attention", *["streaming"] * 2, *chosen, *chosen, *["sp-kv"] * 3]
         targeted = rows.dropna(subset=["target_density"])
         assert targeted["density"].to_numpy() == pytest.approx(targeted["target_density"].to_numpy(), abs=0.03)
-        assert rows["tau"].tolist()[-2:] == [0.0, 0.6]
+        assert rows["tau"].tolist()[-3:] == [0.0, 0.6, 0.7]
         record = yaml.safe_load((folder / "baselines.yaml").read_text())
         assert (record["window"], record["chunk"], record["protocol"]) == (6, 6, "exact")
         assert record["kvzap"]["tokens"] > 0

@@ -282,12 +282,13 @@ class TestTable:
 
 
 class TestCommand:
-    @pytest.fixture(autouse=True)
+    @pytest.fixture
     def any_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A random model's long context makes about half of all tokens likelier."""
         monkeypatch.setattr("spkv_nas.contrib.evaluate.longppl.reading.LONGPPL_ALPHA", 0.0)
         monkeypatch.setattr("spkv_nas.contrib.evaluate.longppl.reading.LONGPPL_BETA", -1000.0)
 
+    @pytest.mark.usefixtures("any_key")
     def test_two_checkpoints(
         self,
         checkpoint: Path,
@@ -372,6 +373,7 @@ class TestCommand:
         )
         assert message in error
 
+    @pytest.mark.usefixtures("any_key")
     def test_a_pair_needs_one_tokenizer_and_an_evaluator_none(
         self, checkpoint: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
