@@ -23,7 +23,7 @@ from spkv_nas.artifacts.grid import Grid, OnGrid, grid_html, grid_words
 from spkv_nas.artifacts.head_tables import Gains, array_rows, file_rows, read_positions, read_rows
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.kinds import DENSITY, SCORE
-from spkv_nas.artifacts.local_layers import ConfigLayer, candidate_layers, config_layers
+from spkv_nas.artifacts.local_layers import ConfigLayer, cache_facts, candidate_layers, config_layers
 from spkv_nas.artifacts.probe_file import ProbeFile
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, digest, read_selection, write_selection
@@ -111,13 +111,13 @@ class HeadScores(OnGrid):
     @property
     def native_heads(self) -> tuple[int, ...]:
         """Return the window of every KV head that is local by design."""
-        layers = (layer for layer in self._config_layers if layer.is_always_local)
-        return tuple(layer.checkpoint_window for layer in layers for _ in range(self.num_kv_heads))
+        windows: tuple[int, ...] = cache_facts(self._config_layers, self.num_kv_heads)["native_heads"]
+        return windows
 
     @property
     def global_window(self) -> int:
         """Return how many recent keys a global head sees: all, unless every layer has a native window."""
-        return min(self._config_layers[layer].checkpoint_window for layer in self.layers)
+        return int(cache_facts(self._config_layers, self.num_kv_heads)["global_window"])
 
     @property
     def native_windows(self) -> list[int | None]:

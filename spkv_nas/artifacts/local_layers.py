@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from spkv_nas.base.limits import MAX_WINDOW
 
@@ -78,3 +78,14 @@ def native_windows(states: Sequence[WindowedLayer]) -> dict[str, list[int | None
     if all(state.native_window is None for state in states):
         return {}
     return {"native_windows": [state.native_window for state in states]}
+
+
+def cache_facts(layers: Sequence[WindowedLayer], num_kv_heads: int) -> dict[str, Any]:
+    """Return what the native windows of a model's layers say about its KV cache, as ``CacheCost`` takes it.
+
+    ``native_heads`` are the windows of the KV heads that are local by design, and ``global_window`` is how many recent
+    keys a global head sees: all, unless every layer has a native window.
+    """
+    native = (layer.checkpoint_window for layer in layers if layer.is_always_local for _ in range(num_kv_heads))
+    reach = min(layers[index].checkpoint_window for index in candidate_layers(layers))
+    return {"native_heads": tuple(native), "global_window": reach}

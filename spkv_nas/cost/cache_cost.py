@@ -58,18 +58,25 @@ class CacheCost:
         native = sum(self._head(window) for window in self.native_heads)
         return num_global * self.global_head + num_local * self.local_head + native
 
-    def largest_budget(self, limit: int, num_heads: int, most: int | None = None) -> int:
+    def full(self, num_heads: int) -> int:
+        """Return the bytes of full attention."""
+        return self.total(num_heads - len(self.native_heads), num_heads)
+
+    def num_global_within(self, limit: float, num_heads: int, most: int | None = None) -> int:
         """Return the largest number of global heads, at most ``most`` or all that can be, that fit in ``limit`` bytes.
 
-        Raises:
-            UserError: none of these numbers does.
+        It is 0 if none of these numbers does.
         """
         most = num_heads - len(self.native_heads) if most is None else most
         # Try every number, because an engine's memory need not grow with it
-        totals = {number: self.total(number, num_heads) for number in range(most, 0, -1)}
-        budget = next((number for number, total in totals.items() if total <= limit), None)
-        if budget is None:
-            least = min(totals.values(), default=self.total(1, num_heads))
+        return next((number for number in range(most, 0, -1) if self.total(number, num_heads) <= limit), 0)
+
+    def largest_budget(self, limit: int, num_heads: int, most: int | None = None) -> int:
+        """Return ``num_global_within``. Raises ``UserError`` if it is 0."""
+        budget = self.num_global_within(limit, num_heads, most)
+        if not budget:
+            most = num_heads - len(self.native_heads) if most is None else most
+            least = min(self.total(number, num_heads) for number in range(1, max(1, most) + 1))
             raise UserError(
                 f"{format_bytes(limit)} is too small{self.where}: {self.batch} requests of {self.context:,} tokens "
                 f"need at least {format_bytes(least)} with 1 to {max(1, most)} global heads\n"

@@ -51,6 +51,10 @@ class DocumentNLL:
         """Return how many documents of equal length would give equally wide errors."""
         return statistics.effective_number(self.num_tokens)
 
+    def plus(self, other: DocumentNLL) -> DocumentNLL:
+        """Return the sums over two parts of a text, of the same documents."""
+        return DocumentNLL(self.total + other.total, self.num_tokens + other.num_tokens)
+
     def save(self, path: Path) -> None:
         """Write both arrays atomically as ``.npz``."""
         files.write_npz(path, {"total": self.total, "num_tokens": self.num_tokens})

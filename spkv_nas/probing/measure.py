@@ -30,6 +30,7 @@ from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.probing.sinks import choose_sinks
+from spkv_nas.probing.window_choice import MemoryLimit, context_length, measure_within
 
 _RUN = ("batch_size", "cache")  # arguments of ``measure`` that are no options of a signal
 
@@ -42,6 +43,8 @@ def probe(
     signal: str | Signal = DENSITY.name,
     window: int | None = None,
     sinks: int | None = None,
+    memory: str | float | None = None,
+    context: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     name: str | None = None,
     metadata: dict[str, Any] | None = None,
@@ -58,6 +61,9 @@ def probe(
         window: number of recent keys a local head sees, including the query's own key. Not accepted by "density";
             defaults to ``default_window``.
         sinks: number of first tokens that a local head sees as well (sink tokens); None: ``choose_sinks``.
+        memory: limit on the KV cache, as a share of full attention's ("20%" or 0.2) or in bytes ("2GiB"): the heads
+            are ranked for it, and the window, unless given, is chosen with them (``window_choice``).
+        context: tokens per sequence for which ``memory`` is counted; None: the model's context.
         tokenizer: the model's tokenizer; required if ``blocks`` are strings.
         name: name of the table; defaults to the signal's name, or to "probe" for density.
         metadata: provenance of the model and the text, stored with the table.
@@ -73,7 +79,7 @@ def probe(
         raise UserError(f"signal {entry.name} uses the window of the model's gates: leave window out")
     name = name or ("probe" if entry.name == DENSITY.name else entry.name)
     blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
-    options |= {"window": window, "sinks": sinks, "tau": tau}
+    options |= {"window": window, "sinks": sinks, "tau": tau, "memory": memory, "context": context}
     return measure_signal(entry, model, blocks, name=name, metadata=metadata, progress=progress, **options)
 
 
@@ -84,6 +90,8 @@ def measure_signal(
     *,
     window: int | None = None,
     sinks: int | None = None,
+    memory: str | float | None = None,
+    context: int | None = None,
     name: str = "probe",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
@@ -99,6 +107,8 @@ def measure_signal(
         blocks: held-out text.
         window: number of recent keys a local head sees, including the query's own key.
         sinks: number of sink tokens; None: ``choose_sinks``.
+        memory: limit on the KV cache, within which the window is chosen with the heads.
+        context: tokens per sequence for which ``memory`` is counted.
         name: name of the table.
         metadata: provenance of the model and the text.
         progress: called with (blocks or steps done, total).
@@ -110,18 +120,27 @@ def measure_signal(
     # Check options and model
     entry, run = _configured(SIGNALS[signal], options)
     _check_heads(model)
-    # Choose window and sink tokens
-    window = _window(entry, model, blocks) if window is None or entry.needs_gates else window
-    if window < 1:
-        raise UserError(f"the window is {window}; it must be at least 1, because it includes the query's own key")
     check_blocks(model, blocks)
-    number, facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
+    # Choose window and sink tokens
+    first_window = _window(entry, model, blocks) if window is None or entry.needs_gates else window
+    if first_window < 1:
+        raise UserError(f"the window is {window}; it must be at least 1, because it includes the query's own key")
+    number, facts = choose_sinks(model, blocks, first_window) if sinks is None else (sinks, {})
     if entry.takes_sinks and (number or sinks is not None):
         run["sinks"] = number
-    if entry.reads_blocks:
-        check_window(blocks, window, number if entry.takes_sinks else 0)
-    # Measure
-    table = entry.measure(model, blocks, window, name=name, metadata=metadata, progress=progress, **run)
+
+    def measured(signal: Signal, text: TokenBlocks, reach: int) -> HeadScores:
+        if signal.reads_blocks:
+            check_window(text, reach, number if signal.takes_sinks else 0)
+        return signal.measure(model, text, reach, name=name, metadata=metadata, progress=progress, **run)
+
+    # Measure, within a limit of memory with the window that loses least
+    if memory is None:
+        table = measured(entry, blocks, first_window)
+    else:
+        limit = MemoryLimit(memory, context_length(model, blocks) if context is None else context)
+        fixed = window if window is not None or not entry.needs_gates else first_window
+        table = measure_within(limit, model, blocks, entry, measured, window=fixed, sinks=number)
     sink_facts = {**({"sinks": number} if number else {}), **facts}
     with full_attention(model) as states:
         windows = native_windows(states)

@@ -1,0 +1,303 @@
+"""Choose the window of local heads together with the number of global heads, within a share of the KV cache.
+
+At equal memory a wider window leaves fewer global heads. Which trade loses least depends on the model, so it is
+measured: the heads are ranked once, and layouts without training are compared on documents that the ranking has not
+seen. For each number of global heads only the widest window that fits is tried, because it loses least. Successive
+halving spends most of the text on the best candidates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.local_layers import cache_facts, config_layers
+from spkv_nas.base.device import dtype_name
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Progress
+from spkv_nas.base.units import parse_bytes
+from spkv_nas.cost.cache_cost import CacheCost
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.micro_batch import fitting_batch
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.evaluation.zero_shot import Work, zero_shot
+from spkv_nas.model.model_shape import config_shape
+from spkv_nas.model.windows import full_attention
+from spkv_nas.probing.signal import Signal
+
+NARROWEST, WIDEST = 32, 1024  # windows that are tried
+HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see; at most a quarter of the text
+_STEP = 16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
+_LOCAL_PART = 0.6  # of the memory for windows: where the best one lies at 10 to 20 % of the cache (reports/LOG.md)
+_MOST_TRIED = 12  # windows
+_FIRST_ROUND = 4  # blocks of the first round of successive halving; each round doubles them
+
+
+@dataclass(frozen=True)
+class TriedWindow:
+    """Window of local heads, the global heads that the memory leaves, and what the layout loses.
+
+    Attributes:
+        window: recent keys that a local head sees, including the query's own.
+        num_global: number of global KV heads.
+        memory: share of full attention's KV cache.
+        change: change of NLL against full attention in percent, on ``blocks`` blocks.
+        standard_error: its standard error, paired by document.
+        blocks: number of blocks that it was measured on.
+    """
+
+    window: int
+    num_global: int
+    memory: float
+    change: float = np.nan
+    standard_error: float = np.nan
+    blocks: int = 0
+
+
+@dataclass(frozen=True)
+class WindowChoice:
+    """Windows that were tried, narrowest first, and the best.
+
+    Attributes:
+        best: the window that loses least of those measured on most text.
+        tried: all windows.
+        passes: cost in forward passes over the held-out text.
+    """
+
+    best: TriedWindow
+    tried: tuple[TriedWindow, ...]
+    passes: float
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Return the entries for ``probe.yaml``."""
+        rows = [{key: round(value, 4) for key, value in asdict(row).items()} for row in self.tried]
+        return {"windows_tried": rows, "window_passes": round(self.passes, 2)}
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Limit on the KV cache of one sequence.
+
+    Attributes:
+        memory: share of full attention's KV cache such as ``"20%"`` or 0.2, or bytes such as ``"2GiB"``.
+        context: tokens of the sequence.
+    """
+
+    memory: str | float
+    context: int
+
+    def share(self, cost: CacheCost, num_heads: int) -> float:
+        """Return the limit as a share of full attention's KV cache.
+
+        Raises:
+            UserError: it is neither a share between 0 and 100 % nor bytes.
+        """
+        text = str(self.memory).strip()
+        try:
+            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            share = parse_bytes(text) / cost.full(num_heads)
+        if not 0.0 < share < 1.0:
+            raise UserError(
+                f"memory {text[:40]} is {100 * share:.4g} % of full attention's KV cache: give a share between 0 and "
+                "100 %, such as 20%, or bytes, such as 2GiB"
+            )
+        return share
+
+
+def context_length(model: PreTrainedModel, blocks: TokenBlocks) -> int:
+    """Return the number of tokens that a model reads by its config, or that a block has if the config does not say."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else blocks.block_size
+
+
+def measure_within(
+    limit: MemoryLimit,
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    signal: Signal,
+    measure: Callable[[Signal, TokenBlocks, int], HeadScores],
+    *,
+    window: int | None = None,
+    sinks: int = 0,
+) -> HeadScores:
+    """Measure a signal for a limit of memory, and choose the window of local heads; must be called on all ranks.
+
+    Args:
+        limit: limit of memory.
+        model: any supported decoder.
+        blocks: text, part of whose documents are held out to choose the window.
+        signal: signal to measure, for the number of global heads that the memory leaves if it takes a budget.
+        measure: measures a signal on a text at a window.
+        window: window of local heads; None: choose it.
+        sinks: sink tokens of local heads.
+
+    Returns:
+        The table, with the window, and ``num_global``, ``memory``, ``context`` and the windows tried in its metadata.
+    """
+    # Find the windows, and the number of global heads that the memory leaves with each
+    with full_attention(model) as states:
+        layers, num_kv_heads = config_layers([state.native_window for state in states]), states[0].num_kv_heads
+    num_heads, facts = len(layers) * num_kv_heads, cache_facts(layers, num_kv_heads)
+    cost = CacheCost(
+        limit.context,
+        1,
+        window or NARROWEST,
+        config_shape(model.config).head_dim,
+        dtype_name(model.dtype),
+        sinks,
+        **facts,
+    )
+    share = limit.share(cost, num_heads)
+    if window is None:
+        candidates = candidate_windows(cost, num_heads, share, blocks.block_size)
+    else:
+        number = cost.largest_budget(int(share * cost.full(num_heads)), num_heads)
+        candidates = [TriedWindow(window, number, cost.total(number, num_heads) / cost.full(num_heads))]
+    # Rank the heads at a typical window
+    first = min(candidates, key=lambda row: abs(row.window / limit.context - _LOCAL_PART * share))
+    if "budget" in signal.options():
+        signal = signal.with_options({"budget": str(first.num_global)})
+    ranking, held_out = hold_out(blocks) if len(candidates) > 1 else (blocks, None)
+    table = measure(signal, ranking, first.window)
+    # Choose the window
+    best, record = first, dict[str, Any]()
+    if held_out is not None:
+        choice = choose_window(model, held_out, table, candidates, batch_size=fitting_batch(model, held_out))
+        best, record = choice.best, choice.as_mapping()
+    record |= {"memory": round(share, 6), "context": limit.context, "num_global": best.num_global}
+    return replace(table, window=best.window, metadata={**table.metadata, **record})
+
+
+def candidate_windows(cost: CacheCost, num_heads: int, share: float, block_size: int) -> list[TriedWindow]:
+    """Return the windows worth trying within a share of the KV cache, narrowest first.
+
+    Args:
+        cost: size of a head's cache, whose window is not used.
+        num_heads: number of KV heads in the model.
+        share: share of full attention's KV cache.
+        block_size: tokens per block of the text; no window is wider than half of it.
+
+    Raises:
+        UserError: the memory leaves no global head beside the narrowest window.
+    """
+    limit, widest = share * cost.full(num_heads), min(WIDEST, block_size // 2)
+    grid = range(_STEP, max(widest, _STEP) + 1, _STEP)
+
+    def num_global(window: int) -> int:
+        return replace(cost, window=window).num_global_within(limit, num_heads)
+
+    # Keep the widest window of each number of global heads
+    widest_of = {num_global(window): window for window in grid if window >= min(NARROWEST, widest)}
+    pairs = sorted((window, number) for number, window in widest_of.items() if number >= 1)
+    if not pairs:
+        raise UserError(
+            f"{100 * share:.4g} % of the KV cache leave no global head beside windows of {grid[0]} keys: "
+            "give more memory, or a longer --context"
+        )
+    # Of many, keep some that are evenly spread over the octaves
+    if len(pairs) > _MOST_TRIED:
+        octaves = np.log2([window for window, _ in pairs])
+        wanted = np.linspace(octaves[0], octaves[-1], _MOST_TRIED)
+        pairs = [pairs[index] for index in sorted({int(np.abs(octaves - octave).argmin()) for octave in wanted})]
+    return [
+        TriedWindow(window, number, replace(cost, window=window).total(number, num_heads) / cost.full(num_heads))
+        for window, number in pairs
+    ]
+
+
+def choose_window(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    table: HeadScores,
+    candidates: Sequence[TriedWindow],
+    *,
+    batch_size: int = 1,
+    progress: Progress | None = None,
+) -> WindowChoice:
+    """Choose the window whose layout of highest scores loses least on ``blocks``; must be called on all ranks.
+
+    Args:
+        model: any supported decoder; left unchanged.
+        blocks: text that the ranking has not seen.
+        table: scores of the heads, of which the highest become global.
+        candidates: windows to try, with their numbers of global heads.
+        batch_size: blocks per pass.
+        progress: called with (rounds done, total).
+    """
+    # Divide the text into parts, each as long as all before it
+    ends = sorted(
+        {min(_FIRST_ROUND << doubled, blocks.num_blocks) for doubled in range(blocks.num_blocks.bit_length())}
+    )
+    parts = blocks.nested(ends)
+    left, measured, passes = list(candidates), {row.window: row for row in candidates}, 0.0
+    nothing = DocumentNLL(np.zeros(len(blocks.documents)), np.zeros(len(blocks.documents), np.int64))
+    sums: dict[int | None, DocumentNLL] = defaultdict(lambda: nothing)  # of windows; None: full attention
+    for done, (part, num_blocks) in enumerate(zip(parts, ends, strict=True), 1):
+        # Measure those that are left on the part, and add it to the parts before
+        work, layouts = Work(), [highest_scores(table, row) for row in left]
+        scores = zero_shot(model, [None, *layouts], part, batch_size=batch_size, work=work)
+        passes += work.passes * part.num_blocks / blocks.num_blocks
+        for window, score in zip([None, *(row.window for row in left)], scores, strict=True):
+            sums[window] = sums[window].plus(score)
+        # Keep the better half
+        for row in left:
+            change = paired_difference(sums[row.window], sums[None])
+            measured[row.window] = replace(
+                row, change=change.percent, standard_error=change.standard_error, blocks=num_blocks
+            )
+        left = sorted((measured[row.window] for row in left), key=lambda row: row.change)[: (len(left) + 1) // 2]
+        if progress is not None:
+            progress(done, len(parts))
+    return WindowChoice(left[0], tuple(measured.values()), passes)
+
+
+def highest_scores(table: HeadScores, row: TriedWindow) -> Layout:
+    """Return the layout whose global heads are the ``row.num_global`` of highest score that can be global."""
+    scores = np.full(table.grid, -np.inf)
+    scores[table.layers] = table.values[table.layers]
+    mask = np.zeros(table.grid, dtype=bool)
+    mask.flat[np.argsort(-scores, axis=None, kind="stable")[: row.num_global]] = True
+    return Layout.from_mask(mask, window=row.window, sinks=table.sinks)
+
+
+def hold_out(blocks: TokenBlocks, tokens: int = HELD_OUT_TOKENS) -> tuple[TokenBlocks, TokenBlocks]:
+    """Divide a text by documents into one to rank heads on and one to choose the window on, of every domain a part.
+
+    Args:
+        blocks: the text, which is packed again, with its documents in random order.
+        tokens: length of the second text, at most a quarter of the whole.
+
+    Raises:
+        UserError: no domain has two documents, or they are too short for a block.
+    """
+    lengths = dict(zip(*np.unique(blocks.document, return_counts=True), strict=True))
+    share = min(tokens / blocks.tokens.size, 0.25)
+    held: set[str] = set()
+    # Hold out documents of each domain, in an order that does not depend on the rest of the text
+    infos = sorted(enumerate(blocks.documents), key=lambda item: hashlib.sha256(item[1].text_id.encode()).digest())
+    for domain in blocks.domains:
+        texts: dict[str, int] = defaultdict(int)  # tokens by text, whose pieces stay together
+        for index, info in infos:
+            if info.domain == domain and index in lengths:
+                texts[info.text_id] += int(lengths[index])
+        wanted = share * sum(texts.values())
+        for text, length in list(texts.items())[:-1]:
+            if wanted > 0:
+                held.add(text)
+                wanted -= length
+    if not held:
+        raise UserError(
+            "the window is chosen on documents that the ranking has not seen, but no domain of this text has two: "
+            "give more documents, or the window (--window)"
+        )
+    rest = blocks.in_random_order(0, held)
+    return rest, blocks.in_random_order(0, blocks.text_ids - held).spread(max(1, tokens // blocks.block_size))
