@@ -140,6 +140,11 @@ class HeadScores(OnGrid):
         return None if budget is None else int(budget)
 
     @property
+    def memory_budget(self) -> int | None:
+        """Return the number of global heads that the memory leaves which the probe was measured for; None without."""
+        return self.learned_budget if "memory" in self.metadata else None
+
+    @property
     def kind(self) -> str:
         """Return the kind of the scores, one of ``kinds.KINDS``."""
         return str(self.metadata.get("kind", DENSITY))

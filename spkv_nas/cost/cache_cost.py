@@ -8,7 +8,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_WINDOW
-from spkv_nas.base.units import ITEM_BYTES, format_bytes
+from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes
 from spkv_nas.cost.formulas import head_bytes, visible_keys
 from spkv_nas.engines.cache import CachePlan, ServedCache, Serving
 
@@ -92,6 +92,36 @@ class CacheCost:
     def _head(self, reach: int) -> int:
         """Return the bytes of one KV head that keeps up to ``reach`` keys, over all sequences."""
         return self.batch * int(head_bytes(min(reach, self.context), self.head_dim, ITEM_BYTES[self.dtype]))
+
+
+def parse_memory(memory: str | float) -> float:
+    """Parse a limit on the KV cache: a share of full attention's, below 1, or bytes.
+
+    Args:
+        memory: share such as ``"20%"`` or 0.2, or bytes such as ``"2GiB"``.
+
+    Raises:
+        UserError: it is neither, or a share that is not between 0 and 100 %.
+    """
+    text = str(memory).strip()
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        return parse_bytes(text)
+    if share >= 1.0 and not text.endswith("%"):
+        return parse_bytes(text)
+    if not 0.0 < share < 1.0:
+        raise UserError(
+            f"--memory {text[:40]}: give a share of full attention's KV cache between 0 and 100 %, such as 20%, or "
+            "bytes, such as 2GiB"
+        )
+    return share
+
+
+def memory_bytes(memory: str | float, cost: CacheCost, num_heads: int) -> int:
+    """Return a limit on the KV cache of a model with ``num_heads`` KV heads in bytes; errors as ``parse_memory``."""
+    limit = parse_memory(memory)
+    return int(limit * cost.full(num_heads)) if limit < 1.0 else int(limit)
 
 
 @dataclass(frozen=True)

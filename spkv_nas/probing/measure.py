@@ -30,7 +30,7 @@ from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.probing.sinks import choose_sinks
-from spkv_nas.probing.window_choice import MemoryLimit, context_length, measure_within
+from spkv_nas.probing.window_choice import context_length, measure_within
 
 _RUN = ("batch_size", "cache")  # arguments of ``measure`` that are no options of a signal
 
@@ -138,9 +138,11 @@ def measure_signal(
     if memory is None:
         table = measured(entry, blocks, first_window)
     else:
-        limit = MemoryLimit(memory, context_length(model, blocks) if context is None else context)
-        fixed = window if window is not None or not entry.needs_gates else first_window
-        table = measure_within(limit, model, blocks, entry, measured, window=fixed, sinks=number)
+        context = context_length(model, blocks) if context is None else context
+        fixed = first_window if entry.needs_gates else window
+        table = measure_within(
+            memory, context, model, blocks, entry, measured, window=fixed, sinks=number, progress=progress
+        )
     sink_facts = {**({"sinks": number} if number else {}), **facts}
     with full_attention(model) as states:
         windows = native_windows(states)

@@ -22,9 +22,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import cache_facts, config_layers
 from spkv_nas.base.device import dtype_name
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Progress
-from spkv_nas.base.units import parse_bytes
-from spkv_nas.cost.cache_cost import CacheCost
+from spkv_nas.base.progress import Progress, Reporter
+from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import fitting_batch
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
@@ -82,37 +81,6 @@ class WindowChoice:
         return {"windows_tried": rows, "window_passes": round(self.passes, 2)}
 
 
-@dataclass(frozen=True)
-class MemoryLimit:
-    """Limit on the KV cache of one sequence.
-
-    Attributes:
-        memory: share of full attention's KV cache such as ``"20%"`` or 0.2, or bytes such as ``"2GiB"``.
-        context: tokens of the sequence.
-    """
-
-    memory: str | float
-    context: int
-
-    def share(self, cost: CacheCost, num_heads: int) -> float:
-        """Return the limit as a share of full attention's KV cache.
-
-        Raises:
-            UserError: it is neither a share between 0 and 100 % nor bytes.
-        """
-        text = str(self.memory).strip()
-        try:
-            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        except ValueError:
-            share = parse_bytes(text) / cost.full(num_heads)
-        if not 0.0 < share < 1.0:
-            raise UserError(
-                f"memory {text[:40]} is {100 * share:.4g} % of full attention's KV cache: give a share between 0 and "
-                "100 %, such as 20%, or bytes, such as 2GiB"
-            )
-        return share
-
-
 def context_length(model: PreTrainedModel, blocks: TokenBlocks) -> int:
     """Return the number of tokens that a model reads by its config, or that a block has if the config does not say."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -120,7 +88,8 @@ def context_length(model: PreTrainedModel, blocks: TokenBlocks) -> int:
 
 
 def measure_within(
-    limit: MemoryLimit,
+    memory: str | float,
+    context: int,
     model: PreTrainedModel,
     blocks: TokenBlocks,
     signal: Signal,
@@ -128,42 +97,42 @@ def measure_within(
     *,
     window: int | None = None,
     sinks: int = 0,
+    progress: Progress | None = None,
 ) -> HeadScores:
     """Measure a signal for a limit of memory, and choose the window of local heads; must be called on all ranks.
 
     Args:
-        limit: limit of memory.
+        memory: limit as ``cache_cost.memory_bytes`` takes it.
+        context: tokens of the sequence whose KV cache is limited.
         model: any supported decoder.
         blocks: text, part of whose documents are held out to choose the window.
         signal: signal to measure, for the number of global heads that the memory leaves if it takes a budget.
         measure: measures a signal on a text at a window.
         window: window of local heads; None: choose it.
         sinks: sink tokens of local heads.
+        progress: called with (blocks done, total) while windows are compared.
 
     Returns:
-        The table, with the window, and ``num_global``, ``memory``, ``context`` and the windows tried in its metadata.
+        The table with the chosen window. Its metadata have ``memory``, ``context``, the ``budget`` of global heads that
+        the memory leaves, and ``windows_tried``.
+
+    Raises:
+        UserError: the memory leaves no global head, or no document can be held out.
     """
     # Find the windows, and the number of global heads that the memory leaves with each
     with full_attention(model) as states:
         layers, num_kv_heads = config_layers([state.native_window for state in states]), states[0].num_kv_heads
-    num_heads, facts = len(layers) * num_kv_heads, cache_facts(layers, num_kv_heads)
-    cost = CacheCost(
-        limit.context,
-        1,
-        window or NARROWEST,
-        config_shape(model.config).head_dim,
-        dtype_name(model.dtype),
-        sinks,
-        **facts,
-    )
-    share = limit.share(cost, num_heads)
+    num_heads, head_dim = len(layers) * num_kv_heads, config_shape(model.config).head_dim
+    sizes = (context, 1, window or NARROWEST, head_dim, dtype_name(model.dtype), sinks)
+    cost = CacheCost(*sizes, **cache_facts(layers, num_kv_heads))
+    limit, full = memory_bytes(memory, cost, num_heads), cost.full(num_heads)
     if window is None:
-        candidates = candidate_windows(cost, num_heads, share, blocks.block_size)
+        candidates = candidate_windows(cost, num_heads, limit, blocks.block_size)
     else:
-        number = cost.largest_budget(int(share * cost.full(num_heads)), num_heads)
-        candidates = [TriedWindow(window, number, cost.total(number, num_heads) / cost.full(num_heads))]
+        number = cost.largest_budget(limit, num_heads)
+        candidates = [TriedWindow(window, number, cost.total(number, num_heads) / full)]
     # Rank the heads at a typical window
-    first = min(candidates, key=lambda row: abs(row.window / limit.context - _LOCAL_PART * share))
+    first = min(candidates, key=lambda row: abs(row.window / context - _LOCAL_PART * limit / full))
     if "budget" in signal.options():
         signal = signal.with_options({"budget": str(first.num_global)})
     ranking, held_out = hold_out(blocks) if len(candidates) > 1 else (blocks, None)
@@ -171,25 +140,26 @@ def measure_within(
     # Choose the window
     best, record = first, dict[str, Any]()
     if held_out is not None:
-        choice = choose_window(model, held_out, table, candidates, batch_size=fitting_batch(model, held_out))
-        best, record = choice.best, choice.as_mapping()
-    record |= {"memory": round(share, 6), "context": limit.context, "num_global": best.num_global}
+        size = fitting_batch(model, held_out)
+        choice = choose_window(model, held_out, table, candidates, batch_size=size, progress=progress)
+        best, record = choice.best, {"ranked_at": first.window, **choice.as_mapping()}
+    record |= {"memory": round(limit / full, 6), "context": context, "budget": best.num_global}
     return replace(table, window=best.window, metadata={**table.metadata, **record})
 
 
-def candidate_windows(cost: CacheCost, num_heads: int, share: float, block_size: int) -> list[TriedWindow]:
-    """Return the windows worth trying within a share of the KV cache, narrowest first.
+def candidate_windows(cost: CacheCost, num_heads: int, limit: int, block_size: int) -> list[TriedWindow]:
+    """Return the windows worth trying within ``limit`` bytes of KV cache, narrowest first.
 
     Args:
         cost: size of a head's cache, whose window is not used.
         num_heads: number of KV heads in the model.
-        share: share of full attention's KV cache.
+        limit: bytes of the KV cache.
         block_size: tokens per block of the text; no window is wider than half of it.
 
     Raises:
         UserError: the memory leaves no global head beside the narrowest window.
     """
-    limit, widest = share * cost.full(num_heads), min(WIDEST, block_size // 2)
+    widest, full = min(WIDEST, block_size // 2), cost.full(num_heads)
     grid = range(_STEP, max(widest, _STEP) + 1, _STEP)
 
     def num_global(window: int) -> int:
@@ -200,8 +170,8 @@ def candidate_windows(cost: CacheCost, num_heads: int, share: float, block_size:
     pairs = sorted((window, number) for number, window in widest_of.items() if number >= 1)
     if not pairs:
         raise UserError(
-            f"{100 * share:.4g} % of the KV cache leave no global head beside windows of {grid[0]} keys: "
-            "give more memory, or a longer --context"
+            f"{100 * limit / full:.3g} % of the KV cache leave no global head beside windows of "
+            f"{min(NARROWEST, widest)} keys: give more memory, or a longer --context"
         )
     # Of many, keep some that are evenly spread over the octaves
     if len(pairs) > _MOST_TRIED:
@@ -209,7 +179,7 @@ def candidate_windows(cost: CacheCost, num_heads: int, share: float, block_size:
         wanted = np.linspace(octaves[0], octaves[-1], _MOST_TRIED)
         pairs = [pairs[index] for index in sorted({int(np.abs(octaves - octave).argmin()) for octave in wanted})]
     return [
-        TriedWindow(window, number, replace(cost, window=window).total(number, num_heads) / cost.full(num_heads))
+        TriedWindow(window, number, replace(cost, window=window).total(number, num_heads) / full)
         for window, number in pairs
     ]
 
@@ -231,7 +201,7 @@ def choose_window(
         table: scores of the heads, of which the highest become global.
         candidates: windows to try, with their numbers of global heads.
         batch_size: blocks per pass.
-        progress: called with (rounds done, total).
+        progress: called with (blocks done, total) of every round.
     """
     # Divide the text into parts, each as long as all before it
     ends = sorted(
@@ -241,10 +211,11 @@ def choose_window(
     left, measured, passes = list(candidates), {row.window: row for row in candidates}, 0.0
     nothing = DocumentNLL(np.zeros(len(blocks.documents)), np.zeros(len(blocks.documents), np.int64))
     sums: dict[int | None, DocumentNLL] = defaultdict(lambda: nothing)  # of windows; None: full attention
-    for done, (part, num_blocks) in enumerate(zip(parts, ends, strict=True), 1):
+    for part, num_blocks in zip(parts, ends, strict=True):
         # Measure those that are left on the part, and add it to the parts before
         work, layouts = Work(), [highest_scores(table, row) for row in left]
-        scores = zero_shot(model, [None, *layouts], part, batch_size=batch_size, work=work)
+        reporter = Reporter.of(progress)
+        scores = zero_shot(model, [None, *layouts], part, batch_size=batch_size, work=work, reporter=reporter)
         passes += work.passes * part.num_blocks / blocks.num_blocks
         for window, score in zip([None, *(row.window for row in left)], scores, strict=True):
             sums[window] = sums[window].plus(score)
@@ -255,8 +226,6 @@ def choose_window(
                 row, change=change.percent, standard_error=change.standard_error, blocks=num_blocks
             )
         left = sorted((measured[row.window] for row in left), key=lambda row: row.change)[: (len(left) + 1) // 2]
-        if progress is not None:
-            progress(done, len(parts))
     return WindowChoice(left[0], tuple(measured.values()), passes)
 
 

@@ -14,8 +14,8 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
-from spkv_nas.base.units import format_bytes, parse_bytes
-from spkv_nas.cost.cache_cost import CacheCost, EngineCost
+from spkv_nas.base.units import format_bytes
+from spkv_nas.cost.cache_cost import CacheCost, EngineCost, memory_bytes
 from spkv_nas.engines.cache import Serving
 from spkv_nas.proposal.budget import is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve, solve_apart
@@ -37,7 +37,8 @@ class Requirements:
         constraints: constraints on the layout.
         robust: maximise the lowest per-domain coverage instead of the overall one.
         head_costs: CSV file with the cost of every head if it is global, instead of 1.
-        kv_bytes: memory for keys and values such as "2GiB", instead of a budget; requires ``context``.
+        kv_bytes: memory for keys and values such as "20%" of full attention's or "2GiB", instead of a budget; requires
+            ``context``, unless the probe was measured for a memory.
         context: tokens per sequence.
         batch: number of sequences in the cache.
         head_dim, kv_dtype: head dimension and dtype of the cache; default to the probe's. A dtype that is a setting of
@@ -88,7 +89,9 @@ class Requirements:
         Raises:
             UserError: a number is out of range, or the head dimension or dtype is not known.
         """
-        if self.context is None:
+        # Take the context from a probe that was measured for a memory
+        context = self.context or table.metadata.get("context")
+        if context is None:
             return None
         # Read the cache from the engine, the requirements, or the probe's model
         served_dtype = None if self.serving is None else self.serving.kv_dtype
@@ -103,7 +106,7 @@ class Requirements:
                     "probe the model with this version, or leave out --context"
                 )
         window = window or table.window or DEFAULT_WINDOW
-        sizes: tuple[int, int, int] = (self.context, self.batch, window)
+        sizes: tuple[int, int, int] = (context, self.batch, window)
         cache_facts |= {"native_heads": table.native_heads, "global_window": table.global_window}
         if self.serving is None:
             return CacheCost(*sizes, sinks=table.sinks, **cache_facts)
@@ -122,10 +125,11 @@ class Requirements:
             cost = self.cache_cost(table, window)
             if cost is None:
                 raise UserError("--kv-bytes needs --context, the number of tokens per sequence in the KV cache")
-            return Limit(cost.largest_budget(parse_bytes(self.kv_bytes), table.num_heads))
+            memory = memory_bytes(self.kv_bytes, cost, table.num_heads)
+            return Limit(cost.largest_budget(memory, table.num_heads))
         # Parse a budget in heads, or in the unit of the head costs
         if self.head_costs is None:
-            return Limit(parse_budget(budget, table.num_candidates))
+            return Limit(parse_budget(table.memory_budget if budget is None else budget, table.num_candidates))
         weights = read_head_costs(self.head_costs, table)
         return Limit(_parse_weight(budget, float(weights.sum())), weights)
 
@@ -144,7 +148,7 @@ class Requirements:
         cost = self.cache_cost(table, window)
         if self.kv_bytes is None or not isinstance(cost, EngineCost):
             return limit
-        memory = parse_bytes(self.kv_bytes)
+        memory = memory_bytes(self.kv_bytes, cost, table.num_heads)
         num_global = self.solve(table, limit, window).num_global
         while cost.total(num_global, table.num_heads) > memory:
             limit = Limit(cost.largest_budget(memory, table.num_heads, most=num_global - 1))
@@ -159,7 +163,9 @@ class Requirements:
         It fits in the memory of an engine, as in ``fitted``.
         """
         cost = self.cache_cost(table, window)
-        memory = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
+        memory = None
+        if self.kv_bytes is not None and cost is not None:
+            memory = memory_bytes(self.kv_bytes, cost, table.num_heads)
         while True:
             layout = solve_apart(
                 table,

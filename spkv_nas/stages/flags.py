@@ -131,6 +131,15 @@ Context = Annotated[str, _CONTEXT]
 OptionalContext = Annotated[str | None, _CONTEXT]
 Batch = Annotated[int, Flag("Sequences in the KV cache.", low=1, high=MAX_BATCH, panel=MEMORY)]
 KvBytes = Annotated[str | None, Flag("Memory for keys and values, such as 2GiB.", metavar="SIZE", panel=MEMORY)]
+Memory = Annotated[
+    str | None,
+    Flag(
+        "Limit on keys and values: a share of full attention's cache such as 20%, or bytes such as 2GiB.",
+        ("--memory", "--kv-bytes"),
+        metavar="N%|SIZE",
+        panel=MEMORY,
+    ),
+]
 EngineName = Annotated[
     str | None,
     Flag(

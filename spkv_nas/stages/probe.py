@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
+from rich.table import Table
 
 from spkv_nas.artifacts.defaults import (
     ABLATION_TOKENS,
@@ -30,6 +31,7 @@ from spkv_nas.base.console import caution, out, say
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.units import parse_context
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.alarms import check_text
@@ -51,7 +53,7 @@ from spkv_nas.stages.checks import check
 from spkv_nas.stages.next_steps import after_probe
 from spkv_nas.stages.options import REFERENCE
 from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
-from spkv_nas.stages.printing import identification, show_alarm
+from spkv_nas.stages.printing import identification, show_alarm, with_error
 from spkv_nas.stages.record import OPTIONS, probe_records, recorded
 from spkv_nas.stages.reference_run import train_dense, train_reference
 from spkv_nas.stages.result import Result
@@ -108,6 +110,8 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
             measured.blocks,
             window=options.window,
             sinks=sinks,
+            memory=options.memory,
+            context=None if options.context is None else parse_context(options.context),
             name=name,
             metadata={**origin, **learned, OPTIONS: recorded(options), "environment": environment(), "inputs": inputs},
             progress=progress,
@@ -267,6 +271,8 @@ def show(table: HeadScores) -> None:
         f"{measure} mean {table.mean:{digits}}, std {table.std:{digits}}; "
         f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else digits}})"
     )
+    if tried := table.metadata.get("windows_tried"):
+        out.print(_windows(tried, table.window))
     # Print remarks and warnings
     if (sinks := _about_sinks(table)) is not None:
         say(sinks)
@@ -274,6 +280,17 @@ def show(table: HeadScores) -> None:
         say(domain_warning)
     for line in table.diagnosis():
         caution(line)
+
+
+def _windows(tried: list[dict[str, Any]], chosen: int | None) -> Table:
+    """Return the windows that were tried for a limit of memory, with what their layouts lose without training."""
+    columns = ("window", "global heads", "KV cache %", "ΔNLL %", "blocks")
+    printed = Table(*columns, box=None, title="windows tried, on documents that the ranking has not seen")
+    for row in tried:
+        loss = with_error(row["change"], row["standard_error"])
+        cells = (row["window"], row["num_global"], f"{100 * row['memory']:.1f}", loss, row["blocks"])
+        printed.add_row(*map(str, cells), style="bold" if row["window"] == chosen else None)
+    return printed
 
 
 def _about_sinks(table: HeadScores) -> str | None:

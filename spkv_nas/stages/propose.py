@@ -188,9 +188,11 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
     num_global = answer.layouts["densest"].num_global
     sentences = [requirements.memory(answer.table, num_global, options.window)]
     if options.budget is None and options.kv_bytes is None:
-        sentences += [
-            f"budget: {num_global} of {answer.table.num_heads} KV heads, the paper's 2 of 7; --budget sets another"
-        ]
+        origin = "the paper's 2 of 7; --budget sets another"
+        if answer.table.memory_budget is not None:
+            share, context = 100 * answer.table.metadata["memory"], answer.table.metadata["context"]
+            origin = f"what {share:.3g} % of the KV cache at {context:,} tokens leave, which the probe was measured for"
+        sentences += [f"budget: {num_global} of {answer.table.num_heads} KV heads, {origin}"]
     if requirements.robust:
         worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
         sentences += [f"coverage of the worst domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]

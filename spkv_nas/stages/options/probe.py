@@ -33,8 +33,12 @@ class ProbeOptions(SubjectOptions, Trains):
     recipe: flags.OptionalRecipeFile = None
     max_tokens: flags.OptionalMaxTokens = default(None, f"all; {defaults.SCORING_TOKENS:,} for {_SCORING}")
     signal: flags.Signal = default(None, f"{DENSITY.name} if the model has gates, else {defaults.RECOMMENDED}")
-    window: flags.OptionalWindow = default(None, "the model's, else 1/16 of a block, at most 128")
+    window: flags.OptionalWindow = default(
+        None, "the model's, else the best for --memory, else 1/16 of a block, at most 128"
+    )
     sinks: flags.SinksOrAuto = default(None, "auto")
+    memory: flags.Memory = default(None, note="Replaces --budget, and chooses the window with the heads.")
+    context: flags.OptionalContext = default(None, "the model's", note="Applies to --memory.")
     separator: flags.Separator = default(None, "measured on the model")
     # Options of signals that the stage reads too
     tau: float | None = None
@@ -57,6 +61,7 @@ def check(options: ProbeOptions) -> None:
         chosen_signal(options)
     check_tau(options.tau)
     parse_sinks(options.sinks)
+    check_memory(options)
     # Check the model and its text, or the recipe
     if options.recipe is None:
         Subject.of(options, REFERENCE, "probe on").check()
@@ -64,6 +69,24 @@ def check(options: ProbeOptions) -> None:
         raise UserError("give a recipe, or --model with --data, not both: the recipe sets model and text")
     else:
         check_recipe(options.recipe)
+
+
+def check_memory(options: ProbeOptions) -> None:
+    """Raise ``UserError`` if the limit of memory is malformed, or excludes another option."""
+    from spkv_nas.base.units import parse_context
+    from spkv_nas.cost.cache_cost import parse_memory
+
+    if options.context is not None:
+        parse_context(options.context)
+    if options.memory is None:
+        if options.context is not None:
+            raise UserError("--context is the length that --memory is counted for: give --memory, or leave it out")
+        return
+    parse_memory(options.memory)
+    if options.budget is not None:
+        raise UserError("give --memory or --budget, not both: the memory says how many heads are global")
+    if options.signal is not None and SIGNALS[options.signal].needs_gates:
+        raise UserError(f"signal {options.signal} has the window of its gates: give --memory to propose instead")
 
 
 def chosen_signal(options: ProbeOptions) -> Signal:
