@@ -48,6 +48,7 @@ class GateSettings:
     mode: str = "soft"  # "open", "soft", "sampled" or "hard" (gates.gate_from_logits)
     tau: float = 0.5  # threshold of the utility, in [0, 1]
     anneal: float = 0.0  # weight a of the binary gate, in [0, 1]
+    p_min: float = 0.0  # minimum probability of either outcome of a sampled gate, in [0, 0.5]
     price: float = 0.0  # weight of each layer's mean utility in the loss
 
 
@@ -208,7 +209,7 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             logits = priced(logits, settings.price)
         # Let windows override the gate
         if state.windows is None:
-            extra["spkv_gate"] = gate_from_logits(logits, settings.mode, settings.tau, settings.anneal)
+            extra["spkv_gate"] = gate_from_logits(logits, settings.mode, settings.tau, settings.anneal, settings.p_min)
     if state.learned_sinks and (learned_sinks := layer_learned_sinks(layer)) is not None:
         extra["spkv_sink_logits"] = learned_sinks()
     return args, {**kwargs, **extra}

@@ -125,12 +125,13 @@ class WrittenWeights:
 def save_as_files(model: PreTrainedModel, files: Sequence[Path], folder: Path, *, link: bool = False) -> WrittenWeights:
     """Write a model whose weights are unchanged in ``files``, by carrying over these files or linking to them.
 
-    If the files hold tensors that the model lacks, such as removed gates, the weights are written anew by
-    ``save_files``, in shards as large as the old ones. Raises ``UserError``: as ``save_files``; links to the files are
-    impossible.
+    If the files hold tensors that the model lacks, such as removed gates, or have unusual names, the weights are
+    written anew by ``save_files``, in shards as large as the old ones. Raises ``UserError``: as ``save_files``; links
+    to the files are impossible.
     """
-    # Carry the files over if they hold no other tensors
-    if stored_names(files) <= model.state_dict().keys():
+    # Carry the files over if they have the usual names and hold no other tensors
+    is_named = getattr(model.config, "transformers_weights", None) is not None
+    if not is_named and stored_names(files) <= model.state_dict().keys():
         carried = [*files, *([] if files[0].name == FILE else [files[0].with_name(INDEX)])]
         with saving(folder, model):
             method = carry(carried, folder, link=link)

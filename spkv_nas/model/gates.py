@@ -122,7 +122,7 @@ def keeps(logits: Tensor, tau: float) -> Tensor:
     return logits >= threshold_logit(tau) if tau > 0.0 else logits > -math.inf
 
 
-def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0) -> Gate:
+def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0, p_min: float = 0.0) -> Gate:
     """Compute the gate of one layer from its utility logits.
 
     Args:
@@ -133,6 +133,7 @@ def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0)
         anneal: ``a`` in [0, 1] of ``u~ = (1 - a) u + a 1[u >= tau]`` (paper, "Threshold-Aware Hard Gating"), which
             replaces ``u`` in the modes ``soft`` and ``sampled``. The predictor is frozen while annealing, so no
             gradient reaches the logits.
+        p_min: clip the probabilities of ``sampled`` to [p_min, 1 - p_min] (paper, "Bernoulli clipping").
     """
     # Hard decisions without a gradient
     if mode == "open":
@@ -143,7 +144,7 @@ def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0)
     # Sample decisions
     if mode == "sampled":
         u = torch.sigmoid(logits.detach())
-        likely = torch.lerp(u, above.to(u.dtype), anneal)
+        likely = torch.lerp(u, above.to(u.dtype), anneal).clamp(p_min, 1.0 - p_min)
         kept = torch.where(logits.isinf(), logits > 0, torch.rand_like(u) < likely)
         if anneal > 0.0:
             return Gate(None, kept)

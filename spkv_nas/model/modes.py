@@ -28,7 +28,9 @@ def gate_settings(model: nn.Module) -> GateSettings:
     return gated[0].settings
 
 
-def set_gate_mode(model: nn.Module, mode: str, tau: float | None = None, *, anneal: float = 0.0) -> None:
+def set_gate_mode(
+    model: nn.Module, mode: str, tau: float | None = None, *, anneal: float = 0.0, p_min: float = 0.0
+) -> None:
     """Set the mode of all gates: ``open``, ``soft``, ``sampled`` or ``hard`` (see ``gate_from_logits``).
 
     Args:
@@ -36,6 +38,7 @@ def set_gate_mode(model: nn.Module, mode: str, tau: float | None = None, *, anne
         mode: one of "open", "soft", "sampled", "hard".
         tau: new threshold of the model in [0, 1], which ``save`` writes; None keeps the current one.
         anneal: with "soft" or "sampled", the weight ``a`` of the binary gate, ``u~ = (1 - a) u + a 1[u >= tau]``.
+        p_min: with "sampled", the minimum probability of either outcome, in [0, 0.5].
 
     Raises ``UserError``: unknown mode, tau outside [0, 1], or a model without gates.
     """
@@ -45,7 +48,7 @@ def set_gate_mode(model: nn.Module, mode: str, tau: float | None = None, *, anne
         raise UserError(f"tau must lie in [0, 1]; found {tau}")
     settings = gate_settings(model)
     tau = settings.tau if tau is None else tau
-    _put(model, settings, replace(settings, mode=mode, tau=tau, anneal=anneal))
+    _put(model, settings, replace(settings, mode=mode, tau=tau, anneal=anneal, p_min=p_min))
 
 
 def set_price(model: nn.Module, price: float) -> None:

@@ -70,11 +70,6 @@ def read_model_config(file: Path) -> dict[str, Any]:
             f"config {file} is of a model quantized by mlx-lm, whose weights only MLX reads\n"
             "give the model from which it was quantized"
         )
-    if content.get("transformers_weights") is not None:
-        raise UserError(
-            f"config {file} names the weights by 'transformers_weights': remove the key, and rename the file to "
-            f"{weight_files.FILE}"
-        )
     return content
 
 
@@ -196,6 +191,7 @@ def model_folder(source: str) -> Path:
     # Download the companion files, then the weights with all shards
     for companion in _COMPANIONS:
         get(companion)
-    if get(weight_files.FILE) is None and get(weight_files.INDEX) is not None:
-        cached_files(name, weight_files.index_names(folder / weight_files.INDEX), revision=commit)
+    weights = next((file for file in weight_files.weight_names(folder) if get(file) is not None), "")
+    if weights.endswith(weight_files.INDEX_ENDING):
+        cached_files(name, weight_files.index_names(folder / weights), revision=commit)
     return folder

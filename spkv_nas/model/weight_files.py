@@ -24,7 +24,8 @@ from spkv_nas.base.manifest import file_hashes, named_hash
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX_ENDING = ".index.json"
+FILE, INDEX = "model.safetensors", f"model.safetensors{INDEX_ENDING}"
 ADAPTER, _GENERATION = "adapter_config.json", "generation_config.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model.pt", "consolidated.00.pth", "model.pt")
 _FOREIGN = {  # formats that transformers does not load, by their files
@@ -49,17 +50,32 @@ def check_files(folder: Path) -> list[Path]:
     files of the folder.
     """
     check_format(folder)
-    if (folder / FILE).is_file():
-        return [folder / FILE]
-    index = folder / INDEX
-    if not index.is_file():
+    index = next((folder / name for name in weight_names(folder) if (folder / name).is_file()), None)
+    if index is None:
         raise UserError(_no_weights(folder))
+    if not index.name.endswith(INDEX_ENDING):
+        return [index]
     files = [folder / name for name in index_names(index)]
     if missing := [file.name for file in files if not file.is_file()]:
         raise UserError(
             f"index of weights {index} names {missing[0]}, which does not exist: the checkpoint is incomplete"
         )
     return files
+
+
+def weight_names(folder: Path) -> tuple[str, ...]:
+    """Return the names that the weights of a model folder may have: ``transformers_weights``, or the usual ones.
+
+    Raises ``UserError`` if the config names anything but a file of the folder.
+    """
+    name = read_json(folder / "config.json", "config").get("transformers_weights")
+    if name is None:
+        return FILE, INDEX
+    if not isinstance(name, str) or _SHARD.fullmatch(name.removesuffix(INDEX_ENDING)) is None:
+        raise UserError(
+            f"config {folder / 'config.json'}: 'transformers_weights' must name a .safetensors file beside it"
+        )
+    return (name,)
 
 
 def check_format(folder: Path) -> None:

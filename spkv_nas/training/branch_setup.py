@@ -15,6 +15,7 @@ from spkv_nas.model import attach, checkpoint, modes, rope, windows
 from spkv_nas.model.distillation import Distillation, copied_teacher, shared_teacher
 from spkv_nas.model.gates import predictors
 from spkv_nas.training import lora, run_files
+from spkv_nas.training.dense import new_model
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Kind, Variant
@@ -32,19 +33,46 @@ class BranchSetup:
     distillation: Distillation | None = None  # loss of the branch with a teacher; None without one
 
 
+def branch_recipe(recipe: Recipe, variant: Variant) -> Recipe:
+    """Return the recipe of a variant's run, which with gates from scratch begins with the steps of the dense phase.
+
+    SP-KV paper, "Training from scratch": one run with the dense phase's warm-up and the branch's decay and hard gates.
+    """
+    if not _is_from_scratch(recipe, variant):
+        return recipe
+    assert recipe.dense is not None
+    branch, before = recipe.branch, recipe.dense.steps
+    # Convert fractions of the branch to fractions of the run
+    steps = before + branch.steps
+    decay_fraction, warmup_steps = branch.decay_steps / steps, recipe.dense.warmup_steps
+    extend = branch.extend
+    if extend is not None:
+        extend = extend.model_copy(update={"at": (before + extend.first_step(branch.steps)) / steps})
+    changes = {"steps": steps, "warmup_steps": warmup_steps, "decay_fraction": decay_fraction, "extend": extend}
+    soft = (before + round(branch.steps * recipe.gates.soft_fraction)) / steps
+    gates = recipe.gates.model_copy(update={"soft_fraction": soft})
+    return recipe.model_copy(update={"branch": branch.model_copy(update=changes), "gates": gates})
+
+
 def set_up(
     recipe: Recipe, dense: Path | str, variant: Variant, seed: int, sink_logits: Sequence[Tensor] | None = None
 ) -> BranchSetup:
     """Set up the branch of a variant; ``seed`` initializes new predictors, ``sink_logits`` learned sinks.
 
+    ``recipe`` is that of the run (``branch_recipe``).
+
     Raises ``UserError``: the layout or the gates do not fit the model, or it has no RoPE to extend.
     """
     phase, gates = recipe.branch, recipe.gates
-    # Load the dense model, and schedule its branch
-    model = dense_model(recipe, dense, variant)
+    # Load the model, and schedule its training
+    model = start_model(recipe, dense, variant)
     if phase.extend is not None:  # check that the model supports it
         rope.extended_config(model.config, phase.extend.block_size, phase.extend.rope.parameters)
-    state = Path(dense) / run_files.OPTIMIZER_STATE  # not used with adapters, which leave these weights frozen
+    # Moments of the dense run suit neither adapters, which leave its weights frozen, nor new weights
+    state, continues = (
+        Path(dense) / run_files.OPTIMIZER_STATE,
+        recipe.lora is None and not _is_from_scratch(recipe, variant),
+    )
     setup = BranchSetup(
         model=model,
         schedule=LearningRateSchedule(
@@ -53,7 +81,7 @@ def set_up(
             min(phase.decay_steps, phase.steps - phase.warmup_steps),
             phase.final_learning_rate,
         ),
-        optimizer_state=state if state.is_file() and recipe.lora is None else None,
+        optimizer_state=state if continues and state.is_file() else None,
     )
     # Apply the variant, with the dense model as its teacher if the recipe distills
     apply_variant(model, recipe, variant, seed, sink_logits)
@@ -92,11 +120,14 @@ def apply_variant(
             _copy_predictors(recipe.gates.start_from, model)
 
 
-def dense_model(recipe: Recipe, dense: Path | str, variant: Variant) -> PreTrainedModel:
-    """Load the dense checkpoint to train a variant, in the dtype that this needs; its precision must be resolved.
+def start_model(recipe: Recipe, dense: Path | str, variant: Variant) -> PreTrainedModel:
+    """Load the dense checkpoint to train a variant, in the dtype that this needs, or initialize a model from scratch.
 
-    It trains without dropout: SP-KV attention has none, and a model is to learn from its own predictions.
+    The recipe's precision must be resolved. The checkpoint trains without dropout: SP-KV attention has none, and a
+    model is to learn from its own predictions.
     """
+    if _is_from_scratch(recipe, variant):
+        return new_model(recipe, checkpoint.load_tokenizer(dense))
     bfloat16 = not learns_all(recipe, variant) and recipe.precision == "bfloat16"
     model, _ = checkpoint.load(dense, dtype=frozen_dtype(dense, bfloat16=bfloat16))
     modes.turn_off_dropout(model)
@@ -146,6 +177,11 @@ def learns_sinks(recipe: Recipe, variant: Variant) -> bool:
 def _is_frozen(recipe: Recipe, variant: Variant) -> bool:
     """Return True if only gates are trained."""
     return variant.kind is Kind.SP_KV and recipe.gates.training == "frozen-model"
+
+
+def _is_from_scratch(recipe: Recipe, variant: Variant) -> bool:
+    """Return True if gates and model are trained from random weights in one run."""
+    return variant.kind is Kind.SP_KV and recipe.gates.training == "from-scratch"
 
 
 def _copy_predictors(source: str, model: PreTrainedModel) -> None:

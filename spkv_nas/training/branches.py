@@ -25,7 +25,7 @@ from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.checkpoint import check_savable, checkpoint_hash, load_on
 from spkv_nas.model.source import commit_of
 from spkv_nas.training import arguments, dataset, lora, run_files, sharding
-from spkv_nas.training.branch_setup import BranchSetup, learns_sinks, set_up
+from spkv_nas.training.branch_setup import BranchSetup, branch_recipe, learns_sinks, set_up
 from spkv_nas.training.callbacks import ExtensionCallback
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dense import dense_checkpoint
@@ -174,7 +174,7 @@ def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) ->
         on_main(lambda: check_savable(setup.model, corpus.tokenizer))
         return _trainer(replace(context, recipe=recipe), setup, folder, variant, seed)
 
-    trainer = train_in_fitting_passes(recipe, begin, recipe.least_blocks(recipe.branch))
+    trainer = train_in_fitting_passes(branch_recipe(recipe, variant), begin, recipe.least_blocks(recipe.branch))
     trained_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     if recipe.lora is not None:
         lora.merge_adapters(trainer.model)

@@ -154,7 +154,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         """Set the gate mode and the price, and start measuring where needed."""
         assert self._tracker is not None
         phase, options = self._schedule.at(state.global_step), self._options
-        modes.set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal)
+        modes.set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min)
         modes.set_price(kwargs["model"], 0.0 if phase.frozen else self.price / args.gradient_accumulation_steps)
         if self._controller is not None or (state.global_step + 1) % args.logging_steps == 0:
             self._tracker.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, GateConfig
 from spkv_nas.artifacts.layout import Layout
@@ -16,12 +16,16 @@ from spkv_nas.base.limits import MAX_STEPS
 class GatesConfig(GateConfig):
     """Set up the gates of the SP-KV reference, and their training (paper: multiplier 5, soft for 75 %, then hard)."""
 
-    training: Literal["continued", "frozen-model"] = Field(
+    training: Literal["continued", "from-scratch", "frozen-model"] = Field(
         "continued",
-        description="continued: train the model too; frozen-model: the predictors alone, with soft gates throughout",
+        description="continued: from the dense checkpoint; from-scratch: dense phase and branch in one run; "
+        "frozen-model: train only the predictors, with soft gates throughout",
     )
     mode: Literal["soft", "sampled"] = Field(
         "soft", description="soft, or sampled: Bernoulli gates with straight-through gradients"
+    )
+    p_min: float = Field(
+        0.0, ge=0.0, le=0.5, description="clip the probabilities of sampled gates to [p_min, 1 - p_min]"
     )
     learning_rate_multiplier: float = Field(
         5.0, gt=0.0, description="learning rate of the predictors, as a multiple of the branch's (paper: 5)"
@@ -32,6 +36,12 @@ class GatesConfig(GateConfig):
     )
     anneal_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps of a linear transition from soft to hard gates")
     start_from: str | None = Field(None, description="checkpoint to initialise the predictors from")
+
+    @model_validator(mode="after")
+    def _clips_samples(self) -> GatesConfig:
+        if self.p_min and self.mode != "sampled":
+            raise ValueError("p_min requires mode: sampled")
+        return self
 
     def of_model(self) -> GateConfig:
         """Return the gate configuration of the model."""

@@ -25,7 +25,7 @@ from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.gates_config import GatesConfig, gates_of_layout
 
 OFFLOAD = "fsdp-offload"
-_REMOVED = {"gates": {"layers": None, "p_min": 0.0}, "evaluation": {"every": None, "max_tokens": 65536}}
+_REMOVED = {"gates": {"layers": None}, "evaluation": {"every": None, "max_tokens": 65536}}
 _LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
 
 
@@ -164,6 +164,8 @@ class Recipe(Section):
             raise ValueError("a new model (model.config) needs a 'dense' section that trains it")
         if self.model.path is not None and self.dense is not None:
             raise ValueError("with model.path the model is the dense checkpoint: leave 'dense' out")
+        if self.gates.training == "from-scratch":
+            self._check_from_scratch()
         if self.sharding != "none" and OPTIMIZERS[self.optimizer].package:
             raise ValueError(
                 f"optimizer: {self.optimizer} does not support shards: with sharding: {self.sharding} leave it out"
@@ -201,10 +203,19 @@ class Recipe(Section):
                     f"branch.extend.block_size; give a multiple of {extend.block_size // size}"
                 )
 
+    def _check_from_scratch(self) -> None:
+        if self.dense is None:
+            raise ValueError("gates.training: from-scratch needs a new model (model.config and 'dense')")
+        if self.lora is not None:
+            raise ValueError("gates.training: from-scratch learns all weights: leave 'lora' out")
+        if self.branch.distill is not None:
+            raise ValueError("branch.distill needs a dense checkpoint: leave gates.training: from-scratch out")
+        for key in ("batch_size", "learning_rate", "weight_decay", "max_grad_norm"):
+            if getattr(self.dense, key) != getattr(self.branch, key):
+                raise ValueError(f"gates.training: from-scratch is one run: dense.{key} and branch.{key} must be equal")
+
     def _check_distillation(self) -> None:
-        if self.branch.distill is None:
-            return
-        if self.sharding != "none":
+        if self.branch.distill is not None and self.sharding != "none":
             raise ValueError(f"branch.distill does not work with sharding: {self.sharding}; leave one of them out")
 
     def least_blocks(self, phase: DenseConfig | BranchConfig) -> int:

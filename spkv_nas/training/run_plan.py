@@ -172,7 +172,7 @@ class Planner:
     def branch(self, name: str, variant: Variant, seed: int | None = None) -> PlannedRun:
         """Plan the branch of a variant, reusing its checkpoints if there are any."""
         recipe, seed = self.recipe, self.recipe.seed if seed is None else seed
-        phase = recipe.branch
+        phase = branch_setup.branch_recipe(recipe, variant).branch
         done = 0
         if self._has_dense:
             folder = branch_folder(recipe, self.dense_path, self._runs, variant, seed)
@@ -270,7 +270,7 @@ class Planner:
     def _model(self, variant: Variant) -> PreTrainedModel:
         """Return the dense model for a trial step of a variant, with new weights if it does not exist yet."""
         if self._has_dense:
-            return branch_setup.dense_model(self.recipe, self.dense_path, variant)
+            return branch_setup.start_model(self.recipe, self.dense_path, variant)
         return new_model(self.recipe, self.tokenizer)
 
     def _remarks(self, needed: int) -> Iterator[str]:

@@ -23,7 +23,7 @@ from spkv_nas.model.distillation import Distillation, copied_teacher, shared_tea
 from spkv_nas.model.loss import NO_TARGET, loss_in_chunks
 from spkv_nas.model.modes import evaluation_mode, recomputed
 from spkv_nas.model.windows import full_attention
-from spkv_nas.training.branch_setup import dense_model
+from spkv_nas.training.branch_setup import start_model
 from spkv_nas.training.lora import adapter_switch, add_adapters
 from spkv_nas.training.recipe import LoraConfig, Recipe
 from spkv_nas.training.variants import Variant
@@ -138,7 +138,7 @@ def test_a_branch_learns_without_dropout(
     recipe = Recipe.parse(
         {"name": "a", "model": {"path": str(tmp_path)}, "data": {"sources": ["stdlib"]}}, tmp_path, "it"
     )
-    student = dense_model(recipe.model_copy(update={"precision": "float32"}), tmp_path, Variant.full_attention())
+    student = start_model(recipe.model_copy(update={"precision": "float32"}), tmp_path, Variant.full_attention())
     assert student.config.attn_pdrop == 0.1
     apply_layout(student.train(), Layout(("GGGG",) * 4, window=4))
     teacher = copied_teacher(copy.deepcopy(student), student, bfloat16=False)

@@ -63,14 +63,17 @@ class TestSampled:
             assert torch.allclose(actual, expected, rtol=1e-10, atol=1e-12)
         assert grads[1][3].count_nonzero() > 20
 
-    def test_probabilities_are_utilities(self) -> None:
+    def test_probabilities_are_utilities_clipped(self) -> None:
         torch.manual_seed(0)
         far = torch.tensor([-20.0, -1.0, 0.5, 20.0, -torch.inf, torch.inf])
         sample = far.expand(1, 20_000, 6).transpose(1, 2)
-        bias = gate_from_logits(sample, "sampled", 0.5).log_utility
-        assert bias is not None
-        assert set(bias.unique().tolist()) == {0.0, -torch.inf}
-        assert torch.allclose((bias == 0).double().mean((0, 2)).float(), torch.sigmoid(far), atol=0.015)
+        for p_min in (0.0, 0.1):
+            bias = gate_from_logits(sample, "sampled", 0.5, p_min=p_min).log_utility
+            assert bias is not None
+            assert set(bias.unique().tolist()) == {0.0, -torch.inf}
+            expected = torch.sigmoid(far).clamp(p_min, 1 - p_min)
+            expected[4:] = torch.tensor([0.0, 1.0])  # heads without a gate are not sampled
+            assert torch.allclose((bias == 0).double().mean((0, 2)).float(), expected, atol=0.015)
 
     def test_annealing_moves_probabilities_to_the_threshold(self) -> None:
         torch.manual_seed(0)

@@ -54,7 +54,7 @@ class TestThreshold:
 
     def test_a_temporary_threshold_is_restored(self) -> None:
         model = gated()
-        set_gate_mode(model, "sampled", 0.3, anneal=0.25)
+        set_gate_mode(model, "sampled", 0.3, anneal=0.25, p_min=0.1)
         set_price(model, 0.5)
         before, section = copy.copy(gate_settings(model)), copy.deepcopy(model.config.spkv)
 
@@ -236,7 +236,7 @@ class TestCompile:
 
 def test_zero_shot_on_a_gated_model_leaves_its_settings(blocks: TokenBlocks) -> None:
     model = gated()
-    set_gate_mode(model, "sampled", 0.3, anneal=0.25)
+    set_gate_mode(model, "sampled", 0.3, anneal=0.25, p_min=0.1)
     before = copy.copy(gate_settings(model))
     zero_shot(model, [None, Layout(("GL",) * 4, 6)], blocks)
     assert gate_settings(model) == before

@@ -130,7 +130,11 @@ class TestExport:
         source = write(tiny_model(vocab_size=300), tmp_path / "named", tiny_tokenizer, "1GB")
         (source / FILE).rename(source / "ours.safetensors")
         change_config(source, lambda config: config.update(transformers_weights="ours.safetensors"))
-        with pytest.raises(UserError, match=r"remove the key, and rename the file to model\.safetensors"):
+        assert "its weights were written anew" in export(MIXED, source, tmp_path / "out").form
+        assert weights(tmp_path / "out").keys() == {FILE}
+        load(tmp_path / "out")
+        change_config(source, lambda config: config.update(transformers_weights="../ours.safetensors"))
+        with pytest.raises(UserError, match=r"'transformers_weights' must name a \.safetensors file beside it"):
             load(source)
 
 

@@ -10,15 +10,15 @@ from pydantic import ValidationError
 
 from spkv_nas.base.schema import merged
 from spkv_nas.training.branch_config import BranchConfig
-from spkv_nas.training.branch_setup import set_up
+from spkv_nas.training.branch_setup import branch_recipe, set_up
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
 
 def factors(recipe: Recipe, dense: Path, **sections: dict[str, Any]) -> list[float]:
     """Return the learning rate of every step of an SP-KV branch, as fractions of the peak."""
-    recipe = Recipe.parse(merged(recipe.model_dump(mode="json"), sections), Path(), "recipe")
-    schedule = set_up(recipe, dense, Variant.sp_kv(), seed=0).schedule
+    recipe, variant = Recipe.parse(merged(recipe.model_dump(mode="json"), sections), Path(), "recipe"), Variant.sp_kv()
+    schedule = set_up(branch_recipe(recipe, variant), dense, variant, seed=0).schedule
     return [schedule.factor(step) for step in range(schedule.steps)]
 
 
@@ -35,6 +35,14 @@ class TestDecayFraction:
     def test_a_decay_waits_for_the_end_of_the_warm_up(self, recipe: Recipe, dense: Path) -> None:
         longer = factors(recipe, dense, branch={"steps": 8, "warmup_steps": 4, "decay_fraction": 0.9})
         assert longer == factors(recipe, dense, branch={"steps": 8, "warmup_steps": 4})
+
+    def test_from_scratch_the_decay_is_a_share_of_the_branch(self, recipe: Recipe, dense: Path) -> None:
+        """The dense phase and the branch are one run, of 6 and 8 steps, the last 4 of which decay."""
+        branch = {"steps": 8, "decay_fraction": 0.5, "weight_decay": 0.1}
+        rates = factors(recipe, dense, branch=branch, gates={"training": "from-scratch"})
+        assert len(rates) == 14
+        assert rates[2:11] == [1.0] * 9
+        assert rates[12] == pytest.approx(0.505)
 
     def test_records_and_hashes_without_the_key_stay_as_they_were(self) -> None:
         assert "decay_fraction" not in BranchConfig().model_dump()

@@ -192,6 +192,23 @@ class TestTraining:
             tokens = torch.randint(280, (1, 64), generator=torch.Generator().manual_seed(0))
             torch.testing.assert_close(logits(exported, tokens), logits(model, tokens))
 
+    @pytest.mark.filterwarnings("ignore:sequences of")  # the positions are not extended
+    def test_from_scratch_the_branch_grows(
+        self, train: Callable[..., Branch], recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The dense phase and the branch are one run, of 6 and 8 steps."""
+        seen: list[tuple[int, int]] = []
+        monkeypatch.setattr(
+            "spkv_nas.model.rope.extend_positions", lambda model, length, rope: seen.append((model.step, length))
+        )
+
+        def note(self: object, args: object, state: Any, *_: object, **kwargs: Any) -> None:
+            kwargs["model"].step = state.global_step + 1
+
+        monkeypatch.setattr("spkv_nas.training.callbacks.TokenProgressCallback.on_step_end", note)
+        train("scratch", extended(recipe, gates={"training": "from-scratch"}, branch={"weight_decay": 0.1}))
+        assert seen == [(11, 64)]
+
 
 class ShortSamples:
     """Stands in for RULER's samples, which do not fit in 32 tokens."""

@@ -270,6 +270,11 @@ class TestLora:
         with pytest.raises(UserError, match=r"lora.targets: .*no_such_layer"):
             add_adapters(tiny_model(), LoraConfig(targets=["no_such_layer"]), seed=0)
 
+    def test_not_from_scratch(self, recipe: Recipe) -> None:
+        data = merged(recipe.model_dump(), {"gates": {"training": "from-scratch"}, **LORA})
+        with pytest.raises(UserError, match="from-scratch learns all weights"):
+            Recipe.parse(data, Path(), "recipe")
+
 
 class TestFrozenWeights:
     """Frozen weights stay bfloat16 in place, and trainable ones are float32."""

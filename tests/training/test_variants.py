@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import RECIPE, weights
 from marks import slow
+from pydantic import ValidationError
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
@@ -19,11 +20,20 @@ from spkv_nas.report.chart import Line
 from spkv_nas.report.density_charts import density_evolution_chart
 from spkv_nas.report.plot import save_chart
 from spkv_nas.training import callbacks
+from spkv_nas.training.branch_setup import branch_recipe, set_up
 from spkv_nas.training.branches import Branch, train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.phases import GateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
+
+
+def with_scratch(recipe: Recipe, **gates: Any) -> dict[str, Any]:
+    """Return a recipe's content with gates from scratch, and a dense phase that agrees with the branch."""
+    data = recipe.model_dump()
+    data["dense"] |= {key: data["branch"][key] for key in ("batch_size", "learning_rate", "weight_decay")}
+    data["gates"] |= {"training": "from-scratch", **gates}
+    return data
 
 
 class TestSchedule:
@@ -34,6 +44,13 @@ class TestSchedule:
             ("sampled", 0.5),
             ("hard", 0.0),
         ]
+
+    def test_from_scratch_gates_are_hard_at_the_end_of_the_branch(self, recipe: Recipe, dense: Path) -> None:
+        """The dense phase and the branch are one run, of 6 and 8 steps."""
+        recipe = Recipe(**with_scratch(recipe, soft_fraction=0.75))
+        schedule = set_up(branch_recipe(recipe, Variant.sp_kv()), dense, Variant.sp_kv(), seed=0).gates
+        assert schedule is not None
+        assert [schedule.at(step).mode for step in (0, 11, 12, 13)] == ["soft", "soft", "hard", "hard"]
 
 
 Train = Callable[..., Branch]
@@ -60,6 +77,16 @@ class TestRuns:
         other = weights(train("continued").checkpoint)
         assert not all(torch.equal(before[name], other[name]) for name in before)
 
+    def test_from_scratch(self, train: Train, recipe: Recipe) -> None:
+        top = with_scratch(recipe)
+        branch = train(top=top)
+        assert branch.steps == 14
+        log = pd.read_csv(branch.checkpoint / "density-log.csv")
+        assert log["step"].max() == 10  # one run of 6 + 8 steps, logged every 10
+        top["branch"]["learning_rate"] *= 2
+        with pytest.raises(ValidationError, match=r"dense\.learning_rate and branch\.learning_rate must be equal"):
+            train("other", top=top)
+
     @pytest.mark.slow
     def test_a_price_moves_density(self, train: Train) -> None:
         result = [
@@ -74,6 +101,7 @@ class TestRuns:
         variants: list[dict[str, Any]] = [
             {},
             {"mode": "sampled"},
+            {"mode": "sampled", "p_min": 0.2},
             {"predictor": "linear"},
             {"predictor": "bidirectional", "kernel_size": 5},
             {"sinks": 2},
@@ -157,6 +185,7 @@ class TestRecipe:
         ("gates", "message"),
         [
             ("{layers: [0]}", "unknown key 'gates.layers'"),
+            ("{p_min: 0.1}", "p_min requires mode: sampled"),
             ("{predictor: bidirectional, window: 8}", "looks 32 tokens ahead"),
             ("{target_density: 2}", "target_density"),
             ("{mode: hard}", "mode"),
