@@ -35,7 +35,7 @@ from spkv_nas.base.memory import AdaptiveBatchSize, chunk_tokens
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import NORMAL_95, jackknife_ratio, unseen_share
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model import continuation, model_shape, modes
+from spkv_nas.model import generation, model_shape, modes
 from spkv_nas.model.generation import NOT_FINITE
 
 Float = NDArray[np.float64]
@@ -143,7 +143,7 @@ def write_continuations(
         prompts = torch.from_numpy(blocks.tokens[part.start : part.stop, :prompt_length].astype(np.int64))
         seeds = [(seed, first + index) for index in part]
         with modes.evaluation_mode(model):
-            rows = continuation.continue_tokens(
+            rows = generation.continue_tokens(
                 model, tokenizer, prompts, new_tokens, temperature=temperature, seeds=seeds
             )
         # Name the document of each prompt's last token

@@ -23,20 +23,12 @@ from transformers import (
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize, Shape
-from spkv_nas.base import memory
+from spkv_nas.base import limits, memory
 from spkv_nas.base.device import check_dtype, choose_dtype, named_dtype
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath, read_json
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
-from spkv_nas.model import (
-    config_limits,
-    config_section,
-    custom_model_type,
-    learned_sinks,
-    model_shape,
-    restore,
-    wrappers,
-)
+from spkv_nas.model import config_section, custom_model_type, learned_sinks, model_shape, restore, wrappers
 from spkv_nas.model.device_map import dispatch
 from spkv_nas.model.source import (
     at_revision,
@@ -300,10 +292,8 @@ def read_config(source: str, what: str) -> PreTrainedConfig:
     with _as_user_error(what):
         path = config_folder(source)
         file = path / "config.json" if path.is_dir() else path
-        if file.is_file():
-            config_limits.check_counts(
-                read_model_config(file), what
-            )  # first, because AutoConfig builds lists of these lengths
+        if file.is_file():  # check counts first, because AutoConfig builds lists of these lengths
+            limits.check_counts(read_model_config(file), what)
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
         vars(config).pop("auto_map", None)  # names code that is neither run nor carried over
     return config
@@ -365,7 +355,7 @@ def read_size(path_or_id: str | Path) -> ModelSize:
     source, what = str(resolve(path_or_id)), f"model {path_or_id}"
     config = read_config(source, what)
     with _as_user_error(what):
-        config_limits.check_counts(config.to_dict(), what)
+        limits.check_counts(config.to_dict(), what)
         return model_shape.config_size(config)
 
 

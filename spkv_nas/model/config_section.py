@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import limits
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import Section, validate
-from spkv_nas.model import attention, config_limits, custom_model_type
+from spkv_nas.model import attention, custom_model_type
 from spkv_nas.model.learned_sinks import layer_learned_sinks
 
 _Window = Annotated[int, Field(ge=1, le=attention.GLOBAL_WINDOW)]
@@ -31,7 +32,7 @@ class SavedLayer(Section):
 class _SavedLayout(Section):
     """Layout of a hybrid: letters of its heads by layer, and window, sink tokens and learned sinks of local heads."""
 
-    heads: list[str] = Field(min_length=1, max_length=config_limits.MAX_LAYERS)
+    heads: list[str] = Field(min_length=1, max_length=limits.MAX_LAYERS)
     window: _Window
     sinks: int = Field(0, ge=0, le=attention.GLOBAL_WINDOW)
     learned_sinks: bool = False
@@ -41,7 +42,7 @@ class _Saved(Section):
     """Content of the section: the hooked layers, and either gates or a layout."""
 
     version: Literal[1]
-    layers: dict[str, SavedLayer] = Field(min_length=1, max_length=config_limits.MAX_LAYERS)
+    layers: dict[str, SavedLayer] = Field(min_length=1, max_length=limits.MAX_LAYERS)
     gates: GateConfig | None = None
     layout: _SavedLayout | None = None
 

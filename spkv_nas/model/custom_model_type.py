@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.config_limits import check_counts
+from spkv_nas.base.limits import check_counts
 
 CUSTOM_MODEL_TYPE = "spkv"
 _PREFIX = "SPKV"  # of class names

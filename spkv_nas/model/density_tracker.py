@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attention, gates, hooks, modes
+from spkv_nas.model import attention, gates, modes
 
 
 class DensityTracker:
@@ -46,7 +46,7 @@ class DensityTracker:
         self.close()
         self._started, self._seen = True, {}
         self._tau = modes.gate_settings(self._model).tau
-        self._watch = hooks.watch_logits(self._model, self._count)
+        self._watch = attention.watch_logits(self._model, self._count)
 
     def _count(self, layer: int, logits: Tensor) -> None:
         """Count kept tokens and NaN utilities in the logits [B, Hkv, T] of a layer."""
@@ -99,7 +99,7 @@ class DensityTracker:
             return None
         if wrong.any():
             first = tuple(np.argwhere(wrong)[0].tolist())
-            raise UserError(hooks.not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first))
+            raise UserError(attention.not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first))
         return np.where(tokens > 0, kept / np.maximum(tokens, 1), np.nan)
 
 

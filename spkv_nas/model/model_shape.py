@@ -13,9 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.artifacts.shape import HeadShape, ModelSize
-from spkv_nas.base import memory, schema
+from spkv_nas.base import limits, memory, schema
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import config_limits, learned_sinks
+from spkv_nas.model import learned_sinks
 
 _BEYOND = 16  # maximum length of a sequence, in multiples of the model's max_position_embeddings
 _READ_BY_MODELS = {"model_type", "head_dim"}  # read by decoders whose config class has no such field
@@ -174,7 +174,7 @@ def check_size(
 
     Raises ``UserError``: more than ``MAX_LAYERS`` layers, or more parameters than memory can hold.
     """
-    config_limits.check_counts(config.to_dict(), what)
+    limits.check_counts(config.to_dict(), what)
     # Build the model without allocating memory
     try:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Modes of a model: gates (open, soft, sampled, hard) and their threshold, evaluation, recomputation, dropout."""
+"""Modes of a model: those of its gates and their threshold, evaluation, recomputation, compilation, and dropout."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.model import config_section, gates
-from spkv_nas.model.attention import GateSettings, layer_states
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.model import attention, config_section, gates
+from spkv_nas.model.attention import GateSettings
 
 
 def gate_settings(model: nn.Module) -> GateSettings:
@@ -22,7 +24,7 @@ def gate_settings(model: nn.Module) -> GateSettings:
 
     Raises ``UserError``: the model has no gates.
     """
-    gated = [state for state in layer_states(model) if state.gate_window is not None]
+    gated = [state for state in attention.layer_states(model) if state.gate_window is not None]
     if not gated:
         raise UserError("this model has no gates: call attach_gates(model) first")
     return gated[0].settings
@@ -110,6 +112,57 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
         for layer, training in zip(layers, before, strict=True):
             del layer.gradient_checkpointing, layer._gradient_checkpointing_func
             layer.training = training
+
+
+@contextmanager
+def compiled(model: PreTrainedModel) -> Iterator[None]:
+    """Compile the model's decoder layers one by one inside the ``with`` block, so that all share the same graphs.
+
+    Embeddings, logits and the mask of a batch, which depends on data, are not compiled. Raises ``UserError``: the class
+    has no recognisable decoder layers, or this machine cannot compile them.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no decoder layers to compile: leave compile out")
+    with _outside_graphs(model):
+        for layer in layers:
+            layer.compile()
+        try:
+            yield
+        except TorchDynamoException as error:
+            raise UserError(f"the model cannot be compiled here: {first_line(error)}\nleave compile out") from error
+        finally:
+            for layer in layers:
+                layer._compiled_call_impl = None  # PyTorch has no public call to undo compile()
+
+
+@contextmanager
+def _outside_graphs(model: nn.Module) -> Iterator[None]:
+    """Exclude the model's hooks and the attention function from ``torch.compile`` inside the ``with`` block.
+
+    Prices and annealing change from step to step, and the attention operator is a kernel, which gains nothing.
+    """
+    # Wrap hook and attention function
+    uncompiled_hook, uncompiled_function = (
+        torch.compiler.disable(x)  # type: ignore[no-untyped-call]
+        for x in (attention._pre_hook, attention._attention_function)
+    )
+    hooks = [layer._forward_pre_hooks for layer in attention.attention_layers(model).values()]
+
+    def exchange(old_hook: Any, new_hook: Any) -> None:
+        for layer_hooks in hooks:
+            layer_hooks.update({number: new_hook for number, hook in layer_hooks.items() if hook is old_hook})
+
+    # Install the wrappers for the block
+    AttentionInterface.register("spkv", uncompiled_function)
+    exchange(attention._pre_hook, uncompiled_hook)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("spkv", attention._attention_function)
+        exchange(uncompiled_hook, attention._pre_hook)
 
 
 def turn_off_dropout(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from spkv_nas.model import attention, gates, hooks
+from spkv_nas.model import attention, gates
 
 PROPORTIONAL, INTEGRAL = 6.0, 0.15  # gains per unit of density; the latter also per step
 _MIN_RATE = 0.1  # share of the largest learning rate below which the gains stop growing
@@ -84,7 +84,7 @@ class KeyBenefitEstimator:
     def __init__(self, model: nn.Module) -> None:
         """Start recording the gradients of the utility logits of ``model``."""
         self._num_layers, self._num_heads = len(gates.predictors(model)), attention.layer_states(model)[0].num_kv_heads
-        self._watch = hooks.watch_logits(model, self._see)
+        self._watch = attention.watch_logits(model, self._see)
         self._benefits: dict[int, Tensor] = {}  # layer -> [Hkv], on the device
 
     def _see(self, layer: int, logits: Tensor) -> None:

@@ -23,8 +23,8 @@ from spkv_nas.artifacts.histogram import group_documents
 from spkv_nas.base.distributed import gathered, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.attention import not_finite
 from spkv_nas.model.gates import keeps
-from spkv_nas.model.hooks import not_finite
 
 NUM_POSITION_BUCKETS = 16
 _FIRST_BUCKET = 128  # maximum tokens in the first position bucket; in longer blocks, widths grow geometrically

@@ -24,9 +24,8 @@ from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.separators import text_blocks
-from spkv_nas.model.attention import LayerState, layer_states
+from spkv_nas.model.attention import LayerState, layer_states, watch_logits
 from spkv_nas.model.config_section import gate_config
-from spkv_nas.model.hooks import watch_logits
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 from spkv_nas.probing.counting import GateCounter
 

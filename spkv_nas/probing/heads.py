@@ -24,7 +24,7 @@ from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.hooks import not_finite
+from spkv_nas.model.attention import not_finite
 
 _CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # attention weights per chunk: about the CPU cache size; minimum query rows
 

@@ -13,8 +13,7 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import blocks_per_process, num_processes
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.training.branch_config import BranchConfig
-from spkv_nas.training.gates_config import GatesConfig
+from spkv_nas.training.branch_config import BranchConfig, GatesConfig
 from spkv_nas.training.recipe import DenseConfig, Recipe
 from spkv_nas.training.sharding import fsdp_config
 

@@ -1,11 +1,21 @@
-"""Continued training of a dense checkpoint: the section ``branch`` of a recipe."""
+"""The sections ``branch`` and ``gates`` of a recipe, and the schedules of learning rate and gates.
+
+Schedules are pure functions of the step, so that resumed runs agree. SP-KV paper, section "Training" and appendices
+"Hard Gated Training" and "Scaling analysis details".
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from spkv_nas.artifacts.gate_config import GATED, GLOBAL, GateConfig
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_BATCH, MAX_BLOCK_SIZE, MAX_STEPS, MAX_WHOLE
 from spkv_nas.base.schema import Section
 
@@ -116,3 +126,119 @@ class BranchConfig(Section):
                 "'distill' and 'extend' exclude each other: the dense checkpoint does not support longer blocks"
             )
         return self
+
+
+class GatesConfig(GateConfig):
+    """Set up the gates of the SP-KV reference, and their training (paper: multiplier 5, soft for 75 %, then hard)."""
+
+    training: Literal["continued", "from-scratch", "frozen-model"] = Field(
+        "continued",
+        description="continued: from the dense checkpoint; from-scratch: dense phase and branch in one run; "
+        "frozen-model: train only the predictors, with soft gates throughout",
+    )
+    mode: Literal["soft", "sampled"] = Field(
+        "soft", description="soft, or sampled: Bernoulli gates with straight-through gradients"
+    )
+    p_min: float = Field(
+        0.0, ge=0.0, le=0.5, description="clip the probabilities of sampled gates to [p_min, 1 - p_min]"
+    )
+    learning_rate_multiplier: float = Field(
+        5.0, gt=0.0, description="learning rate of the predictors, as a multiple of the branch's (paper: 5)"
+    )
+    weight_decay: float = Field(0.1, ge=0.0, description="weight decay of the predictors")
+    soft_fraction: float = Field(
+        0.75, ge=0.0, le=1.0, description="fraction of the branch's steps with soft gates, before they become hard"
+    )
+    anneal_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps of a linear transition from soft to hard gates")
+    start_from: str | None = Field(None, description="checkpoint to initialise the predictors from")
+
+    @model_validator(mode="after")
+    def _clips_samples(self) -> GatesConfig:
+        if self.p_min and self.mode != "sampled":
+            raise ValueError("p_min requires mode: sampled")
+        return self
+
+    def of_model(self) -> GateConfig:
+        """Return the gate configuration of the model."""
+        return GateConfig(**self.model_dump(include=set(GateConfig.model_fields)))
+
+
+def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str, Any]:
+    """Return the section of a recipe with its ``layout``, a layout file, converted to ``heads``.
+
+    Local heads stay local, global heads get gates, and the layout's window becomes the gates' window unless the section
+    sets another. A relative path starts from ``base``; ``where`` names the recipe in errors.
+
+    Raises ``UserError`` if the layout cannot be read, or its local heads have sink tokens, which gates do not keep
+    there.
+    """
+    layout = Layout.read(base / section["layout"])
+    if layout.sinks:
+        raise UserError(
+            f"{where}: gates.layout has {layout.reach}, but local heads of a model with gates see only their window\n"
+            f"write it without sink tokens (layout convert {section['layout']} NEW.yaml --sinks 0), or retrain it "
+            "without gates (train-hybrid)"
+        )
+    # Turn global heads into gated ones, and keep the section's other keys
+    heads = [row.replace(GLOBAL, GATED) for row in layout.heads]
+    others = {key: value for key, value in section.items() if key != "layout"}
+    return {"window": layout.window, **others, "heads": heads}
+
+
+@dataclass(frozen=True)
+class GatePhase:
+    """Gate mode of one training step."""
+
+    mode: str  # "soft", "sampled" or "hard"
+    anneal: float  # share of the binary gate while annealing
+    frozen: bool  # whether the predictor is frozen
+
+
+@dataclass(frozen=True)
+class GateSchedule:
+    """Schedule of soft or sampled gates, followed by (optionally annealed) hard gates, over ``steps`` steps.
+
+    The hard phase is the last ``1 - soft_fraction`` of the run.
+    """
+
+    steps: int
+    soft_fraction: float = 0.75
+    anneal_steps: int = 0
+    mode: str = "soft"
+
+    @property
+    def soft_steps(self) -> int:
+        """Return the number of steps during which the predictor is trained."""
+        return round(self.steps * self.soft_fraction)
+
+    def at(self, step: int) -> GatePhase:
+        """Return the phase of training step ``step``, counted from 0."""
+        if step < self.soft_steps:
+            return GatePhase(self.mode, 0.0, False)
+        annealed = step - self.soft_steps + 1
+        if annealed <= self.anneal_steps:
+            return GatePhase(self.mode, annealed / (self.anneal_steps + 1), True)
+        return GatePhase("hard", 0.0, True)
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Learning-rate schedule: linear warm-up, stable phase, and cosine decay over the last ``decay_steps`` steps.
+
+    The dense run has ``decay_steps=0``; a branch decays from its warm-up to its end.
+    """
+
+    steps: int
+    warmup_steps: int
+    decay_steps: int
+    final: float = 0.01
+
+    def factor(self, step: int) -> float:
+        """Return the learning rate of training step ``step``, counted from 0, as a fraction of the peak."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        into_decay = step - (self.steps - self.decay_steps)
+        if self.decay_steps == 0 or into_decay < 0:
+            return 1.0
+        cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, into_decay / self.decay_steps)))
+        return self.final + (1.0 - self.final) * cosine

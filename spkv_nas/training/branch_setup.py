@@ -15,8 +15,8 @@ from spkv_nas.model import attach, checkpoint, modes, rope, windows
 from spkv_nas.model.distillation import Distillation, copied_teacher, shared_teacher
 from spkv_nas.model.gates import predictors
 from spkv_nas.training import lora, run_files
+from spkv_nas.training.branch_config import GateSchedule, LearningRateSchedule
 from spkv_nas.training.dense import new_model
-from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Kind, Variant
 

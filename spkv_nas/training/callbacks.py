@@ -17,9 +17,7 @@ from spkv_nas.model import gates, modes, rope
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.price import KeyBenefitEstimator, Price
-from spkv_nas.training.branch_config import ExtendConfig
-from spkv_nas.training.gates_config import GatesConfig
-from spkv_nas.training.phases import GateSchedule
+from spkv_nas.training.branch_config import ExtendConfig, GateSchedule, GatesConfig
 
 
 class InterruptCallback(TrainerCallback):

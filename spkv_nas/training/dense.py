@@ -17,13 +17,13 @@ from transformers import (
     set_seed,
 )
 
-from spkv_nas.base import distributed, manifest, replace
+from spkv_nas.base import distributed, limits, manifest, replace
 from spkv_nas.base.errors import UserError, first_line, shortened
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.model import checkpoint, config_limits, model_shape, source
+from spkv_nas.model import checkpoint, model_shape, source
 from spkv_nas.training import arguments, dataset, run_files, sharding
+from spkv_nas.training.branch_config import LearningRateSchedule
 from spkv_nas.training.corpus import Corpus, tokenizer_folder
-from spkv_nas.training.phases import LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
 
@@ -128,7 +128,7 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 
 def _buildable(options: Mapping[str, Any], recipe: Recipe) -> PreTrainedConfig:
     """Return the config with these keys and values; any error means that no model can be built from it."""
-    config_limits.check_counts(options, _about(recipe))  # before AutoConfig, which allocates lists of these lengths
+    limits.check_counts(options, _about(recipe))  # before AutoConfig, which allocates lists of these lengths
     config: PreTrainedConfig = AutoConfig.for_model(**options)
     model_shape.check_keys(config, recipe.model.config or {}, _about(recipe))
     model_shape.config_size(config)

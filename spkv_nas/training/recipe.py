@@ -21,8 +21,7 @@ from spkv_nas.cost.ladder import find_level, ladder
 from spkv_nas.data.config import DataConfig
 from spkv_nas.data.ruler.sample import VERSION
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
-from spkv_nas.training.branch_config import BranchConfig
-from spkv_nas.training.gates_config import GatesConfig, gates_of_layout
+from spkv_nas.training.branch_config import BranchConfig, GatesConfig, gates_of_layout
 
 OFFLOAD = "fsdp-offload"
 _REMOVED = {"gates": {"layers": None}, "evaluation": {"every": None, "max_tokens": 65536}}
@@ -237,7 +236,7 @@ class Recipe(Section):
     def parse(cls, data: Any, base: Path, where: str) -> Recipe:
         """Validate the data of a recipe, whose relative paths start from ``base``; ``where`` begins its errors.
 
-        ``gates.layout``, a layout file, is converted to ``gates.heads`` (``gates_config.gates_of_layout``). Raises
+        ``gates.layout``, a layout file, is converted to ``gates.heads`` (``branch_config.gates_of_layout``). Raises
         ``UserError`` for an unknown key, a wrong value, or a layout with sink tokens.
         """
         gates = data.get("gates") if isinstance(data, dict) else None

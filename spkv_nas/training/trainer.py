@@ -27,11 +27,11 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, deferred
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model import modes, weight_files, weights
-from spkv_nas.model.compiled import compiled
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.training import arguments, run_files, sharding
+from spkv_nas.training.branch_config import GateSchedule, GatesConfig, LearningRateSchedule
 from spkv_nas.training.callbacks import (
     DistillationCallback,
     EndWandbRun,
@@ -40,8 +40,6 @@ from spkv_nas.training.callbacks import (
     LogCallback,
     TokenProgressCallback,
 )
-from spkv_nas.training.gates_config import GatesConfig
-from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
 
 _MAX_GROWTH = 1e4  # limit of weights, relative to the largest initial weight (at least 1)
@@ -132,7 +130,7 @@ class SPKVTrainer(Trainer):
             self.add_callback(interrupt)
             begin_pass = None if self._distillation is None else self._distillation.loss.begin_pass
             recomputing = modes.recomputed(self.model) if self._recomputes else nullcontext()
-            compiling = compiled(self.model) if self._compiles else nullcontext()
+            compiling = modes.compiled(self.model) if self._compiles else nullcontext()
             with loss_in_chunks(self.model, begin_pass), recomputing, compiling:
                 self.train(resume_from_checkpoint=str(newest) if newest else None)
         pending.raise_if_any()

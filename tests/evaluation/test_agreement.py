@@ -28,7 +28,7 @@ from spkv_nas.evaluation.agreement import (
     write_continuations,
 )
 from spkv_nas.model.checkpoint import save
-from spkv_nas.model.continuation import continue_tokens
+from spkv_nas.model.generation import continue_tokens
 from spkv_nas.model.windows import apply_layout
 
 LAYOUT = Layout(("GG", "GG", "GL", "GG"), window=8)

@@ -10,8 +10,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas import GateConfig, SPKVCache, UserError, apply_layout, attach_gates, set_gate_mode
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.model.continuation import continue_greedily
 from spkv_nas.model.gates import predictors
+from spkv_nas.model.generation import continue_greedily
 from spkv_nas.model.generation import generate as generate_text
 
 LENGTHS = (5, 31, 12, 1, 24)

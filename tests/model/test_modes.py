@@ -23,12 +23,11 @@ from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attach import attach_gates, detach
-from spkv_nas.model.attention import LayerState, layer_states
+from spkv_nas.model.attention import LayerState, layer_states, watch_logits
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.config_section import checkpoint_layout, gate_config
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.generation import generate
-from spkv_nas.model.hooks import watch_logits
 from spkv_nas.model.modes import gate_mode, gate_settings, set_gate_mode, set_price
 from spkv_nas.model.windows import add_learned_sinks, apply_layout, full_attention
 from spkv_nas.probing.density import probe

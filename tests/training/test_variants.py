@@ -20,10 +20,10 @@ from spkv_nas.report.chart import Line
 from spkv_nas.report.density_charts import density_evolution_chart
 from spkv_nas.report.plot import save_chart
 from spkv_nas.training import callbacks
+from spkv_nas.training.branch_config import GateSchedule
 from spkv_nas.training.branch_setup import branch_recipe, set_up
 from spkv_nas.training.branches import Branch, train_branch
 from spkv_nas.training.corpus import Corpus
-from spkv_nas.training.phases import GateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 

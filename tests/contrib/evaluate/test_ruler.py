@@ -29,8 +29,7 @@ from spkv_nas.data.ruler.tasks import generate as make_sample
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.model.attention import layer_states
 from spkv_nas.model.checkpoint import save
-from spkv_nas.model.continuation import Continuations, continue_greedily
-from spkv_nas.model.generation import generate
+from spkv_nas.model.generation import Continuations, continue_greedily, generate
 from spkv_nas.model.modes import gate_mode, set_gate_mode
 from spkv_nas.model.windows import apply_layout, every_head_local, local_sinks, local_window
 

@@ -40,7 +40,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import DocumentSums, document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.thresholds import parse_taus
-from spkv_nas.model import checkpoint, hooks, modes, transformers_logging
+from spkv_nas.model import attention, checkpoint, modes, transformers_logging
 from spkv_nas.model.config_section import checkpoint_layout, gate_config
 from spkv_nas.model.gates import keeps
 from spkv_nas.model.loss import token_nll
@@ -265,7 +265,7 @@ def measure_sp_kv(
             num_kept = num_kept + (keeps(logits, tau) * num_outside.to(logits.device)).sum().to(num_kept.device)
             outside += int(num_outside.sum()) * logits.shape[0] * logits.shape[1]
 
-        with modes.gate_mode(model, "hard", tau), hooks.watch_logits(model, count_kept):
+        with modes.gate_mode(model, "hard", tau), attention.watch_logits(model, count_kept):
             nll = document_nll(model, blocks, batch_size=batch_size, progress=step)
         measurements.append(Measurement(SP_KV, gates.sinks, None, int(num_kept) / outside, nll, tau))
     return measurements

@@ -24,7 +24,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import accepts_any, available, generate
-from spkv_nas.model.continuation import continue_greedily
+from spkv_nas.model.generation import continue_greedily
 
 _TOGETHER = 1 << 15  # prompt tokens per batch
 _CONTROL = re.compile(r"[\x00-\x1f]")

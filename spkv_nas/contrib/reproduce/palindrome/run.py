@@ -29,8 +29,7 @@ from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.contrib.defaults import PALINDROME_BATCH, PALINDROME_STEPS, PALINDROME_WINDOW
 from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, GateWatch, Measures, Palindromes, take_measures
 from spkv_nas.model import attach, checkpoint, windows
-from spkv_nas.training.gates_config import GatesConfig
-from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
+from spkv_nas.training.branch_config import GateSchedule, GatesConfig, LearningRateSchedule
 from spkv_nas.training.run_files import remove_checkpoints, run_lock
 from spkv_nas.training.trainer import SPKVTrainer
 

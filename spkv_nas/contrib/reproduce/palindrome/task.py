@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.histogram import threshold_logit
-from spkv_nas.model import hooks, modes
+from spkv_nas.model import attention, modes
 
 INSTRUCTION = (
     "now read the list of numbers above once more and write it down again in the opposite order so that the last "
@@ -158,7 +158,7 @@ class GateWatch:
     def start(self) -> None:
         """Start recording, and discard what was recorded before."""
         self.stop()
-        self._hooks = hooks.watch_logits(self._model, self._add)
+        self._hooks = attention.watch_logits(self._model, self._add)
 
     def _add(self, _layer: int, logits: Tensor) -> None:
         """Add the utility logits [B, H, T] of one layer."""
