@@ -24,7 +24,7 @@ from .probing.critical_budget import critical_budget as critical_budget
 from .probing.head_gates import head_gates as head_gates
 from .probing.measure import probe as probe
 from .probing.priced import learn_gates as learn_gates
-from .probing.registry import SIGNALS as SIGNALS
+from .probing.signals import SIGNALS as SIGNALS
 from .proposal.coverage import coverage as coverage
 from .proposal.propose import propose as propose
 from .report.pictures import plot_head_scores as plot_head_scores

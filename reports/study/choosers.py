@@ -19,8 +19,7 @@ from spkv_nas.probing.density import probe
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.proposal.propose import densest_layout
-from spkv_nas.proposal.strategies.interleaved import interleaved_last
-from spkv_nas.proposal.strategies.random_heads import random_heads
+from spkv_nas.proposal.strategies import interleaved_last, random_heads
 
 _ONCE = (DUO, ADD_ONE_HEAD)  # signals that do not depend on the budget
 _STRATEGY = "study"  # of every layout, so that one that two choosers choose is retrained once

@@ -26,9 +26,8 @@ from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.heads import check_window
-from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
-from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.probing.signals import DENSITY, SIGNALS
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.probing.window_choice import context_length, measure_within
 

@@ -1,6 +1,6 @@
 """Describe a signal: a score of every KV head by its need for global attention.
 
-A signal is one class in one file that carries everything the commands need to know about it, its options included
+A signal is one class that carries everything the commands need to know about it, its options included
 (``base.entry``). ``probe --help``, ``--dry-run``, ``plan``, the tables and the report are made from it. The built-in
 signals are in ``probing.signals``; a package adds its own by an entry point of the group ``spkv_nas.signals``
 (docs/tutorials/extend.md)::

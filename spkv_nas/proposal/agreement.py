@@ -23,7 +23,7 @@ from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.base.version import environment
-from spkv_nas.proposal.ranking import densest
+from spkv_nas.proposal.strategy import densest
 
 _COLUMNS = (
     Column("first"),

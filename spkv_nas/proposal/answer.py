@@ -22,10 +22,10 @@ from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST, Constraints
 from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
 from spkv_nas.proposal.earlier import keep_other_budget, replaced_layouts
 from spkv_nas.proposal.propose import densest_layout, propose, resolve_tau
-from spkv_nas.proposal.registry import DENSEST, RANDOM, STRATEGIES, strategy_of
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, find_solutions
 from spkv_nas.proposal.stability import Bootstrap, Certainty, bootstrap
+from spkv_nas.proposal.strategies import DENSEST, RANDOM, STRATEGIES, strategy_of
 from spkv_nas.proposal.strategy import NUM_RANDOM
 
 _COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"

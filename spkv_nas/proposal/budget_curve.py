@@ -22,9 +22,9 @@ from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
 from spkv_nas.proposal.earlier import replace_layouts
 from spkv_nas.proposal.propose import densest_layout, resolve_tau
-from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.stability import Bootstrap, bootstrap, knee
+from spkv_nas.proposal.strategies import STRATEGIES
 
 
 @dataclass(frozen=True)

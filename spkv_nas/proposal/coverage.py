@@ -20,7 +20,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.selection import SELECTION
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.version import __version__
-from spkv_nas.proposal.ranking import densest_first
+from spkv_nas.proposal.strategy import densest_first
 
 
 def coverage(table: HeadScores, layout: Layout) -> float:

@@ -48,7 +48,7 @@ from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import is_file, is_folder, read_json, read_text
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.proposal.ranking import densest
+from spkv_nas.proposal.strategy import densest
 
 DUO_ATTENTION, PRULONG = "duo-attention", "prulong"
 TSV_NAME, CONFIG_NAME = "full_attention_heads.tsv", "config.json"  # files in a DuoAttention folder

@@ -16,9 +16,8 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.coverage import provenance
-from spkv_nas.proposal.ranking import densest_first
-from spkv_nas.proposal.registry import DENSEST, STRATEGIES
-from spkv_nas.proposal.strategy import NUM_RANDOM, Strategy
+from spkv_nas.proposal.strategies import DENSEST, STRATEGIES
+from spkv_nas.proposal.strategy import NUM_RANDOM, Strategy, densest_first
 
 MATCH_BUDGET = "match-budget"  # value of --tau: the threshold whose mean density equals the budget's share of heads
 
@@ -53,7 +52,7 @@ def propose(
         num_random: number of layouts of each random strategy.
 
     Returns:
-        Layouts by name, in the order of ``proposal.registry.STRATEGIES``: interleaved-first (A), interleaved-last (B),
+        Layouts by name, in the order of ``strategies.STRATEGIES``: interleaved-first (A), interleaved-last (B),
         random-0, ... (C), densest (D), sparsest, and those of strategies that installed packages add. Their sink tokens
         are the table's.
 

@@ -20,7 +20,7 @@ from spkv_nas.artifacts.histogram import DocumentCounts
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import FEW_DOCUMENTS
-from spkv_nas.proposal.ranking import densest
+from spkv_nas.proposal.strategy import densest
 
 Float = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -20,8 +20,8 @@ from markupsafe import Markup
 from spkv_nas.base.files import write_atomic
 from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.base.version import __version__
-from spkv_nas.proposal.registry import strategy_of
 from spkv_nas.proposal.stability import caution
+from spkv_nas.proposal.strategies import strategy_of
 from spkv_nas.report import density_charts, tables
 from spkv_nas.report.chart import Bars, Chart, Heatmap, Mark, Panels, Points
 from spkv_nas.report.figures import SEARCH_FIGURES

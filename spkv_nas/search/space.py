@@ -15,8 +15,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.constraints import CONSTRAINED, Constraints, solve
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import layout_by
-from spkv_nas.proposal.ranking import densest
-from spkv_nas.proposal.registry import STRATEGIES
+from spkv_nas.proposal.strategies import STRATEGIES
+from spkv_nas.proposal.strategy import densest
 
 Float = NDArray[np.float64]
 

@@ -20,7 +20,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_seconds
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.probing.signals import DENSITY
 from spkv_nas.stages import forecast
 from spkv_nas.stages.commands import stage_module
 from spkv_nas.stages.forecast import Forecast

@@ -20,7 +20,7 @@ from spkv_nas.base.limits import (
 )
 from spkv_nas.engines.registry import planned_engines
 from spkv_nas.probing.flags import BUDGET, SEED, SINKS, STEPS
-from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signals import SIGNALS
 
 MEMORY = "Constraints and memory"
 _MAX_DEVICES = 1 << 16

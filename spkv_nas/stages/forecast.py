@@ -28,10 +28,8 @@ from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
 from spkv_nas.probing.frozen import ROOM
-from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
-from spkv_nas.probing.signals.ablation import ablation_passes
-from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.probing.signals import DENSITY, SIGNALS, ablation_passes
 from spkv_nas.stages.options import REFERENCE
 from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
 from spkv_nas.stages.subject import Subject, default_block_size

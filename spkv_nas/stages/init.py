@@ -33,7 +33,7 @@ from spkv_nas.data.readers import AT_HAND
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.proposal.registry import STRATEGIES
+from spkv_nas.proposal.strategies import STRATEGIES
 from spkv_nas.stages import dry_run
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import Suggestion

@@ -45,8 +45,7 @@ from spkv_nas.probing.flags import LAYER, parse_sinks
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
-from spkv_nas.probing.registry import SIGNALS
-from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.probing.signals import DENSITY, SIGNALS
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check

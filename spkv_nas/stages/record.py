@@ -24,7 +24,7 @@ from spkv_nas.base.entry import shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.probe import ProbeOptions

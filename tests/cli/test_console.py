@@ -26,7 +26,7 @@ from spkv_nas.cli.present import plain, print_results
 from spkv_nas.cli.screen import working
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.cost.stage_costs import HARDWARE
-from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.stages import flags
 from spkv_nas.stages.result import Result
 

@@ -28,10 +28,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.data.splits import load_text
 from spkv_nas.model.checkpoint import save
-from spkv_nas.probing import registry
 from spkv_nas.probing.flags import Steps
-from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
+from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.stages.entry_flags import takers_note, with_options_of
 from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.options.probe import ProbeOptions
@@ -78,7 +77,7 @@ def test_the_command_line_takes_a_signal_of_a_package(
     assert re.search(r"--order .*Order p of the norm\. Applies to value-norm\. .*default: \(2\.0\)", help_text)
     # Cost
     planned = json.loads(output(installed, "probe", *subject, "--signal", "value-norm", "--dry-run", "--json"))
-    assert [stage["name"] for stage in planned["stages"]] == ["measure sink tokens", "signal value-norm"]
+    assert [stage["name"] for stage in planned["stages"]] == ["signal value-norm"]
     # Scores
     output(installed, "probe", *subject, "--signal", "value-norm", "--order", "1", "--window", "4")
     table = HeadScores.read(tmp_path / "probes" / "mine-value-norm")
@@ -180,18 +179,18 @@ class _Data(_Other):
 
 
 def test_signals_may_share_an_option_but_not_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.SIGNALS.entries, "other", _Steps())
+    monkeypatch.setitem(SIGNALS.entries, "other", _Steps())
     steps = shared_options(SIGNALS)["steps"]
     assert takers_note([*steps.defaults]) == "Applies to density, head-gates, duo and other."
     assert steps.default_text == "density: 160; head-gates: 50; duo: 200; other: 7"
     check_options(SIGNALS, SIGNALS["other"], {"steps": 3})
-    monkeypatch.setitem(registry.SIGNALS.entries, "other", _OtherSteps())
+    monkeypatch.setitem(SIGNALS.entries, "other", _OtherSteps())
     with pytest.raises(UserError, match="signals density and other declare --steps with different flags"):
         shared_options(SIGNALS)
 
 
 def test_an_option_cannot_have_the_name_of_one_of_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.SIGNALS.entries, "other", _Data())
+    monkeypatch.setitem(SIGNALS.entries, "other", _Data())
     with pytest.raises(UserError, match=r"signal other has an option 'data', which is one of probe itself"):
         with_options_of(SIGNALS, "probe")(type("Options", (SubjectOptions,), {}))
 

@@ -26,7 +26,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout, full_attention
 from spkv_nas.probing.duo import AlphaMixture, duo, sums_of_squares
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signals import SIGNALS
 
 WINDOW, LENGTH = 6, 40
 OTHER_SIGNALS = SIGNALS.names[1:]

@@ -19,8 +19,8 @@ from spkv_nas.cli.evaluate import EVALUATIONS
 from spkv_nas.engines.registry import ENGINES, planned_engines
 from spkv_nas.evaluation.verdict.registry import CRITERIA
 from spkv_nas.model.export.registry import TARGETS
-from spkv_nas.probing.registry import SIGNALS
-from spkv_nas.proposal.registry import STRATEGIES
+from spkv_nas.probing.signals import SIGNALS
+from spkv_nas.proposal.strategies import STRATEGIES
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.stages.command_group import COMMAND_GROUPS
 

@@ -15,7 +15,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.constraints import Constraints, solve
 from spkv_nas.proposal.coverage import coverage, domain_coverage
 from spkv_nas.proposal.integer_program import Problem, _Program
-from spkv_nas.proposal.ranking import densest
+from spkv_nas.proposal.strategy import densest
 
 Mask = np.ndarray
 

@@ -22,9 +22,9 @@ from spkv_nas.model.gates import threshold_logit
 from spkv_nas.probing.density import probe
 from spkv_nas.proposal.agreement import agreement, parse_probe, read_agreement, short_labels, write_agreement
 from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.proposal.ranking import densest
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.stability import NUM_SOLVED, Certainty, beyond_doubt, bootstrap, caution, knee
+from spkv_nas.proposal.strategy import densest
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 

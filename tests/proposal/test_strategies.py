@@ -22,8 +22,8 @@ from spkv_nas.proposal.answer import propose_for, random_spread
 from spkv_nas.proposal.budget_curve import coverage_by_budget
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.propose import propose
-from spkv_nas.proposal.registry import RANDOM, STRATEGIES, strategy_of
 from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.proposal.strategies import RANDOM, STRATEGIES, strategy_of
 from spkv_nas.proposal.strategy import Strategy
 from spkv_nas.search.space import Space, starting_layouts
 from spkv_nas.stages.dry_run import plan_of

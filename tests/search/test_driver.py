@@ -23,7 +23,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import read_record
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.proposal.ranking import densest
+from spkv_nas.proposal.strategy import densest
 from spkv_nas.search.driver import Search
 from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.search.results import front, write_results

@@ -8,9 +8,8 @@ from spkv_nas.artifacts import defaults
 from spkv_nas.base.entry import check_options, shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import default
-from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
-from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.probing.signals import DENSITY, SIGNALS
 from spkv_nas.stages import flags
 from spkv_nas.stages.entry_flags import with_options_of
 from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains

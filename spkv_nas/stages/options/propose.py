@@ -10,7 +10,7 @@ from spkv_nas.artifacts.defaults import SOLUTIONS_APART
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.proposal.budget import PAPER_BUDGET
-from spkv_nas.proposal.registry import STRATEGIES
+from spkv_nas.proposal.strategies import STRATEGIES
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import ChoosesProbe, ConstraintOptions
 

@@ -1,7 +1,4 @@
-"""Make whole layers global at a fixed period: one global layer for each few local ones, and the last one global.
-
-These are the patterns A and B of the SP-KV paper, "Designing Stronger Hybrids". They ignore the scores.
-"""
+"""Strategies of ``propose``: patterns A to D of the SP-KV paper, "Designing Stronger Hybrids", and a control."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spkv_nas.proposal.ranking import Mask
-from spkv_nas.proposal.strategy import Strategy
+from spkv_nas.base.registry import Registry
+from spkv_nas.proposal.strategy import Mask, Strategy, densest, heads_mask
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
@@ -41,6 +38,60 @@ class InterleavedLast(Strategy):
     def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of the global heads, of the number of whole layers closest to the budget."""
         return interleaved_last(*scores.grid, budget)
+
+
+@dataclass(frozen=True)
+class RandomHeads(Strategy):
+    """Draw the heads uniformly without replacement (pattern C)."""
+
+    name = "random"
+    help = "heads drawn uniformly at random (pattern C)"
+    is_random = True
+
+    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+        """Return the mask [L, Hkv] of ``budget`` heads drawn with ``seed``."""
+        return random_heads(*scores.grid, budget, seed)
+
+
+@dataclass(frozen=True)
+class Densest(Strategy):
+    """Take the heads of highest score (pattern D)."""
+
+    name = "densest"
+    help = "heads of highest score (pattern D)"
+
+    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+        """Return the mask [L, Hkv] of the ``budget`` heads of highest score; ties go to the earlier layer and head."""
+        return densest(scores.values, budget)
+
+
+@dataclass(frozen=True)
+class Sparsest(Strategy):
+    """Take the heads of lowest score."""
+
+    name = "sparsest"
+    help = "heads of lowest score, a control"
+    is_control = True
+
+    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+        """Return the mask [L, Hkv] of the ``budget`` heads of lowest score; ties go to the earlier layer and head."""
+        return densest(-scores.values, budget)
+
+
+DENSEST, RANDOM = Densest(), RandomHeads()
+STRATEGIES: Registry[Strategy] = Registry(
+    "spkv_nas.strategies",
+    "strategy",
+    Strategy,  # type: ignore[type-abstract]
+    (InterleavedFirst(), InterleavedLast(), RANDOM, DENSEST, Sparsest()),
+)
+
+
+def strategy_of(layout: str) -> Strategy | None:
+    """Return the strategy that makes a layout of this name; None if there is none."""
+    stem, _, number = layout.rpartition("-")
+    draw = stem if number.isdecimal() else None  # strategy of a random layout
+    return next((entry for entry in STRATEGIES if entry.name == (draw if entry.is_random else layout)), None)
 
 
 def interleaved_first(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
@@ -94,3 +145,9 @@ def _layers(layers: list[int], num_layers: int, num_kv_heads: int) -> Mask:
     mask = np.zeros((num_layers, num_kv_heads), dtype=np.bool_)
     mask[layers] = True
     return mask
+
+
+def random_heads(num_layers: int, num_kv_heads: int, budget: int, seed: int) -> Mask:
+    """Return pattern C: ``budget`` heads drawn uniformly without replacement."""
+    chosen = np.random.default_rng(seed).choice(num_layers * num_kv_heads, size=budget, replace=False)
+    return heads_mask(chosen, num_layers, num_kv_heads)
