@@ -38,8 +38,8 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import Windows, score_windows
 from spkv_nas.model.windows import full_attention
-from spkv_nas.probing.flags import GRANULARITIES, HEAD, LAYER
 from spkv_nas.probing.heads import check_window, domain_means, signal_table
+from spkv_nas.probing.signal import GRANULARITIES, HEAD, LAYER
 
 MIXED = "mixed"  # single heads in some layers, whole layers elsewhere
 

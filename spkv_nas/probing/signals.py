@@ -10,8 +10,7 @@ from spkv_nas.artifacts.grid import Grid
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_SIZE, MAX_WHOLE
 from spkv_nas.base.registry import Registry
-from spkv_nas.probing.flags import GRANULARITIES, HEAD, Budget, Seed, Steps
-from spkv_nas.probing.signal import Signal, Work
+from spkv_nas.probing.signal import GRANULARITIES, HEAD, Budget, Seed, Signal, Steps, Work
 from spkv_nas.proposal.budget import PAPER_BUDGET
 
 if TYPE_CHECKING:

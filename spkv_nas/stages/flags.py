@@ -19,7 +19,7 @@ from spkv_nas.base.limits import (
     MAX_WINDOW,
 )
 from spkv_nas.engines.registry import planned_engines
-from spkv_nas.probing.flags import BUDGET, SEED, SINKS, STEPS
+from spkv_nas.probing.signal import BUDGET, SEED, SINKS, STEPS
 from spkv_nas.probing.signals import SIGNALS
 
 MEMORY = "Constraints and memory"

@@ -41,10 +41,10 @@ from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
 from spkv_nas.model.model_shape import check_tokens, config_shape
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.model.windows import default_window
-from spkv_nas.probing.flags import LAYER, parse_sinks
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
+from spkv_nas.probing.signal import LAYER, parse_sinks
 from spkv_nas.probing.signals import DENSITY, SIGNALS
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget

@@ -20,7 +20,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_bytes
 from spkv_nas.base.workspace import SOLUTIONS, Workspace
 from spkv_nas.evaluation.trust import Trust
-from spkv_nas.probing.flags import LAYER
+from spkv_nas.probing.signal import LAYER
 from spkv_nas.proposal.answer import Answer, propose_for, random_spread, uneven_budgets, write_proposal
 from spkv_nas.proposal.budget_curve import BudgetCurve, curve_for, write_budgets
 from spkv_nas.proposal.coverage import coverage

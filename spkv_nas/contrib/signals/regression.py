@@ -10,8 +10,7 @@ from spkv_nas.artifacts.kinds import GAIN, NATS
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.contrib.defaults import REGRESSION_LAYOUTS
-from spkv_nas.probing.flags import Budget, Seed
-from spkv_nas.probing.signal import Signal, Work
+from spkv_nas.probing.signal import Budget, Seed, Signal, Work
 from spkv_nas.proposal.budget import PAPER_BUDGET
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ class ProbeOptions(SubjectOptions, Trains):
 def check(options: ProbeOptions) -> None:
     """Check the options that its signal takes, and either recipe or model."""
     from spkv_nas.evaluation.thresholds import check_tau
-    from spkv_nas.probing.flags import parse_sinks
+    from spkv_nas.probing.signal import parse_sinks
     from spkv_nas.stages.checks import check_recipe
     from spkv_nas.stages.subject import Subject
 
