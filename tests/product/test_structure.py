@@ -154,7 +154,7 @@ def command_of(file: Path) -> str:
     for folder in path.parents[:-1]:
         if (STAGES / folder / "command.py").exists():
             return folder.as_posix()
-    runs = re.search(r"^def \w+\(options: \w+Options, reporter: Reporter\)", file.read_text(), re.MULTILINE)
+    runs = re.search(r"^def \w+\(options: [\w.]+Options, reporter: [\w.]*Reporter\)", file.read_text(), re.MULTILINE)
     return path.with_suffix("").as_posix() if runs else ""
 
 
