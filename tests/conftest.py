@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Iterator
 from functools import cache, partial
 
 if gc.isenabled():
@@ -72,6 +73,14 @@ def pytest_collection_finish() -> None:
 
 
 measured_speed = cache(step_cost.matmul_speed)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unflushed_files() -> Iterator[None]:
+    """Leave files to the system's cache: processes are killed in tests, machines are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -113,3 +114,13 @@ def check(tensors: dict[str, Tensor | None], window: int | Tensor, backend: str,
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert relative_error(actual[name], value) <= (2e-5 if name == "out" else 1e-4), name
+
+
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Enable deterministic mode, which fills every new tensor with NaN, so that memory that nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -92,7 +92,11 @@ HOSTILE = (
 
 
 def mutants(sound: bytes, number: int, seed: int = 0) -> Iterator[bytes]:
-    """Yield mutants of ``sound``: flipped bits, cuts, removed or repeated lines, hostile values and types, arrays."""
+    """Yield hostile values in place of ``sound``, each followed by a mutant of it.
+
+    Mutants have flipped bits, cuts, removed or repeated lines, and values, types or arrays of another kind. Each file
+    begins with other values of ``HOSTILE``, so that few mutants of many files take them all.
+    """
     draw = random.Random(seed)
     kinds: list[Callable[[bytes, random.Random], bytes]] = [_flip, _cut, _lines, _value, _value, _value, _insert]
     with suppress(UserError, UnicodeDecodeError):
@@ -101,8 +105,8 @@ def mutants(sound: bytes, number: int, seed: int = 0) -> Iterator[bytes]:
     if sound[:2] == b"PK":
         kinds = [_flip, _cut, _array, _array, _array, _array]
     for index in range(number):
-        if index < len(HOSTILE):
-            yield HOSTILE[index]
+        if index % 2 == 0:
+            yield HOSTILE[(len(sound) + index // 2) % len(HOSTILE)]
         else:
             yield draw.choice(kinds)(sound, draw)
 

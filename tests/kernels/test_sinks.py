@@ -8,7 +8,7 @@ import operator_cases
 import pytest
 import torch
 from marks import pairwise
-from operator_cases import GATES, SHAPES, inputs, relative_error, run, with_sink_logits
+from operator_cases import GATES, SHAPES, inputs, relative_error, run, unwritten_is_nan, with_sink_logits
 from spkv_kernels import attention
 from spkv_kernels.cpu import bands, compaction
 from torch import Tensor
@@ -113,14 +113,10 @@ def test_strided_inputs() -> None:
 
 @pytest.mark.parametrize("gate", GATES)
 def test_memory_that_nobody_wrote_does_not_show(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deterministic mode fills every fresh tensor with NaN."""
     monkeypatch.setattr(compaction, "_COMPACT_FROM", 1)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with unwritten_is_nan():
         for window, sinks in ((16, 4), (1, 30), (80, 3)):
             check(with_sink_logits(inputs((2, 4, 2, 90, 16), gate)), window, sinks=sinks)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_runs_repeat_bitwise() -> None:

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from marks import slow
-from operator_cases import GATES, check, eager, inputs, relative_error, run
+from operator_cases import GATES, check, eager, inputs, relative_error, run, unwritten_is_nan
 from paths import ROOT
 from spkv_kernels import attention
 from torch import Tensor
@@ -37,12 +37,14 @@ CASES = [pytest.param(*shape.values, gate, id=f"{shape.id}-{gate}") for shape in
 
 @pytest.mark.parametrize(("shape", "window", "gate"), [case if case.id in QUICK else slow(case) for case in CASES])
 def test_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: int, gate: str) -> None:
-    check(inputs(shape, gate), window, "triton", device=DEVICE)
+    with unwritten_is_nan():
+        check(inputs(shape, gate), window, "triton", device=DEVICE)
 
 
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_windows_per_head(gate: str) -> None:
-    check(inputs((1, 3, 3, 70, 16), gate), torch.tensor([16, 1 << 30, 69]), "triton", device=DEVICE)
+    with unwritten_is_nan():
+        check(inputs((1, 3, 3, 70, 24), gate), torch.tensor([16, 1 << 30, 69]), "triton", device=DEVICE)
 
 
 @pytest.mark.slow
@@ -55,15 +57,11 @@ def test_dead_full_and_single_key_heads_side_by_side() -> None:
     check(tensors, 33, "triton", device=DEVICE)
 
 
-def test_scale_replaces_the_default() -> None:
-    check(inputs((1, 2, 1, 90, 16), "soft"), 16, "triton", device=DEVICE, scale=0.7)
-
-
-def test_a_utility_of_exactly_zero() -> None:
-    tensors = inputs((1, 2, 1, 100, 16), "soft")
+def test_another_scale_and_a_utility_of_exactly_zero() -> None:
+    tensors = inputs((1, 2, 1, 90, 16), "soft")
     assert tensors["log_utility"] is not None
     tensors["log_utility"][:, :, ::3] = -torch.inf
-    check(tensors, 20, "triton", device=DEVICE)
+    check(tensors, 20, "triton", device=DEVICE, scale=0.7)
 
 
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
@@ -71,10 +69,11 @@ def test_half_precision_has_rounding_errors_only(gate: str) -> None:
     """The interpreter's bfloat16 products are wrong; ``test_real_sizes`` covers bfloat16 on a GPU."""
     tensors = {
         name: x.half().double() if x is not None and x.is_floating_point() and name != "log_utility" else x
-        for name, x in inputs((1, 4, 2, 130, 16), gate).items()
+        for name, x in inputs((1, 2, 1, 130, 24), gate).items()
     }
     expected = run(tensors, torch.float64, window=32, backend="reference")
-    actual = run(tensors, torch.float16, device=DEVICE, window=32, backend="triton")
+    with unwritten_is_nan():
+        actual = run(tensors, torch.float16, device=DEVICE, window=32, backend="triton")
     for name, value in expected.items():
         assert relative_error(actual[name], value) < 4 * torch.finfo(torch.float16).eps, name
 
@@ -100,16 +99,6 @@ def test_strided_inputs(gate: str) -> None:
     expected = attention(**tensors, window=16, backend="reference")  # type: ignore[arg-type]
     assert relative_error(out, expected) < 2e-5
     assert out.transpose(1, 2).is_contiguous(), "what follows in a model flattens the heads of a token"
-
-
-@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
-def test_uninitialised_memory_does_not_leak(gate: str) -> None:
-    """Deterministic mode fills every fresh tensor with NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        check(inputs((1, 4, 2, 90, 24), gate), 16, "triton", device=DEVICE)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.slow

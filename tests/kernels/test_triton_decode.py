@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
-from operator_cases import relative_error
+from operator_cases import relative_error, unwritten_is_nan
 from paged_cases import DEVICE, filled_cache, normal
 from paths import ROOT
 from spkv_kernels import PagedKVCache, decode_attention
@@ -24,16 +22,6 @@ from spkv_kernels.triton import decode_kernels
 from spkv_kernels.triton.config import default
 
 BENCHMARKS = ROOT / "kernels" / "benchmarks"
-
-
-@contextlib.contextmanager
-def unwritten_is_nan() -> Iterator[None]:
-    """Enable deterministic mode, which fills every new tensor with NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def check(q: Tensor, cache: PagedKVCache, limit: float = 2e-5, **options: float) -> Tensor:

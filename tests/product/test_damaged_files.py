@@ -37,7 +37,7 @@ from spkv_nas.report.axes import round_axis
 from spkv_nas.search.storage import open_storage, open_study, storage_errors
 
 
-@pytest.mark.parametrize("number", slow_after(1, [25, 110]))
+@pytest.mark.parametrize("number", slow_after(1, [14, 120]))
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_every_reader_survives_mutants(reader: Reader, number: int) -> None:
     outcome = attack(reader, number)

@@ -59,20 +59,27 @@ def write_model(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with model, text, a table that prefers the heads of low layers, and losses of some budgets."""
+    folder = tmp_path_factory.mktemp("measured")
     write_model(folder)
+    table = make_table(np.arange(NUM_HEADS, 0, -1.0).reshape(4, 2) / NUM_HEADS)
+    replace(table, window=4).write(folder / "probes" / "mine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run()
+    shutil.rmtree(folder / "reports")
     return folder
 
 
 @pytest.fixture
-def folder(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder with model, text, and a table that prefers the heads of low layers the current one."""
+def folder(tmp_path: Path, measured: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a folder with the measured one's contents the current one; what it measured is not measured again."""
     monkeypatch.chdir(tmp_path)
     for name in ("dense", "text"):
-        Path(name).symlink_to(model_folder / name)
-    table = make_table(np.arange(NUM_HEADS, 0, -1.0).reshape(4, 2) / NUM_HEADS)
-    replace(table, window=4).write(tmp_path / "probes" / "mine")
+        Path(name).symlink_to(measured / name)
+    for name in ("probes", "runs"):
+        shutil.copytree(measured / name, name)
     return tmp_path
 
 
@@ -239,7 +246,7 @@ class TestCommand:
             ("4 dense.yaml", "give either budgets or layout files"),
             ("8..1", "descending"),
             ("1..9", "the model has 8 KV heads"),
-            ("1..8 --engine sglang", "whole layers only"),
+            ("1..8 --engine sglang", "unknown engine 'sglang'; expected one of vllm"),
             ("1..8 --engine vllm:pages=16", "engine vllm has no setting 'pages'"),
         ],
     )
