@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from helpers import unsaved_pictures
 from paths import ROOT
 
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -76,7 +77,7 @@ def write_search(folder: Path, table: HeadScores) -> None:
     pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(folder / "reports/stdlib-21x3/search.csv", index=False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Workspace with the committed example, a search, a second probe of its model, and the report of all."""
     folder = tmp_path_factory.mktemp("workspace")
@@ -89,7 +90,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     HeadScores(OTHER, table.rows.assign(score=scores), window=table.window, metadata=metadata).write(
         folder / "probes" / OTHER
     )
-    main(["report", "-w", str(folder), "--probe", "stdlib-21x3"])
+    with unsaved_pictures():
+        main(["report", "-w", str(folder), "--probe", "stdlib-21x3"])
     return folder
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 
 if gc.isenabled():
@@ -28,7 +29,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before transformers, which imports Triton
 
-from helpers import BLOCK, gated, write_project
+from helpers import BLOCK, gated, unsaved_pictures, write_project
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
@@ -81,6 +82,19 @@ def unflushed_files() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def brief_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave pictures empty, except in slow tests and those that use ``whole_pictures``."""
+    whole = request.node.get_closest_marker("slow") is not None or "whole_pictures" in request.fixturenames
+    with nullcontext() if whole else unsaved_pictures():
+        yield
+
+
+@pytest.fixture
+def whole_pictures() -> None:
+    """Write pictures as commands do."""
 
 
 @pytest.fixture(autouse=True)

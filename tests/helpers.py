@@ -255,6 +255,14 @@ def make_domain_table(domains: tuple[str, ...] = ("all",), density: np.ndarray =
     return HeadScores("test", pd.DataFrame(rows), tau=0.5, window=8, **changes)
 
 
+@contextmanager
+def unsaved_pictures() -> Iterator[None]:
+    """Draw pictures, but write empty files: to encode them takes most of a report's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spkv_nas.report.plot._bytes", lambda *_, **__: b"")
+        yield
+
+
 VOID = {"meta", "path", "rect", "circle", "line", "polyline", "stop", "link", "img", "br", "input"}
 
 

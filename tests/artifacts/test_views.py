@@ -39,6 +39,7 @@ def test_a_layout_shows_its_global_heads() -> None:
     assert "mine: 2 of 6 KV heads global, window 8" in layout._repr_html_()
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_pictures() -> None:
     table = make_domain_table()
     layout = Layout.from_mask(table.density > table.mean, window=8)

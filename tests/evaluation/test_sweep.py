@@ -115,6 +115,7 @@ class TestThresholds:
 
 
 class TestCommand:
+    @pytest.mark.usefixtures("whole_pictures")
     def test_sweep(self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         workspace = tmp_path / "w"
         options = ["--model", str(checkpoint), "--data", str(text), "--block-size", str(BLOCK)]
@@ -123,7 +124,8 @@ class TestCommand:
         assert "open" in output
         assert "tau-sweep.png" in output.replace("\n", "")
         folder = workspace / "reports" / "mine"
-        assert {p.name for p in folder.glob("[!.]*")} == {f"tau-sweep.{kind}" for kind in ("csv", "yaml", "png", "svg")}
+        kinds = ("csv", "yaml", "png", "svg", "pdf")
+        assert {p.name for p in folder.glob("[!.]*")} == {f"tau-sweep.{kind}" for kind in kinds}
         rows = pd.read_csv(folder / "tau-sweep.csv")
         assert tuple(rows.columns) == COLUMNS
         assert rows["tau"].tolist() == [0.0, 0.1, 0.5, 0.9]

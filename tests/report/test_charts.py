@@ -122,6 +122,7 @@ def test_ticks_are_round() -> None:
     assert not spread_axis("", -0.1, 28).log
 
 
+@pytest.mark.usefixtures("whole_pictures")
 @pytest.mark.parametrize(
     "chart",
     [

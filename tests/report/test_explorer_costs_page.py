@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from browser_cases import MAP, NEEDED, browser, open_file, open_page, workspace
+from browser_cases import MAP, NEEDED
 from helpers import make_domain_table
 
 from spkv_nas.cli import main
 
-__all__ = ["browser", "open_file", "open_page", "workspace"]  # fixtures
 pytestmark = NEEDED
 
 

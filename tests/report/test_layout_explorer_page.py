@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from browser_cases import MAP, NEEDED, OTHER, browser, num_outlined, open_file, open_page, workspace
+from browser_cases import MAP, NEEDED, OTHER, num_outlined
 from command_cases import parsed
 from helpers import make_comparison, make_domain_table
 
@@ -24,7 +24,6 @@ from spkv_nas.report import page as report_page
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 
-__all__ = ["browser", "open_file", "open_page", "workspace"]  # fixtures
 pytestmark = NEEDED
 
 ALL_FILES = """() => {

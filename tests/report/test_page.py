@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import DENSITY, Page, make_comparison, make_domain_table, make_layouts, make_positions, make_search
+from helpers import (
+    DENSITY,
+    Page,
+    make_comparison,
+    make_domain_table,
+    make_layouts,
+    make_positions,
+    make_search,
+    unsaved_pictures,
+)
 
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
 from spkv_nas.artifacts.kinds import NATS
@@ -49,8 +58,13 @@ def say(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with unsaved_pictures():
+        return write_hostile(tmp_path_factory.mktemp("report"))
+
+
+def write_hostile(folder: Path) -> Path:
     """Write a report in which every name that a user chooses is hostile."""
-    folder, names = tmp_path_factory.mktemp("report"), ("<script>alert(1)<script>", QUOTED, "=cmd()$a_b$ 漢字")
+    names = ("<script>alert(1)<script>", QUOTED, "=cmd()$a_b$ 漢字")
     table = make_domain_table((HOSTILE, QUOTED), positions=make_positions(), metadata={HOSTILE: {QUOTED: [HOSTILE, 1]}})
     write_report(
         folder,
@@ -210,7 +224,8 @@ def test_global_heads_are_marked_by_shape(page: Page) -> None:
 
 
 @pytest.mark.slow
-def test_figures_are_well_formed_and_the_same_every_time(folder: Path, tmp_path: Path) -> None:
+def test_figures_are_well_formed_and_the_same_every_time(tmp_path: Path) -> None:
+    folder = write_hostile(tmp_path / "hostile")
     names = {"density", "layouts", "cache-nll", "coverage-nll", "coverage-budget", "domains", "positions", "histogram"}
     files = {f"{name}.{suffix}" for name in names for suffix in ("png", "svg", "pdf")}
     assert {path.name for path in folder.iterdir()} == {"index.html"} | files

@@ -7,11 +7,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from browser_cases import NEEDED, browser, num_outlined, open_file, open_page, workspace
+from browser_cases import NEEDED, num_outlined
 
 from spkv_nas.artifacts.layout import Layout
 
-__all__ = ["browser", "open_file", "open_page", "workspace"]  # fixtures
 pytestmark = NEEDED
 
 

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from browser_cases import NEEDED, browser, open_file
+from browser_cases import NEEDED
 from helpers import make_domain_table, make_search
 
 from spkv_nas.report import page as report_page
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 
-__all__ = ["browser", "open_file"]  # fixtures
 pytestmark = NEEDED
 CURSOR = "svg[data-chart=search-front] .cursor"
 HEADS = ["GL LG GL LL", "LG LG GL LL", "GL GL GL LL", "GG LL GL LL", "GL LG LG LL"]

@@ -151,6 +151,7 @@ class TestRuns:
         assert np.array_equal(whole.nll.total, resumed.nll.total)
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_density_over_training_is_drawn_for_every_head(tmp_path: Path) -> None:
     steps, layers, heads = np.meshgrid([10, 20, 30], [0, 2], [0, 1, 2], indexing="ij")
     log = {"step": steps.ravel(), "layer": layers.ravel(), "kv_head": heads.ravel()}
