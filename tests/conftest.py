@@ -102,9 +102,11 @@ def brief_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Check texts, separators and attention sinks on few tokens, except in slow tests and where this is overridden.
 
     Every command that measures something on a model begins with these checks, each of thousands of tokens. The speed of
-    a large matrix product, by which plans estimate times, is measured once.
+    a large matrix product, by which plans estimate times, is measured once. Exports are compared in this process.
     """
     if request.node.get_closest_marker("slow") is None:
+        if "fresh_process" not in request.fixturenames:
+            request.getfixturevalue("verified_in_process")
         monkeypatch.setattr(alarms, "_SAMPLE", 256)
         monkeypatch.setattr(separators, "SEPARATOR_TOKENS", 512)
         monkeypatch.setattr(step_cost, "matmul_speed", measured_speed)
@@ -142,6 +144,11 @@ def blocks() -> TokenBlocks:
     tokens = np.random.default_rng(0).integers(3, 97, size=(9, BLOCK)).astype(np.int32)
     owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, BLOCK)
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(12)))
+
+
+@pytest.fixture
+def fresh_process() -> None:
+    """Compare exports with plain transformers in a process of its own, as commands do."""
 
 
 @pytest.fixture

@@ -94,8 +94,8 @@ HOSTILE = (
 def mutants(sound: bytes, number: int, seed: int = 0) -> Iterator[bytes]:
     """Yield hostile values in place of ``sound``, each followed by a mutant of it.
 
-    Mutants have flipped bits, cuts, removed or repeated lines, and values, types or arrays of another kind. Each file
-    begins with other values of ``HOSTILE``, so that few mutants of many files take them all.
+    Mutants have flipped bits, cuts, removed or repeated lines, and values, types or arrays of another kind. After bytes
+    that are no text, each file begins with other values of ``HOSTILE``: few mutants of many files take them all.
     """
     draw = random.Random(seed)
     kinds: list[Callable[[bytes, random.Random], bytes]] = [_flip, _cut, _lines, _value, _value, _value, _insert]
@@ -104,9 +104,11 @@ def mutants(sound: bytes, number: int, seed: int = 0) -> Iterator[bytes]:
         kinds += [_retype, _retype]
     if sound[:2] == b"PK":
         kinds = [_flip, _cut, _array, _array, _array, _array]
+    first = len(sound) % len(HOSTILE)
+    hostile = (b"\xff\xfe", *HOSTILE[first:], *HOSTILE[:first])
     for index in range(number):
         if index % 2 == 0:
-            yield HOSTILE[(len(sound) + index // 2) % len(HOSTILE)]
+            yield hostile[index // 2 % len(hostile)]
         else:
             yield draw.choice(kinds)(sound, draw)
 

@@ -79,14 +79,14 @@ gates: {window: 8}
 """
 
 
-def write_text(folder: Path, number: int = 30, words: int = 200, first: int = 0) -> None:
+def write_text(folder: Path, number: int = 30, words: int = 60, first: int = 0) -> None:
     folder.mkdir()
     for document in range(first, first + number):
         text = " ".join(f"fox{(document * word) % 97} jumps" for word in range(words))
         (folder / f"{document}.txt").write_text(f"document {document}: {text}.\n")
 
 
-def write_models(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def write_models(folder: Path, tokenizer: PreTrainedTokenizerBase, words: int) -> None:
     """Write models and texts by the names that the pages give them."""
     size = {"vocab_size": 300, "max_position_embeddings": 4096}
     for name in ("path/to/model", "DENSE"):
@@ -98,9 +98,9 @@ def write_models(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         save(model, tokenizer, folder / name)
     shutil.copy(folder / "path/to/model/config.json", folder / "path/to/config.json")
     for name in ("corpus", "essays", "unseen", "FILES"):
-        write_text(folder / name)
+        write_text(folder / name, words=words)
     write_text(folder / "long", 4, 1500)
-    write_text(folder / "held-out", first=100)
+    write_text(folder / "held-out", words=words, first=100)
 
 
 def write_results(folder: Path) -> None:
@@ -190,7 +190,7 @@ def test_every_block_of_a_page_runs(
     if page.name in EMBEDDED or page.name not in FRESH:
         write_embedded(tmp_path)
     if page.name not in EMBEDDED:
-        write_models(tmp_path, tiny_tokenizer)
+        write_models(tmp_path, tiny_tokenizer, words=200 if page.name in SLOW else 60)
     if page.name not in FRESH | EMBEDDED:
         write_results(tmp_path)
     run_blocks(page)

@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 from helpers import DENSITY, gated, logits, make_table, tiny_model
-from marks import slow, slow_after
+from marks import slow_after
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, GPT2DoubleHeadsModel, PreTrainedTokenizerBase
 from transformers.models.auto import modeling_auto
@@ -57,10 +57,18 @@ def outputs(model: Any, tokens: Tensor) -> Tensor:
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore")  # of PEFT and torch.compile
 class TestWrappedModels:
-    @pytest.mark.parametrize("kind", [slow(kind) if kind == "compiled" else kind for kind in WRAPPERS])
-    def test_layouts_act_through_the_wrapper(self, kind: str, tokens: Tensor, blocks: TokenBlocks) -> None:
-        """PEFT's passed functions half-way, which left a dense model with the config of a hybrid."""
+    @pytest.mark.parametrize("stance", slow_after(1, ["force_eager", "default"]))
+    @pytest.mark.parametrize("kind", WRAPPERS)
+    def test_layouts_act_through_the_wrapper(self, kind: str, stance: str, tokens: Tensor, blocks: TokenBlocks) -> None:
+        """PEFT's passed functions half-way, which left a dense model with the config of a hybrid.
+
+        Quick tests run what is compiled eagerly: ``test_a_hybrid_compiles_into_one_graph`` compiles a layout.
+        """
         torch._dynamo.reset()
+        with torch.compiler.set_stance(stance):
+            self.check_layouts(kind, tokens, blocks)
+
+    def check_layouts(self, kind: str, tokens: Tensor, blocks: TokenBlocks) -> None:
         model = tiny_model(vocab_size=300)
         wrapper = WRAPPERS[kind](model)
         dense = outputs(wrapper, tokens)

@@ -112,6 +112,7 @@ def test_a_checkpoint_without_a_layout(kind: str, tmp_path: Path, tiny_tokenizer
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("fresh_process")
 class TestFreshProcess:
     @pytest.mark.slow
     def test_logits_that_differ_are_refused(

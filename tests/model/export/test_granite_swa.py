@@ -69,6 +69,7 @@ def test_plain_transformers_computes_the_hybrid(tmp_path: Path, tiny_tokenizer: 
         assert float((with_sinks - without).abs().max() / without.abs().max()) > 100 * verify_export.TOLERANCE
 
 
+@pytest.mark.usefixtures("fresh_process")
 def test_learned_sinks_are_exported_by_default(
     tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -96,7 +97,6 @@ def test_learned_sinks_are_exported_by_default(
         assert "learned" in name or torch.equal(weights[name], tensor)
 
 
-@pytest.mark.usefixtures("verified_in_process")
 def test_sinks_of_bfloat16_weights_are_rounded(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     """The file has one dtype, in which transformers loads it; the hybrid is compared with the rounded sinks."""
     model = hybrid_model("llama", learned=True)
