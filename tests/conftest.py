@@ -1,50 +1,23 @@
-"""Set up the environment and the fixtures that all tests share: tiny random models, offline."""
+"""Set up the processes that run tests: their environment, options and garbage collection."""
 
 from __future__ import annotations
 
 import atexit
 import gc
-import json
 import os
-import shutil
 import zlib
-from collections.abc import Iterator
-from contextlib import nullcontext
-from functools import cache, partial
+
+import pytest
 
 if gc.isenabled():
     gc.disable()  # until all tests are collected: nothing that imports create is garbage
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-from pathlib import Path
 
-import spkv_kernels  # noqa: F401  # before torch: sets how threads wait
-
-# isort: split
-import numpy as np
-import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before transformers, which imports Triton
-
-from helpers import BLOCK, gated, unsaved_pictures, write_project
-from transformers import PreTrainedTokenizerBase
-
-from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
-from spkv_nas.data.tokenizer import train_bpe
-from spkv_nas.evaluation import alarms, separators
-from spkv_nas.model.checkpoint import save
-from spkv_nas.model.export import plain_logits, verify_export
-from spkv_nas.probing import sinks
-from spkv_nas.stages import forecast
-from spkv_nas.training import step_cost
-from spkv_nas.training.corpus import Corpus, load_corpus
-from spkv_nas.training.dense import train_dense
-from spkv_nas.training.recipe import Recipe
-
-torch.set_num_threads(1)
+def pytest_configure(config: pytest.Config) -> None:
+    """Import the fixtures, and with them torch, in every process but the one of pytest-xdist that runs no test."""
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        config.pluginmanager.import_plugin("shared_fixtures")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,135 +44,3 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # Triton names all of its objects that are left
-
-
-measured_speed = cache(step_cost.matmul_speed)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def unflushed_files() -> Iterator[None]:
-    """Leave files to the system's cache: processes are killed in tests, machines are not."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def brief_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave pictures empty, except in slow tests and those that use ``whole_pictures``."""
-    whole = request.node.get_closest_marker("slow") is not None or "whole_pictures" in request.fixturenames
-    with nullcontext() if whole else unsaved_pictures():
-        yield
-
-
-@pytest.fixture
-def whole_pictures() -> None:
-    """Write pictures as commands do."""
-
-
-@pytest.fixture(autouse=True)
-def brief_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check texts, separators and attention sinks on few tokens, except in slow tests and where this is overridden.
-
-    Every command that measures something on a model begins with these checks, each of thousands of tokens. The speed of
-    a large matrix product, by which plans estimate times, is measured once. Exports are compared in this process.
-    """
-    if request.node.get_closest_marker("slow") is None:
-        if "fresh_process" not in request.fixturenames:
-            request.getfixturevalue("verified_in_process")
-        monkeypatch.setattr(alarms, "_SAMPLE", 256)
-        monkeypatch.setattr(separators, "SEPARATOR_TOKENS", 512)
-        monkeypatch.setattr(step_cost, "matmul_speed", measured_speed)
-        monkeypatch.setattr(forecast, "matmul_speed", measured_speed)
-        monkeypatch.setattr(sinks, "measure_sinks", partial(sinks.measure_sinks, tokens=256))
-
-
-@pytest.fixture
-def tokens() -> torch.Tensor:
-    """Token ids, int64 [2, 24]."""
-    return torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="session")
-def tiny_tokenizer() -> PreTrainedTokenizerBase:
-    """Byte-level BPE tokenizer with 260 entries."""
-    return train_bpe(["the quick brown fox jumps over the lazy dog"] * 3, 260)
-
-
-@pytest.fixture
-def recipe_file(tmp_path: Path) -> Path:
-    """Recipe file of ``write_project``, in a separate folder."""
-    return write_project(tmp_path / "project")
-
-
-@pytest.fixture
-def recipe(recipe_file: Path) -> Recipe:
-    """Recipe parsed from ``recipe_file``."""
-    return Recipe.read(recipe_file)
-
-
-@pytest.fixture
-def blocks() -> TokenBlocks:
-    """Token blocks: 9 of 32 tokens; 12 documents of 24 tokens, so that documents cross blocks."""
-    tokens = np.random.default_rng(0).integers(3, 97, size=(9, BLOCK)).astype(np.int32)
-    owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, BLOCK)
-    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(12)))
-
-
-@pytest.fixture
-def fresh_process() -> None:
-    """Compare exports with plain transformers in a process of its own, as commands do."""
-
-
-@pytest.fixture
-def verified_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare exports with plain transformers in this process, which saves the start of another."""
-
-    def run(arguments: list[str], folder: Path, seconds: float) -> None:
-        requests, answers = map(Path, arguments)
-        answers.write_text(
-            json.dumps([plain_logits._answered(request) for request in json.loads(requests.read_text())])
-        )
-
-    monkeypatch.setattr(verify_export, "_run_program", run)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """Folder of ten short documents."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(10):
-        words = " ".join(f"fox{(number * i) % 17} jumps" for i in range(20))
-        (folder / f"{number}.txt").write_text(f"document {number}: {words}\n")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the corpus, in ``runs``, and the ``dense`` run of ``write_project``'s recipe, trained once."""
-    folder = tmp_path_factory.mktemp("trained")
-    recipe = Recipe.read(write_project(folder / "project"))
-    train_dense(recipe, load_corpus(recipe, folder / "project", folder / "runs"), folder / "dense", device="cpu")
-    return folder
-
-
-@pytest.fixture
-def corpus(trained: Path, recipe: Recipe, recipe_file: Path, tmp_path: Path) -> Corpus:
-    if recipe == Recipe.read(trained / "project" / "recipe.yaml"):
-        shutil.copytree(trained / "runs", tmp_path / "runs")
-    return load_corpus(recipe, recipe_file.parent, tmp_path / "runs")
-
-
-@pytest.fixture
-def dense(trained: Path, recipe: Recipe, corpus: Corpus, tmp_path: Path) -> Path:
-    if recipe == Recipe.read(trained / "project" / "recipe.yaml"):
-        shutil.copytree(trained / "dense", tmp_path / "dense")
-    return train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Write a checkpoint with gates, window 6, tau 0.4."""
-    save(gated(), tiny_tokenizer, tmp_path / "mine")
-    return tmp_path / "mine"

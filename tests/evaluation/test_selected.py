@@ -41,7 +41,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTr
     for name, numbers in TEXTS.items():
         (folder / name).mkdir()
         for number in numbers:
-            words = " ".join(f"word{(number * word) % 17} returns" for word in range(20))
+            words = " ".join(f"word{(number * word) % 17} returns" for word in range(8))
             (folder / name / f"{number}.txt").write_text(f"document {number}: {words}\n")
     return folder
 

@@ -31,6 +31,10 @@ def shown(code: str, **settings: str) -> str:
 @pytest.mark.parametrize("code", [COMMAND, f"import spkv_nas; {SHOW}", f"import spkv_kernels; {SHOW}"])
 def test_sets_spinning_before_torch_is_loaded(code: str) -> None:
     assert shown(code) == "False 1000"
+
+
+def test_the_environment_overrides_it() -> None:
+    code = f"import spkv_kernels; {SHOW}"
     assert shown(code, GOMP_SPINCOUNT="7") == "False 7"
     assert shown(code, OMP_WAIT_POLICY="active") == "False None"
 

@@ -57,8 +57,13 @@ def nodes(file: Path) -> list[ast.stmt | ast.Call]:
     return [
         node
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, kinds) or (isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func))
+        if isinstance(node, kinds) or (isinstance(node, ast.Call) and _name(node.func) == "import_module")
     ]
+
+
+def _name(function: ast.expr) -> str:
+    """Return the last part of the name of a function that is called."""
+    return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
 def num_import_lines(file: Path) -> int:
