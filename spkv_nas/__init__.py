@@ -45,6 +45,7 @@ def __getattr__(name: str) -> Any:
         from spkv_nas.stages.python_api import public
 
         value = public(value)
+        value.__module__ = __name__  # where pickle finds it
     globals()[name] = value
     return value
 

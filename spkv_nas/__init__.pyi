@@ -29,7 +29,4 @@ from .proposal.coverage import coverage as coverage
 from .proposal.propose import propose as propose
 from .report.pictures import plot_head_scores as plot_head_scores
 from .report.pictures import plot_layout as plot_layout
-from .search.study import Study as Study
-from .search.study import search_layouts as search_layouts
-from .search.trials import LayoutCost as LayoutCost
 from .training.in_memory import train_hybrids as train_hybrids

@@ -16,6 +16,7 @@ from spkv_nas.cli.demo import demo
 from spkv_nas.cli.evaluate import EVALUATIONS
 from spkv_nas.cli.options import command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
+from spkv_nas.stages.command_group import ADDED_COMMANDS
 from spkv_nas.stages.commands import PROGRAM
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
 
@@ -24,7 +25,7 @@ def parsed(line: str) -> Any:
     """Return the options dataclass that a command line passes to its stage, parsed by the product's command line."""
     seen: list[Any] = []
     app, layouts, experiments = typer.Typer(cls=TwoWordGroup), typer.Typer(), typer.Typer()
-    for function in (*COMMANDS, demo):
+    for function in (*COMMANDS, *(entry.run for entry in ADDED_COMMANDS), demo):
         kind = next(value for name, value in get_type_hints(function).items() if name != "return")
         command(app, NAMES.get(function))(_recorder(function.__name__, kind, seen))
     for function in REPRODUCE.commands:

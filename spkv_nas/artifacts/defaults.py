@@ -33,4 +33,3 @@ DRAFT_TOKENS = (1, 2, 4, 8)  # tokens that a model drafts for each pass of the d
 
 # training and cost
 FIRST_STEPS = 160  # per model in a generated recipe
-SAMPLER = "surrogate"  # of a search

@@ -27,10 +27,9 @@ from spkv_nas.base.version import __version__
 from spkv_nas.cli import evaluate
 from spkv_nas.cli.demo import demo
 from spkv_nas.cli.options import Debug, Device, Quiet, Root, Verbose, command
-from spkv_nas.stages.command_group import COMMAND_GROUPS, runner
+from spkv_nas.stages.command_group import ADDED_COMMANDS, COMMAND_GROUPS, runner
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options.calibrate import CalibrateOptions
-from spkv_nas.stages.options.compare import CompareOptions
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.init import InitOptions
@@ -41,7 +40,6 @@ from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.options.score import ScoreOptions
-from spkv_nas.stages.options.search import SearchOptions
 from spkv_nas.stages.options.train import TrainOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.options.verdict import VerdictOptions
@@ -52,13 +50,11 @@ from spkv_nas.stages.serve_check import serve_check
 _TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")  # files, as a shell expands *.txt
 _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
-ORDER = (  # of --help: the workflow, then what goes beside it; groups of COMMAND_GROUPS follow
+ORDER = (  # of --help: the workflow, then what goes beside it; those that entry points add follow
     "init",
     "probe",
-    "compare",
     "propose",
     "score",
-    "search",
     "train-hybrid",
     "evaluate",
     "verdict",
@@ -81,17 +77,16 @@ OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints s
 class TwoWordGroup(TyperGroup):
     """Group whose commands may have names of two words, such as "plan attention" beside "plan".
 
-    Groups of commands that are added by entry points are imported only when needed.
+    Commands that are added by entry points are imported only when needed.
     """
 
     def list_commands(self, context: Any) -> list[str]:
         """Return the names of all commands in the order of the workflow, which ``--help`` shows."""
-        return [*sorted(super().list_commands(context), key=ORDER.index), *COMMAND_GROUPS.names]
+        return [*sorted(super().list_commands(context), key=ORDER.index), *ADDED_COMMANDS.names, *COMMAND_GROUPS.names]
 
     def get_command(self, context: Any, name: str) -> Any:
         """Return a command, or a group of commands; None if there is none of that name."""
-        built_in = super().get_command(context, name)
-        return _group(name) if built_in is None and name in COMMAND_GROUPS.names else built_in
+        return super().get_command(context, name) or _added(name)
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         """Take the first two words for a command's name if there is such a command, else the first one."""
@@ -100,8 +95,14 @@ class TwoWordGroup(TyperGroup):
 
 
 @cache
-def _group(name: str) -> Any:
-    """Return the command of a group that is added by an entry point."""
+def _added(name: str) -> Any:
+    """Return a command, or a group of commands, that an entry point adds; None if there is none of that name."""
+    if name in ADDED_COMMANDS.names:
+        holder = typer.Typer(add_completion=False)
+        command(holder, name)(ADDED_COMMANDS[name].run)
+        return typer.main.get_command(holder)
+    if name not in COMMAND_GROUPS.names:
+        return None
     entry = COMMAND_GROUPS[name]
     holder = typer.Typer(name=name, no_args_is_help=True, help=entry.help, add_completion=False)
     for function in entry.commands:
@@ -122,7 +123,7 @@ app = typer.Typer(
 )
 _attention = runner(AttentionOptions)
 _OPTIONS = (
-    *(InitOptions, ProbeOptions, ProposeOptions, CompareOptions, SearchOptions, TrainHybridOptions, ReportOptions),
+    *(InitOptions, ProbeOptions, ProposeOptions, TrainHybridOptions, ReportOptions),
     *(ScoreOptions, VerdictOptions, CriticalBudgetOptions, PlanOptions, CalibrateOptions, TrainOptions, ExportOptions),
 )
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
@@ -164,9 +165,8 @@ def _options(
     debug: Debug = False,
 ) -> None:
     if num_processes() > 1 and (name := context.invoked_subcommand) not in DISTRIBUTED:
-        several = "\nto use several workers, start the same command several times" if name == "search" else ""
         raise UserError(
-            f"{name} does not run under torchrun (only {', '.join(DISTRIBUTED)} do): run it without torchrun{several}"
+            f"{name} does not run under torchrun (only {', '.join(DISTRIBUTED)} do): run it without torchrun"
         )
 
 

@@ -16,3 +16,4 @@ BASELINE_CHUNK = 16  # tokens between two evictions, as in the paper
 PAPER = "paper"  # default name of results about the paper's model ladder
 PALINDROME_STEPS, PALINDROME_BATCH, PALINDROME_WINDOW = 500, 32, 32
 LADDER_DENSITY = 0.2  # density in the figure of FLOPs over the ladder
+SAMPLER = "surrogate"  # of a search

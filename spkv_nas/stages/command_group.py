@@ -1,4 +1,4 @@
-"""Run a command from its options, and list the groups of commands that entry points add, such as ``reproduce``."""
+"""Run a command from its options, and list the commands and groups of commands that entry points add."""
 
 from __future__ import annotations
 
@@ -14,14 +14,27 @@ from spkv_nas.stages.result import Results
 
 
 @dataclass(frozen=True)
+class AddedCommand:
+    """Command that an entry point adds, such as ``search``: an entry of ``ADDED_COMMANDS``.
+
+    Attributes:
+        name: the command.
+        run: function of an options dataclass and a reporter, such as ``runner`` returns; its docstring is the help. If
+            the dataclass derives from ``Trains``, ``plan`` in the module that runs it plans a ``--dry-run``.
+    """
+
+    name: str
+    run: Callable[[Any, Reporter], Results | None]
+
+
+@dataclass(frozen=True)
 class CommandGroup:
-    """Group of commands: an entry of ``COMMAND_GROUPS``.
+    """Group of commands that an entry point adds, such as ``reproduce``: an entry of ``COMMAND_GROUPS``.
 
     Attributes:
         name: first word of its commands.
         help: sentence that describes the group.
-        commands: functions of an options dataclass and a reporter, whose docstrings are the help, in the order of the
-            help. If the dataclass derives from ``Trains``, ``plan`` in the module that runs it plans a ``--dry-run``.
+        commands: functions as those of ``AddedCommand``, in the order of the help.
     """
 
     name: str
@@ -29,6 +42,7 @@ class CommandGroup:
     commands: tuple[Callable[[Any, Reporter], Results | None], ...]
 
 
+ADDED_COMMANDS = Registry("spkv_nas.commands", "command", AddedCommand, ())
 COMMAND_GROUPS = Registry("spkv_nas.command_groups", "command group", CommandGroup, ())
 
 

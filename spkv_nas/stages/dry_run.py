@@ -10,7 +10,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.comparison import SP_KV
 from spkv_nas.artifacts.defaults import SCORING_TOKENS
 from spkv_nas.artifacts.proposal import distinct
 from spkv_nas.base.console import caution, out, say
@@ -18,19 +18,17 @@ from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_seconds
-from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.signals import DENSITY
 from spkv_nas.stages import forecast
 from spkv_nas.stages.commands import stage_module
 from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.lookup import chosen_recipe, chosen_table, find_proposal
-from spkv_nas.stages.options import InPrecision, OnDevice, Trains, probe, search, train, train_hybrid
+from spkv_nas.stages.options import InPrecision, OnDevice, Trains, probe, train, train_hybrid
 from spkv_nas.stages.result import Result
 from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.recipe_evaluator import shortened
-from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun, Planner, summarize_runs
+from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun, Planner
 from spkv_nas.training.variants import Variant
 
 
@@ -51,7 +49,6 @@ def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan | Forecast:
         train.TrainOptions: plan_train,
         probe.ProbeOptions: plan_probe,
         train_hybrid.TrainHybridOptions: plan_train_hybrid,
-        search.SearchOptions: plan_search,
     }
     plan = planned.get(type(options)) or import_module(stage_module(type(options))).plan
     result: Plan | Forecast = plan(options, reporter)
@@ -60,7 +57,7 @@ def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan | Forecast:
 
 def plan_train(options: train.TrainOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``train``: the dense model and the SP-KV branch."""
-    planner = _planner(options, options.recipe, reporter)
+    planner = planner_of(options, options.recipe, reporter)
     return planner.plan(reference_runs(planner))
 
 
@@ -68,7 +65,7 @@ def plan_probe(options: probe.ProbeOptions, reporter: Reporter = SILENT) -> Plan
     """Plan ``probe RECIPE``: the models that its signal needs, and the probe. Without a recipe, see ``forecast``."""
     if options.recipe is None:
         return forecast.plan_probe(options, reporter)
-    planner = _planner(options, options.recipe, reporter)
+    planner = planner_of(options, options.recipe, reporter)
     signal = probe.chosen_signal(options)
     # Count the passes over the held-out text
     tokens = planner.text.heldout(planner.recipe.data)
@@ -87,37 +84,9 @@ def plan_train_hybrid(options: train_hybrid.TrainHybridOptions, reporter: Report
     proposal = find_proposal(options.folders, table.name, options.layouts)
     proposal.table(table)  # warns
     layouts = {name: proposal.layouts[name] for name in distinct(proposal.layouts)}
-    planner = _planner(options, chosen_recipe(options, table, "demo.yaml"), reporter)
+    planner = planner_of(options, chosen_recipe(options, table, "demo.yaml"), reporter)
     proposal.warn_of_windows({SP_KV: planner.recipe.gates.window})
     return planner.plan(hybrid_runs(planner, hybrid_variants(layouts, reference=options.reference), options.seeds))
-
-
-def plan_search(options: search.SearchOptions, reporter: Reporter = SILENT) -> Plan:
-    """Plan ``search``: its scores and retrainings, with upper bounds for the layouts that it has yet to find."""
-    specification = search.specify(options, reporter)
-    planner = _planner(options, specification.file, reporter)
-    # Split the held-out text as the search does
-    text, data = planner.text, specification.recipe.data
-    heldout = text.heldout(data)
-    num_tokens = min(options.max_tokens, heldout // 2)
-    num_documents = min(num_tokens // data.block_size, round(text.documents * heldout / text.tokens / 2))
-    reporter.announce(
-        f"selects on {num_tokens:,} of {heldout:,} held-out tokens of about {num_documents} documents, with one "
-        f"standard error per layout, paired by document; below {MIN_DOCUMENTS} documents it ranks nothing"
-    )
-    # Score the known layouts and those yet to be found
-    full_attention = Variant.full_attention()
-    known_layouts = {**specification.starts, **specification.given}
-    num_layouts = len(known_layouts) + options.trials
-    runs = [*planner.dense(), planner.heldout_pass("scores (at most)", full_attention, 1 + num_layouts, num_tokens)]
-    # Retrain the best, briefly and in full
-    number = 1 + len(specification.given) + options.retrain
-    short = planner.with_recipe(shortened(specification.recipe))
-    for fidelity, planned in (("short", short), ("full", planner)) if options.retrain else ():
-        any_branch = planned.new_branch("", Variant.hybrid(next(iter(known_layouts.values()))))
-        runs.append(planned.branch(f"{fidelity}, {FULL_ATTENTION}", full_attention))
-        runs.append(summarize_runs(f"{fidelity}, layouts (at most)", [any_branch] * number))
-    return planner.plan(runs)
 
 
 def reference_runs(planner: Planner) -> list[PlannedRun]:
@@ -139,7 +108,7 @@ def hybrid_runs(planner: Planner, variants: Mapping[str, Variant], seeds: int = 
     return runs
 
 
-def _planner(options: Trains, file: Path, reporter: Reporter) -> Planner:
+def planner_of(options: Trains, file: Path, reporter: Reporter) -> Planner:
     """Make the planner of a recipe."""
     recipe = Recipe.read(file)
     if isinstance(options, InPrecision):

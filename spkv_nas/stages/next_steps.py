@@ -7,7 +7,6 @@ cache may drop, by domain and position. Every stage, the page and the demo take 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -20,7 +19,6 @@ from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.options.score import ScoreOptions
-from spkv_nas.stages.options.search import SearchOptions
 from spkv_nas.stages.options.train import TrainOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.record import (
@@ -161,14 +159,6 @@ def retraining(workspace: Workspace, table: HeadScores) -> TrainHybridOptions | 
     if recorded.recipe is None and not is_embedded:
         return None
     return TrainHybridOptions(recipe=recorded.recipe, probe=table.name, workspace=workspace.root)
-
-
-def after_search(options: SearchOptions, recipe: Path, file: Path | None) -> list[Suggestion]:
-    """Suggest to compare the layout in ``file`` with the dense model by the search's recipe; nothing without one."""
-    if file is None:
-        return []
-    retrain = TrainHybridOptions(layouts=[file], recipe=recipe, probe=options.probe, workspace=options.workspace)
-    return [Suggestion.of(retrain, "retrain it with full attention beside it; what the search retrained is reused")]
 
 
 def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Suggestion]:

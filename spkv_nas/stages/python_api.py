@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from functools import cache, wraps
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
@@ -41,14 +41,18 @@ _REMEDIES = {
 }
 
 
-def public(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of the library for Python users, under its name in ``spkv_nas``."""
+Parameters = ParamSpec("Parameters")
+Value = TypeVar("Value")
+
+
+def public(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
+    """Wrap a function of the library for Python users."""
     name, signature = function.__name__, inspect.signature(function)
     is_long = signature.parameters.keys() & {"model", "tokenizer", "path_or_id", "checkpoint"}
     level = logging.INFO if is_long else logging.DEBUG
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:
         """Convert the arguments, and call the function outside inference mode."""
         bound = signature.bind(*args, **kwargs)
         torch = sys.modules.get("torch")
@@ -73,7 +77,6 @@ def public(function: Callable[..., Any]) -> Callable[..., Any]:
             error.args = (_OPTION.sub(lambda match: match[1].replace("-", "_"), str(error)),)
             raise
 
-    call.__module__ = "spkv_nas"  # where pickle finds it
     return call
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from spkv_nas.artifacts.agreement import read_agreement
 from spkv_nas.artifacts.comparison import ComparisonRecord, read_comparison
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.proposal import Proposal
@@ -20,7 +21,6 @@ from spkv_nas.base.records import read_record
 from spkv_nas.base.schema import Recorded
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.paired import DOCUMENTS_FILE, pair_error, read_documents
-from spkv_nas.proposal.agreement import read_agreement
 from spkv_nas.report.benchmark_sections import file_section, read_benchmarks
 from spkv_nas.report.inputs import ReportInputs, ResultFile
 from spkv_nas.stages.record import absolute, model_identity

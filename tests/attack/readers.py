@@ -23,6 +23,7 @@ from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.base.files import read_json, read_text, read_yaml, write_json
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv
+from spkv_nas.contrib.compare.agreement import agreement, read_agreement, short_labels, write_agreement
 from spkv_nas.contrib.reproduce.ablate.ablation_plan import Ablations
 from spkv_nas.contrib.reproduce.scaling.scaling_law import describe_laws, fit_runs, read_runs
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
@@ -30,7 +31,6 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.sources import documents
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.trust import Trust
-from spkv_nas.proposal.agreement import agreement, read_agreement, short_labels, write_agreement
 from spkv_nas.proposal.constraints import read_head_costs
 from spkv_nas.proposal.foreign_formats import read_scores
 from spkv_nas.proposal.strategy import densest

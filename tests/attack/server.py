@@ -34,7 +34,7 @@ HEAVY = (
     "spkv_nas",
     "spkv_nas.cli.app",
     "spkv_nas.stages.train",
-    "spkv_nas.stages.search",
+    "spkv_nas.contrib.search.stage",
     "spkv_nas.stages.report",
     "spkv_nas.stages.probe",
     "spkv_nas.stages.propose",
@@ -67,7 +67,7 @@ def child(job: dict[str, Any]) -> None:
             root, kill_at, full_after, log = job["faults"]
             faults.faults_arm(root.encode(), ctypes.c_long(kill_at), ctypes.c_long(full_after), log.encode())
         from spkv_nas.cli import main
-        from spkv_nas.search import storage
+        from spkv_nas.contrib.search import storage
 
         storage.HEARTBEAT, storage.GRACE = 1, 4  # seconds: workers are killed, and the next one waits for that long
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -19,6 +19,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SEED
 from spkv_nas.base.schema import merged
+from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator
 from spkv_nas.data.order import BlockOrder, Mixture, mixed_order
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available, generate
@@ -34,7 +35,6 @@ from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dataset import training_data
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 from spkv_nas.training.variants import Variant
 
 MIX = {"share": 0.5, "tasks": ["niah_single_1"]}

@@ -16,19 +16,19 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.contrib.search.options import SearchOptions
+from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator
+from spkv_nas.contrib.search.stage import search
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.score import ScoreOptions
-from spkv_nas.stages.options.search import SearchOptions
 from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.probe import probe
 from spkv_nas.stages.propose import propose
 from spkv_nas.stages.score import score
-from spkv_nas.stages.search import search
 from spkv_nas.stages.verdict import VerdictResult, document, verdict
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
 TEXTS = {"a": range(12), "b": range(8, 20), "c": range(18, 30), "d": range(30, 42)}  # documents of each folder
 

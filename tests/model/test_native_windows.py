@@ -17,6 +17,7 @@ from spkv_nas import GateConfig, attach_gates, detach, set_gate_mode
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.contrib.search.space import Space
 from spkv_nas.cost.cache_cost import CONTEXT, CacheCost, cache_share, full_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
@@ -35,7 +36,6 @@ from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data
 from spkv_nas.report.verdict import conclude
-from spkv_nas.search.space import Space
 
 WINDOW = 6
 NATIVE = {"gemma3_text": 4, "gpt_oss": 8}  # sliding windows of layers 0 and 2

@@ -20,12 +20,12 @@ from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.records import read_record
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
+from spkv_nas.contrib.compare.options import CompareOptions
+from spkv_nas.contrib.compare.stage import compare
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.stages.compare import compare
-from spkv_nas.stages.options.compare import CompareOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.propose import propose
 

@@ -29,12 +29,12 @@ from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
+from spkv_nas.contrib.compare.agreement import agreement, write_agreement
+from spkv_nas.contrib.search.storage import open_storage, open_study, storage_errors
 from spkv_nas.data import tokenizer as tokenizers
 from spkv_nas.data.blocks import build_blocks
 from spkv_nas.data.sources import Document, documents
-from spkv_nas.proposal.agreement import agreement, write_agreement
 from spkv_nas.report.axes import round_axis
-from spkv_nas.search.storage import open_storage, open_study, storage_errors
 
 
 @pytest.mark.parametrize("number", slow_after(1, [14, 120]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 import textwrap
@@ -135,12 +134,11 @@ class TestMeasures:
             with pytest.raises(UserError, match="each under a distinct name"):
                 spkv_nas.score(model, blocks, wrong)
 
-    @pytest.mark.parametrize("measure", ["evaluate", "score", "head_gates", "probe", "learn_gates", "search_layouts"])
+    @pytest.mark.parametrize("measure", ["evaluate", "score", "head_gates", "probe", "learn_gates"])
     def test_blocks_that_the_model_cannot_read(self, measure: str, blocks: TokenBlocks) -> None:
         """They ended in an IndexError, or were measured beyond the model's context without a word."""
         options: dict[str, Any] = {
             "score": {"layouts": LAYOUT},
-            "search_layouts": {"table": make_table(DENSITY), "trials": 1, "window": 4},
             "head_gates": {"window": 4, "steps": 1},
             "probe": {"window": 4, "signal": "attention-mass"},
             "learn_gates": {"config": spkv_nas.GateConfig(window=4, target_density=0.5), "steps": 1},
@@ -177,63 +175,6 @@ class TestMeasures:
             spkv_nas.probe(gated(), blocks, window=5)
         with pytest.raises(UserError, match="tau does not apply to signal add-one-head"):
             spkv_nas.probe(tiny_model(), blocks, 0.4, signal="add-one-head")
-
-
-class TestSearch:
-    def test_a_study(self, blocks: TokenBlocks) -> None:
-        model, table = tiny_model(), make_table(DENSITY)
-        before = copy.deepcopy(model.state_dict())
-        seen: list[tuple[int, str]] = []
-        study = spkv_nas.search_layouts(
-            model,
-            blocks,
-            table,
-            3,
-            trials=14,
-            window=6,
-            callbacks=[lambda study, trial: seen.append((len(study.trials), trial.name))],
-        )
-        assert seen == [(number + 1, f"surrogate-0-{number}") for number in range(14)]
-        assert (study.trials["num_global"] <= 3).all()
-        best = study.best_layout
-        rows = spkv_nas.score(model, blocks, best)
-        lowest = study.trials["zero_shot_delta_percent"].min()
-        assert lowest == pytest.approx(rows["delta_nll_percent"].dropna().item(), abs=1e-6)
-        assert study.front[0].layout.heads == best.heads
-        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-    def test_resumes_with_equal_results(self, blocks: TokenBlocks) -> None:
-        model, table = tiny_model(), make_table(DENSITY)
-        whole = spkv_nas.search_layouts(model, blocks, table, "2..4", trials=13, window=6)
-        parts = spkv_nas.search_layouts(
-            model,
-            blocks,
-            table,
-            "2..4",
-            trials=13,
-            window=6,
-            callbacks=[lambda study, trial: study.stop() if trial.number == 3 else None],
-        )
-        assert len(parts.trials) == 4
-        assert parts.optimize(5).optimize(4).trials.equals(whole.trials)
-
-    def test_a_second_objective(self, blocks: TokenBlocks) -> None:
-        cost = spkv_nas.LayoutCost("global heads", lambda layout: float(layout.num_global))
-        study = spkv_nas.search_layouts(
-            tiny_model(), blocks, make_table(DENSITY), "1..6", trials=12, window=6, cost=cost, sampler="random"
-        )
-        heads = [trial.cost for trial in study.front]
-        assert heads == sorted(heads, reverse=True)
-        assert list(study.trials["cost"]) == list(study.trials["num_global"])
-
-    def test_mistakes(self, blocks: TokenBlocks) -> None:
-        model, table = tiny_model(), make_table(DENSITY)
-        with pytest.raises(UserError, match="unknown sampler 'x'"):
-            spkv_nas.search_layouts(model, blocks, table, 3, sampler="x")
-        with pytest.raises(UserError, match="layout 'mine' is outside the search"):
-            spkv_nas.search_layouts(model, blocks, table, 3, starts={"mine": LAYOUT})
-        with pytest.raises(UserError, match="no trials yet"):
-            _ = spkv_nas.search_layouts(model, blocks, table, 3, trials=0).best_layout
 
 
 EXAMPLE = re.compile(r"::\n\n((?: +.*\n|\n)+)")

@@ -53,7 +53,6 @@ class TestArguments:
             "learn_gates": {**measured, "config": GateConfig(target_density=0.5)},
             "propose": {"table": scores},
             "coverage": {"table": scores, "layout": LAYOUT},
-            "search_layouts": {**measured, "table": scores},
             "train_hybrids": {
                 **measured,
                 "tokenizer": tiny_tokenizer,
@@ -155,8 +154,6 @@ class TestArguments:
         ):
             with pytest.raises(UserError, match=remedy):
                 call()
-        with pytest.raises(UserError, match=r"^cost must be a LayoutCost or None; found 3$"):
-            spkv_nas.search_layouts(model, blocks, make_table(DENSITY), cost=3)  # type: ignore[arg-type]
         evaluation = spkv_nas.evaluate(model, blocks)
         assert spkv_nas.paired_difference(evaluation, evaluation).percent == 0.0  # type: ignore[arg-type]
 

@@ -25,7 +25,6 @@ from spkv_nas import GateConfig, HeadScores, Layout, SPKVCache, UserError
 from spkv_nas.contrib.signals.attention_mass import ATTENTION_MASS
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import attention_layers
-from spkv_nas.search.registry import RandomSearch
 
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mixed")
 TEXTS = [f"number {n} of the quick brown foxes jumps over the lazy dog again and again" * 4 for n in range(24)]
@@ -241,13 +240,11 @@ class TestMessages:
         with caplog.at_level(logging.INFO, "spkv_nas"):
             model, tokenizer = spkv_nas.load(tmp_path)
             blocks = spkv_nas.build_blocks(TEXTS, tokenizer, block_size=32)
-            scores = spkv_nas.head_gates(model, blocks, window=6, steps=1)
-            spkv_nas.search_layouts(model, blocks, scores, trials=2, sampler="random")
+            spkv_nas.head_gates(model, blocks, window=6, steps=1)
         text = caplog.text
-        for name in ("load", "build_blocks", "head_gates", "search_layouts"):
+        for name in ("load", "build_blocks", "head_gates"):
             assert f"{name}: done in" in text
         assert f"head_gates: LlamaForCausalLM, {blocks}, window=6, steps=1" in text
-        assert "scored 2 layouts" in text
         with caplog.at_level(logging.WARNING, "spkv_nas"):
             caplog.clear()
             spkv_nas.evaluate(model, blocks)
@@ -280,18 +277,12 @@ class TestMessages:
 
 
 class TestObjects:
-    def test_a_signal_and_a_sampler(self, blocks: TokenBlocks) -> None:
-        model, scores = tiny_model(vocab_size=300), make_table(DENSITY)
+    def test_a_signal(self, blocks: TokenBlocks) -> None:
+        model = tiny_model(vocab_size=300)
         by_name = spkv_nas.probe(model, blocks, signal="attention-mass", window=6)
         by_object = spkv_nas.probe(model, blocks, signal=copy.copy(ATTENTION_MASS), window=6)
         assert by_object.name == "attention-mass"
         assert np.array_equal(by_name.values, by_object.values)
-
-        class Mine(RandomSearch):
-            name = "mine"
-
-        study = spkv_nas.search_layouts(model, blocks, scores, 3, trials=3, window=6, sampler=Mine())
-        assert study.best_trial.name.startswith("mine-")
 
     def test_head_scores_of_arrays(self, tmp_path: Path) -> None:
         values = np.array([[1.0, -2.0], [3.0, 0.5]])
@@ -311,8 +302,6 @@ class TestObjects:
     def test_a_proposal_takes_the_learned_budget(self, blocks: TokenBlocks) -> None:
         scores = spkv_nas.head_gates(tiny_model(vocab_size=300), blocks, window=6, budget=3, steps=1)
         assert {layout.num_global for name, layout in spkv_nas.propose(scores).items() if name == "densest"} == {3}
-        study = spkv_nas.search_layouts(tiny_model(vocab_size=300), blocks, scores, trials=2, sampler="random")
-        assert set(study.trials["num_global"]) == {3}
         assert spkv_nas.propose(make_table(DENSITY))["densest"].num_global == 2
 
     def test_blocks(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:

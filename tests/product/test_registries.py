@@ -16,13 +16,13 @@ from paths import ROOT
 
 from spkv_nas.base.registry import Registry
 from spkv_nas.cli.evaluate import EVALUATIONS
+from spkv_nas.contrib.search.registry import SAMPLERS
 from spkv_nas.engines.registry import ENGINES, planned_engines
 from spkv_nas.evaluation.verdict.registry import CRITERIA
 from spkv_nas.model.export.registry import TARGETS
 from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.proposal.strategies import STRATEGIES
-from spkv_nas.search.registry import SAMPLERS
-from spkv_nas.stages.command_group import COMMAND_GROUPS
+from spkv_nas.stages.command_group import ADDED_COMMANDS, COMMAND_GROUPS
 
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
 PAGES: list[tuple[Registry[Any], str]] = [
@@ -53,7 +53,9 @@ def test_entry_points_are_installed() -> None:
     assert declared.items() <= installed.items()
 
 
-@pytest.mark.parametrize("registry", [SIGNALS, EVALUATIONS, CRITERIA, COMMAND_GROUPS], ids=lambda one: one.group)
+@pytest.mark.parametrize(
+    "registry", [SIGNALS, EVALUATIONS, CRITERIA, ADDED_COMMANDS, COMMAND_GROUPS], ids=lambda one: one.group
+)
 def test_entries_of_contrib_are_registered(registry: Registry[Any]) -> None:
     """By the names of their entry points, after the built-in ones."""
     names = [entry.name for entry in registry.built_in]

@@ -17,7 +17,7 @@ FLOORS = (
     ("data", "model", "cost"),
     ("evaluation", "proposal"),
     ("probing",),
-    ("training", "search", "report", "serving"),
+    ("training", "report", "serving"),
     ("stages",),
     ("cli",),
     ("__main__",),
@@ -116,7 +116,7 @@ def test_no_import_by_name_goes_up() -> None:
     [
         ("cli", "stages", False),
         ("stages", "cli", True),
-        ("search", "training", True),
+        ("report", "training", True),
         ("model", "kernels", False),
         ("", "base", False),
         ("__main__", "contrib", True),

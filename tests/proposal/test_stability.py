@@ -16,11 +16,11 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import MAX_DOCUMENTS, DocumentCounts, LogitHistogram, group_documents
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
+from spkv_nas.contrib.compare.agreement import agreement, parse_probe, read_agreement, short_labels, write_agreement
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.gates import threshold_logit
 from spkv_nas.probing.density import probe
-from spkv_nas.proposal.agreement import agreement, parse_probe, read_agreement, short_labels, write_agreement
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.stability import NUM_SOLVED, Certainty, beyond_doubt, bootstrap, caution, knee

@@ -11,6 +11,7 @@ from command_cases import parsed
 
 import spkv_nas
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
+from spkv_nas.contrib.search.options import SearchOptions
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.init import InitOptions
@@ -20,7 +21,6 @@ from spkv_nas.stages.options.plan_attention import AttentionOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
-from spkv_nas.stages.options.search import SearchOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.record import OPTIONS, read_options, recorded
 

@@ -34,7 +34,7 @@ from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.stages import flags, options
-from spkv_nas.stages.command_group import COMMAND_GROUPS
+from spkv_nas.stages.command_group import ADDED_COMMANDS, COMMAND_GROUPS
 from spkv_nas.stages.evaluate import evaluation as evaluation_options
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
@@ -43,7 +43,13 @@ from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.training.first_recipe import Draft
 
-FUNCTIONS = [*COMMANDS, demo, *LAYOUT_COMMANDS, *REPRODUCE.commands, *(entry.run for entry in EVALUATIONS)]
+FUNCTIONS = [
+    *COMMANDS,
+    demo,
+    *LAYOUT_COMMANDS,
+    *REPRODUCE.commands,
+    *(entry.run for entry in (*EVALUATIONS, *ADDED_COMMANDS)),
+]
 MODULES = [options, evaluation_options]
 MODULES += [sys.modules[next(iter(get_type_hints(function).values())).__module__] for function in FUNCTIONS]
 CLASSES = [
@@ -152,10 +158,10 @@ class TestExpansion:
 def test_help_lists_the_commands_in_the_order_of_the_workflow() -> None:
     line = typer.main.get_command(app)
     names = line.list_commands(Context(line))
-    assert names[:3] == ["init", "probe", "compare"]
+    assert names[:3] == ["init", "probe", "propose"]
     assert names.index("propose") < names.index("train-hybrid") < names.index("evaluate") < names.index("report")
-    assert set(names) == {*line.commands, *COMMAND_GROUPS.names}
-    assert names[-1] == "reproduce"
+    assert set(names) == {*line.commands, *ADDED_COMMANDS.names, *COMMAND_GROUPS.names}
+    assert names[-3:] == ["compare", "search", "reproduce"]
 
 
 def test_every_command_accepts_and_describes_its_options() -> None:
@@ -163,6 +169,7 @@ def test_every_command_accepts_and_describes_its_options() -> None:
     group = line.get_command(Context(line), "evaluate")
     commands = [(line, NAMES.get(one, one.__name__.replace("_", "-")), one) for one in COMMANDS]
     commands += [(group, entry.name, entry.run) for entry in EVALUATIONS]
+    commands += [(line, entry.name, entry.run) for entry in ADDED_COMMANDS]
     for parent, name, function in commands:
         options_class = next(iter(get_type_hints(function).values()))
         hints = get_type_hints(options_class, include_extras=True)

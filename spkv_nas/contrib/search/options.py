@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from spkv_nas.artifacts.defaults import SAMPLER
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.contrib.defaults import SAMPLER
+from spkv_nas.contrib.search.registry import SAMPLERS
 from spkv_nas.proposal.budget import PAPER_BUDGET
-from spkv_nas.search.registry import SAMPLERS
 from spkv_nas.stages import flags
+from spkv_nas.stages.command_group import AddedCommand, runner
 from spkv_nas.stages.options import LayerOptions, RetrainsLayouts
 
 if TYPE_CHECKING:  # pandas takes too long for --help
     from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.search.space import Space
-    from spkv_nas.search.trials import Effort
+    from spkv_nas.contrib.search.space import Space
+    from spkv_nas.contrib.search.trials import Effort
     from spkv_nas.training.recipe import Recipe
 
 Objective = Annotated[
@@ -90,9 +91,9 @@ class SearchSpecification:
 def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecification:
     """Make a search's specification from its options. Raises ``UserError`` if they are invalid."""
     from spkv_nas.artifacts.proposal import Proposal, distinct
+    from spkv_nas.contrib.search.space import Space, starting_layouts
+    from spkv_nas.contrib.search.trials import Effort
     from spkv_nas.proposal.budget import is_several, parse_budget, parse_budgets
-    from spkv_nas.search.space import Space, starting_layouts
-    from spkv_nas.search.trials import Effort
     from spkv_nas.stages.engines import read_constraints
     from spkv_nas.stages.lookup import chosen_recipe, chosen_table
     from spkv_nas.training.recipe import Recipe
@@ -169,3 +170,6 @@ def check(options: SearchOptions) -> None:
 
     specification = specify(options)
     check_files(specification.recipe, specification.file.parent)
+
+
+SEARCH = AddedCommand("search", runner(SearchOptions))

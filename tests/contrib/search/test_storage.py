@@ -24,8 +24,8 @@ from helpers import RECIPE, write_project
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.search import storage as storage_of_studies
-from spkv_nas.search.storage import open_storage, open_study, storage_errors, work
+from spkv_nas.contrib.search import storage as storage_of_studies
+from spkv_nas.contrib.search.storage import open_storage, open_study, storage_errors, work
 
 psycopg = pytest.importorskip("psycopg")
 
@@ -33,7 +33,7 @@ _AS_OTHER: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []} 
 _WORKER = """
 import sys
 from spkv_nas.cli import main
-from spkv_nas.search import storage
+from spkv_nas.contrib.search import storage
 storage.HEARTBEAT, storage.GRACE = 1, 3
 main(sys.argv[2:])
 """

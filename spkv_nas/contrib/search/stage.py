@@ -11,24 +11,29 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
+from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.statistics import effective_number
 from spkv_nas.base.workspace import SEARCH
+from spkv_nas.contrib.search.driver import Search
+from spkv_nas.contrib.search.options import SearchOptions, SearchSpecification, specify
+from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator, shortened
+from spkv_nas.contrib.search.results import Recommendation, write_results
+from spkv_nas.contrib.search.trials import LayoutCost
 from spkv_nas.evaluation.ranking import best_layouts, correlations, format_rank_correlation
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.figures import write_study_figures
-from spkv_nas.search.driver import Search
-from spkv_nas.search.results import Recommendation, write_results
-from spkv_nas.search.trials import LayoutCost
-from spkv_nas.stages.next_steps import after_search
-from spkv_nas.stages.options.search import SearchOptions, SearchSpecification, specify
+from spkv_nas.stages import dry_run
+from spkv_nas.stages.commands import Suggestion
+from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.printing import about_errors, change, show_alarm
 from spkv_nas.stages.result import Result
-from spkv_nas.training.recipe_evaluator import RecipeEvaluator
+from spkv_nas.training.run_plan import Plan, summarize_runs
+from spkv_nas.training.variants import Variant
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,42 @@ def document(result: SearchResult) -> dict[str, Any]:
     }
 
 
+def plan(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
+    """Plan a search: its scores and retrainings, with upper bounds for the layouts that it has yet to find."""
+    specification = specify(options, reporter)
+    planner = dry_run.planner_of(options, specification.file, reporter)
+    # Split the held-out text as the search does
+    text, data = planner.text, specification.recipe.data
+    heldout = text.heldout(data)
+    num_tokens = min(options.max_tokens, heldout // 2)
+    num_documents = min(num_tokens // data.block_size, round(text.documents * heldout / text.tokens / 2))
+    reporter.announce(
+        f"selects on {num_tokens:,} of {heldout:,} held-out tokens of about {num_documents} documents, with one "
+        f"standard error per layout, paired by document; below {MIN_DOCUMENTS} documents it ranks nothing"
+    )
+    # Score the known layouts and those yet to be found
+    full_attention = Variant.full_attention()
+    known_layouts = {**specification.starts, **specification.given}
+    num_layouts = len(known_layouts) + options.trials
+    runs = [*planner.dense(), planner.heldout_pass("scores (at most)", full_attention, 1 + num_layouts, num_tokens)]
+    # Retrain the best, briefly and in full
+    number = 1 + len(specification.given) + options.retrain
+    short = planner.with_recipe(shortened(specification.recipe))
+    for fidelity, planned in (("short", short), ("full", planner)) if options.retrain else ():
+        any_branch = planned.new_branch("", Variant.hybrid(next(iter(known_layouts.values()))))
+        runs.append(planned.branch(f"{fidelity}, {FULL_ATTENTION}", full_attention))
+        runs.append(summarize_runs(f"{fidelity}, layouts (at most)", [any_branch] * number))
+    return planner.plan(runs)
+
+
 def run(options: SearchOptions, reporter: Reporter) -> Result:
     """Run the command."""
     result = search(options, reporter)
-    return Result(result, show, document, next=after_search(options, result.recipe, result.file))
+    following = [] if result.file is None else [_retraining(options, result.recipe, result.file)]
+    return Result(result, show, document, next=following)
+
+
+def _retraining(options: SearchOptions, recipe: Path, file: Path) -> Suggestion:
+    """Suggest to compare the layout in ``file`` with the dense model by the search's recipe."""
+    retrain = TrainHybridOptions(layouts=[file], recipe=recipe, probe=options.probe, workspace=options.workspace)
+    return Suggestion.of(retrain, "retrain it with full attention beside it; what the search retrained is reused")

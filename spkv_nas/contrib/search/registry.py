@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.base.registry import Registry
-from spkv_nas.search.sampler import Sampler
+from spkv_nas.contrib.search.sampler import Sampler
 
 if TYPE_CHECKING:  # pandas and scipy take too long for --help
     from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.search.head_weights import HeadWeights
-    from spkv_nas.search.space import Space
-    from spkv_nas.search.trials import Trial
+    from spkv_nas.contrib.search.head_weights import HeadWeights
+    from spkv_nas.contrib.search.space import Space
+    from spkv_nas.contrib.search.trials import Trial
 
 Float = NDArray[np.float64]
 
@@ -62,7 +62,7 @@ class ThompsonSampling(Sampler):
 
 def _fit(scored: Sequence[tuple[Layout, float]], signals: Float) -> HeadWeights | None:
     """Fit the head weights to the finite scores, lower is better; None if there are too few."""
-    from spkv_nas.search.head_weights import HeadWeights
+    from spkv_nas.contrib.search.head_weights import HeadWeights
 
     finite = [(layout.global_mask.ravel(), score) for layout, score in scored if np.isfinite(score)]
     if not finite:
@@ -75,7 +75,7 @@ def _draw(
     space: Space, seed: int, number: int, signals: Float, weights: HeadWeights | None, tried: set[tuple[str, ...]]
 ) -> Layout:
     """Draw the layout of trial ``number``, which is not in ``tried``."""
-    from spkv_nas.search.space import ranks
+    from spkv_nas.contrib.search.space import ranks
 
     generator = np.random.default_rng([seed, number])
     low, high = space.budgets

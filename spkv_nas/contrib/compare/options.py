@@ -8,6 +8,7 @@ from typing import Annotated
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
+from spkv_nas.stages.command_group import AddedCommand, runner
 from spkv_nas.stages.options import InWorkspace
 
 Probes = Annotated[
@@ -38,3 +39,6 @@ class CompareOptions(InWorkspace):
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
     split_by: SplitBy = None
     name: flags.Name = default(None, "the first probe's")
+
+
+COMPARE = AddedCommand("compare", runner(CompareOptions))

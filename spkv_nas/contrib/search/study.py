@@ -2,7 +2,9 @@
 
 A study samples the layouts that ``spkv-nas search`` would sample, without its database, workers and retraining::
 
-    study = spkv_nas.search_layouts(model, blocks, table, budget="25%", trials=100, callbacks=[show])
+    from spkv_nas.contrib.search.study import search_layouts
+
+    study = search_layouts(model, blocks, table, budget="25%", trials=100, callbacks=[show])
     study.best_layout, study.trials
     study.optimize(50)                           # continue
 
@@ -18,24 +20,25 @@ from functools import cached_property
 import pandas as pd
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import SAMPLER
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import LOGGER
+from spkv_nas.contrib.defaults import SAMPLER
+from spkv_nas.contrib.search.registry import SAMPLERS
+from spkv_nas.contrib.search.results import front, result_table
+from spkv_nas.contrib.search.sampler import TRIALS_PER_ROUND, Sampler, StudySampler
+from spkv_nas.contrib.search.space import Space, starting_layouts
+from spkv_nas.contrib.search.trials import LayoutCost, Trial
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.windows import default_window
 from spkv_nas.proposal.budget import is_several, parse_budget, parse_budgets
 from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.search.registry import SAMPLERS
-from spkv_nas.search.results import front, result_table
-from spkv_nas.search.sampler import TRIALS_PER_ROUND, Sampler, StudySampler
-from spkv_nas.search.space import Space, starting_layouts
-from spkv_nas.search.trials import LayoutCost, Trial
+from spkv_nas.stages.python_api import public
 
 Callback = Callable[["Study", Trial], object]
 
@@ -68,9 +71,8 @@ class Study:
         self._kind, self._seed = chosen.name, seed
         self._sampler = StudySampler(space, chosen, seed, list(starts.values()))
         self._finished: list[Trial] = []
-        self._scores: dict[
-            str, PairedDifference
-        ] = {}  # by content hash; may include layouts scored but not tried because of a stop
+        # By content hash; may include layouts scored but not tried because of a stop
+        self._scores: dict[str, PairedDifference] = {}
         self._goal = 0
 
     def optimize(self, num_trials: int, callbacks: Sequence[Callback] = ()) -> Study:
@@ -132,6 +134,7 @@ class Study:
         return front(self._finished)
 
 
+@public
 def search_layouts(
     model: PreTrainedModel,
     blocks: TokenBlocks,

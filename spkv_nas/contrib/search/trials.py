@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts import defaults
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, Fidelity
+from spkv_nas.contrib import defaults
 from spkv_nas.evaluation.paired import PairedDifference
 
 

@@ -15,13 +15,13 @@ from scipy.optimize import approx_fprime
 from scipy.stats import multivariate_normal
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.contrib.search.head_weights import Evidence, HeadWeights
+from spkv_nas.contrib.search.registry import SAMPLERS, ThompsonSampling
+from spkv_nas.contrib.search.sampler import TRIALS_PER_ROUND, StudySampler
+from spkv_nas.contrib.search.space import Space
+from spkv_nas.contrib.search.trials import Trial
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.search.head_weights import Evidence, HeadWeights
-from spkv_nas.search.registry import SAMPLERS, ThompsonSampling
-from spkv_nas.search.sampler import TRIALS_PER_ROUND, StudySampler
-from spkv_nas.search.space import Space
-from spkv_nas.search.trials import Trial
 
 Float = NDArray[np.float64]
 

@@ -12,29 +12,19 @@ import numpy as np
 import pandas as pd
 import scipy  # submodules load lazily on use
 
+from spkv_nas.artifacts.agreement import COLUMNS
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file
-from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.records import read_record, write_record
+from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
-from spkv_nas.base.tables import Column, read_table, write_csv
+from spkv_nas.base.tables import read_table, write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.proposal.strategy import densest
 
-_COLUMNS = (
-    Column("first"),
-    Column("second"),
-    Column("budget", "whole", low=1),
-    *(
-        Column(name, "number", low=-1, high=MAX_SHOWN, gaps=True)
-        for name in ("jaccard", "chance", "spearman", "transfer")
-    ),
-    Column("mean_difference", "number", high=MAX_SHOWN, gaps=True),
-)
 PARTS = ("domain", "half")
 
 
@@ -162,23 +152,9 @@ def _compared(rows: pd.DataFrame) -> str:
 def _compared_before(path: Path) -> str | None:
     """Describe what the table in a file compares; None without a readable table."""
     try:
-        return _compared(read_table(path, "agreement", _COLUMNS)) if is_file(path) else None
+        return _compared(read_table(path, "agreement", COLUMNS)) if is_file(path) else None
     except UserError:
         return None
-
-
-def read_agreement(path: Path) -> pd.DataFrame:
-    """Read the table in an ``agreement.csv``.
-
-    Raises:
-        UserError: the file is invalid; names file, line and column.
-
-    Warns:
-        UserWarning: the table has changed since it was written.
-    """
-    if is_file(record := path.with_suffix(".yaml")):
-        read_record(record, "agreement")
-    return read_table(path, "agreement", _COLUMNS).reset_index(drop=True)
 
 
 def _domains(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:

@@ -14,12 +14,12 @@ from optuna.exceptions import StorageInternalError
 from optuna.trial import Trial, TrialState
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.search import storage as storage_module
-from spkv_nas.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
+from spkv_nas.contrib.search import storage as storage_module
+from spkv_nas.contrib.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
 
 _WORKER = """
 import sys, time
-from spkv_nas.search import storage
+from spkv_nas.contrib.search import storage
 storage.HEARTBEAT, storage.GRACE = 1, 2
 study = storage.open_study(storage.open_storage(sys.argv[1]), "study", {}, ["value"])
 def run(trial, index):

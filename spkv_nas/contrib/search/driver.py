@@ -25,12 +25,12 @@ from spkv_nas.artifacts.selection import Selection
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.contrib.search.registry import SAMPLERS
+from spkv_nas.contrib.search.sampler import StudySampler
+from spkv_nas.contrib.search.space import Space
+from spkv_nas.contrib.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
+from spkv_nas.contrib.search.trials import Effort, LayoutCost, Trial, best_start, ranked
 from spkv_nas.evaluation.paired import PairedDifference
-from spkv_nas.search.registry import SAMPLERS
-from spkv_nas.search.sampler import StudySampler
-from spkv_nas.search.space import Space
-from spkv_nas.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
-from spkv_nas.search.trials import Effort, LayoutCost, Trial, best_start, ranked
 
 _SCORE = "score"  # user attribute of a scored trial: rows of the layout, standard error, hash
 

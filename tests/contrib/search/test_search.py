@@ -15,10 +15,10 @@ from helpers import RECIPE, fails, write_project
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.cli import main
+from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
 SEARCH_RECIPE = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5").replace("window: 8", "window: 4")
 

@@ -22,14 +22,14 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.statistics import critical_errors, effective_number
 from spkv_nas.base.version import environment
+from spkv_nas.contrib.search.trials import Trial, best_start, first_front
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.evaluation.ranking import correlations
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage, provenance
-from spkv_nas.search.trials import Trial, best_start, first_front
 
 if TYPE_CHECKING:  # importing it at run time requires Optuna
-    from spkv_nas.search.driver import Search
+    from spkv_nas.contrib.search.driver import Search
 
 
 def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:

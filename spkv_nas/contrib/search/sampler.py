@@ -13,8 +13,8 @@ from spkv_nas.base.entry import Entry
 
 if TYPE_CHECKING:  # reads pandas, which takes too long for --help
     from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.search.space import Space
-    from spkv_nas.search.trials import Trial
+    from spkv_nas.contrib.search.space import Space
+    from spkv_nas.contrib.search.trials import Trial
 
 TRIALS_PER_ROUND = 10  # layouts sampled together from the scores of all earlier ones
 

@@ -15,10 +15,10 @@ from spkv_nas.artifacts.proposal import warn_of_separators, warn_of_windows
 from spkv_nas.base.console import out, print_path, say
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.proposal.agreement import agreement, parse_probe, short_labels, write_agreement
+from spkv_nas.contrib.compare.agreement import agreement, parse_probe, short_labels, write_agreement
+from spkv_nas.contrib.compare.options import CompareOptions
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.lookup import find_table
-from spkv_nas.stages.options.compare import CompareOptions
 from spkv_nas.stages.result import Result
 
 
