@@ -11,8 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli.app import COMMANDS, NAMES, TwoWordGroup
-from spkv_nas.cli.demo import demo
+from spkv_nas.cli.app import COMMANDS, TwoWordGroup
 from spkv_nas.cli.evaluate import EVALUATIONS
 from spkv_nas.cli.options import command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
@@ -21,13 +20,19 @@ from spkv_nas.stages.commands import PROGRAM
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
 
 
+def commands() -> dict[str, Callable[..., Any]]:
+    """Return the functions of all commands that are in no group, by name."""
+    own = {name: entry for name, entry in COMMANDS.items() if not isinstance(entry, typer.Typer)}
+    return {**own, **{entry.name: entry.run for entry in ADDED_COMMANDS}}
+
+
 def parsed(line: str) -> Any:
     """Return the options dataclass that a command line passes to its stage, parsed by the product's command line."""
     seen: list[Any] = []
     app, layouts, experiments = typer.Typer(cls=TwoWordGroup), typer.Typer(), typer.Typer()
-    for function in (*COMMANDS, *(entry.run for entry in ADDED_COMMANDS), demo):
-        kind = next(value for name, value in get_type_hints(function).items() if name != "return")
-        command(app, NAMES.get(function))(_recorder(function.__name__, kind, seen))
+    for name, function in commands().items():
+        kind = next(value for key, value in get_type_hints(function).items() if key != "return")
+        command(app, name)(_recorder(name, kind, seen))
     for function in REPRODUCE.commands:
         kind = next(value for name, value in get_type_hints(function).items() if name != "return")
         command(experiments)(_recorder(function.__name__, kind, seen))

@@ -28,8 +28,6 @@ SOLUTIONS_APART = 4  # heads in which two of several solutions differ
 # evaluation
 SCORE_TOKENS = 32_768  # tokens of text that layouts are scored on
 TAU_POINTS = 13  # thresholds in a range, endpoints included
-AGREEMENT_TOKENS = 16_384  # tokens of prompts and continuations
-DRAFT_TOKENS = (1, 2, 4, 8)  # tokens that a model drafts for each pass of the dense model
 
 # training and cost
 FIRST_STEPS = 160  # per model in a generated recipe

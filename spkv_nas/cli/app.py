@@ -50,27 +50,6 @@ from spkv_nas.stages.serve_check import serve_check
 _TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")  # files, as a shell expands *.txt
 _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
-ORDER = (  # of --help: the workflow, then what goes beside it; those that entry points add follow
-    "init",
-    "probe",
-    "propose",
-    "score",
-    "train-hybrid",
-    "evaluate",
-    "verdict",
-    "critical-budget",
-    "report",
-    "generate",
-    "export",
-    "serve-check",
-    "layout",
-    "plan",
-    "plan attention",
-    "calibrate",
-    "train",
-    "schema",
-    "demo",
-)
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
 
 
@@ -82,7 +61,7 @@ class TwoWordGroup(TyperGroup):
 
     def list_commands(self, context: Any) -> list[str]:
         """Return the names of all commands in the order of the workflow, which ``--help`` shows."""
-        return [*sorted(super().list_commands(context), key=ORDER.index), *ADDED_COMMANDS.names, *COMMAND_GROUPS.names]
+        return [*COMMANDS, *ADDED_COMMANDS.names, *COMMAND_GROUPS.names]
 
     def get_command(self, context: Any, name: str) -> Any:
         """Return a command, or a group of commands; None if there is none of that name."""
@@ -121,28 +100,37 @@ app = typer.Typer(
     "choose the global heads, train-hybrid retrains the layouts, report shows the results. spkv-nas probe without "
     "arguments measures the embedded reference model (21 layers x 3 KV heads).",
 )
-_attention = runner(AttentionOptions)
-_OPTIONS = (
-    *(InitOptions, ProbeOptions, ProposeOptions, TrainHybridOptions, ReportOptions),
-    *(ScoreOptions, VerdictOptions, CriticalBudgetOptions, PlanOptions, CalibrateOptions, TrainOptions, ExportOptions),
-)
-COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
-    *map(runner, _OPTIONS),
-    _attention,
-    generate,
-    serve_check,
-    schema,
-)
-NAMES: dict[Callable[..., Any], str] = {_attention: "plan attention"}  # of commands not called as their functions
 LAYOUT_COMMANDS = (runner(ShowLayoutsOptions, "show"), runner(DiffOptions, "diff"), runner(ConvertOptions, "convert"))
-for _function in COMMANDS:
-    command(app, NAMES.get(_function))(_function)
-layout = typer.Typer(name="layout", no_args_is_help=True, help="Show, compare and convert layout files.")
+layout = typer.Typer(help="Show, compare and convert layout files.", no_args_is_help=True)
 for _function in LAYOUT_COMMANDS:
     command(layout)(_function)
-app.add_typer(evaluate.app)
-app.add_typer(layout)
-command(app)(demo)
+
+COMMANDS: dict[str, Callable[[Any, Reporter], Results | None] | typer.Typer] = {  # and groups, in the order of --help
+    "init": runner(InitOptions),
+    "probe": runner(ProbeOptions),
+    "propose": runner(ProposeOptions),
+    "score": runner(ScoreOptions),
+    "train-hybrid": runner(TrainHybridOptions),
+    "evaluate": evaluate.app,
+    "verdict": runner(VerdictOptions),
+    "critical-budget": runner(CriticalBudgetOptions),
+    "report": runner(ReportOptions),
+    "generate": generate,
+    "export": runner(ExportOptions),
+    "serve-check": serve_check,
+    "layout": layout,
+    "plan": runner(PlanOptions),
+    "plan attention": runner(AttentionOptions),
+    "calibrate": runner(CalibrateOptions),
+    "train": runner(TrainOptions),
+    "schema": schema,
+    "demo": demo,
+}
+for _name, _entry in COMMANDS.items():
+    if isinstance(_entry, typer.Typer):
+        app.add_typer(_entry, name=_name)
+    else:
+        command(app, _name)(_entry)
 
 
 def _version(value: bool) -> None:

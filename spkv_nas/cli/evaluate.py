@@ -14,12 +14,10 @@ from spkv_nas.base.registry import Registry
 from spkv_nas.cli.options import command
 from spkv_nas.stages.command_group import runner
 from spkv_nas.stages.evaluate.evaluation import Evaluation
-from spkv_nas.stages.options.evaluate.agreement import AgreementOptions
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
 
 NLL = Evaluation("nll", runner(NLLOptions), distributed=True)
-AGREEMENT = Evaluation("agreement", runner(AgreementOptions), distributed=True)
-EVALUATIONS = Registry("spkv_nas.evaluations", "evaluation", Evaluation, (NLL, AGREEMENT))
+EVALUATIONS = Registry("spkv_nas.evaluations", "evaluation", Evaluation, (NLL,))
 DEFAULT = NLL.name  # evaluation of a plain ``spkv-nas evaluate``
 
 

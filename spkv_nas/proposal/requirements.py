@@ -224,7 +224,7 @@ class Requirements:
         )
         # Mention further heads that take no more memory
         if (larger := self.max_heads_same_memory(table, num_global, window)) > num_global:
-            sentence += f"\n{larger} global heads take no more memory there than {num_global}: --budget {larger}"
+            sentence += f"\n{larger} global heads take no more memory there than {num_global}"
         return sentence
 
     def probability(self, resampled: Bootstrap, limit: Limit, *, progress: Progress | None = None) -> Float:

@@ -26,15 +26,10 @@ _LAST = ("workspace", "device", "dtype")  # options that come last, as in the he
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Command to run next.
+    """Command to run next."""
 
-    Attributes:
-        command: complete, ready to paste into a shell; empty where ``reason`` says why there is none.
-        reason: sentence on the purpose of the command; empty where that is obvious.
-    """
-
-    command: str
-    reason: str = ""
+    command: str  # complete, ready to paste into a shell; empty where ``reason`` says why there is none
+    reason: str = ""  # sentence on the purpose of the command; empty where that is obvious
 
     @classmethod
     def of(cls, options: object, reason: str = "") -> Suggestion:

@@ -41,40 +41,24 @@ from spkv_nas.stages.sized_model import choose_context
 
 @dataclass(frozen=True)
 class Memory:
-    """KV cache at the critical budget.
+    """KV cache at the critical budget."""
 
-    Attributes:
-        full: bytes with full attention.
-        used: bytes at the critical budget.
-        sentence: both for people, with the sizes and the engine that they are counted for.
-    """
-
-    full: int
-    used: int
-    sentence: str
+    full: int  # bytes with full attention
+    used: int  # bytes at the critical budget
+    sentence: str  # both for people, with the sizes and the engine that they are counted for
 
 
 @dataclass(frozen=True)
 class BudgetResult(CriticalBudget):
-    """Result of ``critical-budget``.
+    """Result of ``critical-budget``."""
 
-    Attributes:
-        compared: candidates, samples, and what was left out.
-        probe: name of the head scores that the layouts are selected by.
-        num_heads: KV heads that can be global.
-        memory: cache at the critical budget; None if no budget passes.
-        file: layout file of the critical budget; None if no budget passes, or if the layouts are not from files.
-        folder: folder of the table.
-        next: commands to run next.
-    """
-
-    compared: Compared
-    probe: str
-    num_heads: int
-    memory: Memory | None
-    file: Path | None
-    folder: Path
-    next: tuple[Suggestion, ...]
+    compared: Compared  # candidates, samples, and what was left out
+    probe: str  # name of the head scores that the layouts are selected by
+    num_heads: int  # KV heads that can be global
+    memory: Memory | None  # cache at the critical budget; None if no budget passes
+    file: Path | None  # layout file of the critical budget; None if no budget passes, or if layouts are not from files
+    folder: Path  # folder of the table
+    next: tuple[Suggestion, ...]  # commands to run next
 
     @property
     def unrecorded(self) -> list[str]:
@@ -124,8 +108,7 @@ def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT)
     memory = None
     if outcome.passes is not None:
         full, used = (cost.total(number, table.num_heads) for number in (table.num_candidates, outcome.passes))
-        sentence, *_ = str(requirements.memory(table, outcome.passes, window)).partition(": --budget")  # of propose
-        memory = Memory(full, used, sentence)
+        memory = Memory(full, used, str(requirements.memory(table, outcome.passes, window)))
     # Collect and write the result
     result = BudgetResult(
         **vars(replace(outcome, rows=rows)),

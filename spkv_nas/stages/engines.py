@@ -12,7 +12,8 @@ from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache, Servin
 from spkv_nas.engines.registry import read_serving
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.stages.options import ConstraintOptions, EngineOptions, LayerOptions
+from spkv_nas.stages.options import EngineOptions, LayerOptions
+from spkv_nas.stages.options.propose import ProposeOptions
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,14 @@ def read_constraints(options: LayerOptions) -> Constraints:
     return Constraints.parse(options.constraint or (), options.granularity)
 
 
-def read_requirements(options: ConstraintOptions) -> Requirements:
-    """Read layout constraints and cache from options. Raises ``UserError`` if one is invalid."""
+def read_requirements(options: ProposeOptions) -> Requirements:
+    """Read the requirements on layouts from options. Raises ``UserError`` if one is invalid."""
     return Requirements(
         read_constraints(options),
         context=None if options.context is None else parse_context(options.context),
         batch=options.batch,
         serving=chosen_engine(options),
+        robust=options.robust,
+        head_costs=options.head_costs,
+        kv_bytes=options.kv_bytes,
     )

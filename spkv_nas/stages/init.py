@@ -49,17 +49,11 @@ from spkv_nas.training.variants import Kind, Variant
 
 @dataclass(frozen=True)
 class FirstRecipe:
-    """Result of ``init``.
+    """Result of ``init``."""
 
-    Attributes:
-        file: recipe that was written.
-        plan: cost of all runs that the recipe leads to.
-        next: commands to run next, the recommended one first.
-    """
-
-    file: Path
-    plan: Plan
-    next: tuple[Suggestion, ...]
+    file: Path  # recipe that was written
+    plan: Plan  # cost of all runs that the recipe leads to
+    next: tuple[Suggestion, ...]  # commands to run next, the recommended one first
 
 
 def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:

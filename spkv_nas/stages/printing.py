@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
+from rich.table import Table
 
 from spkv_nas.base.console import caution, out
-from spkv_nas.base.statistics import share_text
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.evaluation.sweep import Evaluation
 
@@ -25,6 +23,15 @@ def change(percent: float, error: float | None = None) -> str:
     if math.isnan(percent):
         return "-"
     return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
+
+
+def print_rows(rows: Sequence[Mapping[str, str]], title: str) -> None:
+    """Print rows as a table, with the columns of the first that have a value: neither nothing nor a dash."""
+    columns = [name for name in rows[0] if any(row[name] not in ("", "-") for row in rows)]
+    grid = Table(*columns, title=title)
+    for row in rows:
+        grid.add_row(*(row[name] for name in columns))
+    out.print(grid)
 
 
 def show_alarm(sentence: object) -> None:
@@ -76,22 +83,3 @@ def evaluation_document(evaluation: Evaluation) -> dict[str, Any]:
         "num_documents": nll.num_documents,
         "effective_documents": nll.effective_documents,
     }
-
-
-def say_sample_count(counts: pd.Series[int], unit: str) -> None:
-    """Print how many samples the standard errors of a table rest on."""
-    low, high = int(counts.min()), int(counts.max())
-    number = f"{high:,}" if low == high else f"{low:,} to {high:,}"
-    out.print(f"±: one standard error over {number} {unit}")
-
-
-def percent(share: float) -> str:
-    """Format a share in percent, such as ``28.3``; a dash for NaN."""
-    return "-" if math.isnan(share) else f"{100 * share:.1f}"
-
-
-def with_error(value: float, error: float | None = None) -> str:
-    """Format a value with its standard error, if there is one (``share_text``); a dash for NaN."""
-    if math.isnan(value):
-        return "-"
-    return f"{value:.3f}" if error is None else share_text(value, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 from rich.markup import escape
-from rich.table import Table
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -43,7 +43,7 @@ from spkv_nas.stages.engines import read_requirements
 from spkv_nas.stages.lookup import chosen_table
 from spkv_nas.stages.next_steps import after_propose
 from spkv_nas.stages.options.propose import ProposeOptions
-from spkv_nas.stages.printing import identification
+from spkv_nas.stages.printing import identification, print_rows
 from spkv_nas.stages.record import read_options
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.table_trust import neighbours, trust, unknown_trust, window_advice
@@ -51,46 +51,29 @@ from spkv_nas.stages.table_trust import neighbours, trust, unknown_trust, window
 
 @dataclass(frozen=True)
 class ProposalResult:
-    """Result of ``propose``.
+    """Result of ``propose``."""
 
-    Attributes:
-        answer: layouts, their coverage and its uncertainty.
-        sentences: remarks on memory, the worst domain, uncertainty and trust.
-        advice: why another threshold or granularity would rank the heads better, or how far the nearest threshold is
-            from the budget; None where there is nothing to say.
-        trust: how well the table ranks the heads; None where that was not measured.
-        folder: folder of the layouts.
-        next: commands to run next, the recommended one first.
-    """
-
-    answer: Answer
-    sentences: list[str]
-    advice: str | None
-    trust: Trust | None
-    folder: Path
-    next: tuple[Suggestion, ...]
+    answer: Answer  # layouts, their coverage and its uncertainty
+    sentences: list[str]  # remarks on memory, the worst domain, uncertainty and trust
+    advice: str | None  # why another threshold or granularity would rank the heads better, if one would
+    trust: Trust | None  # how well the table ranks the heads; None where that was not measured
+    folder: Path  # folder of the layouts
+    next: tuple[Suggestion, ...]  # commands to run next, the recommended one first
 
 
 @dataclass(frozen=True)
 class BudgetsResult:
-    """Result of ``propose`` at several budgets.
+    """Result of ``propose`` at several budgets."""
 
-    Attributes:
-        curve: best layout at every budget.
-        caution: what the confidence intervals do not cover.
-        folder: folder of layouts, curve and figure.
-        figure: path of the figure; None where the plotting library is not installed.
-    """
-
-    curve: BudgetCurve
-    caution: str | None
-    folder: Path
-    figure: Path | None
+    curve: BudgetCurve  # best layout at every budget
+    caution: str | None  # what the confidence intervals do not cover
+    folder: Path  # folder of layouts, curve and figure
+    figure: Path | None  # path of the figure; None where the plotting library is not installed
 
 
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
     """Propose layouts for a budget by every strategy and write them to ``layouts/<name>/``."""
-    requirements, measured = _requirements(options), chosen_table(options, reporter)
+    requirements, measured = read_requirements(options), chosen_table(options, reporter)
     table = with_sinks(measured, options.sinks)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
@@ -214,16 +197,9 @@ def _about_sinks(sinks: int) -> str | None:
     return f"sink tokens: local heads also see the first {tokens} of a text; --sinks sets another number"
 
 
-def _requirements(options: ProposeOptions) -> Requirements:
-    """Read the requirements on layouts, including those that only ``propose`` takes."""
-    return replace(
-        read_requirements(options), robust=options.robust, head_costs=options.head_costs, kv_bytes=options.kv_bytes
-    )
-
-
 def is_for_several(options: ProposeOptions) -> bool:
     """Return whether options have several budgets. Raises ``UserError`` for options that exclude each other."""
-    has_several = _requirements(options).asks_for_curve(options.budget, options.tau)
+    has_several = read_requirements(options).asks_for_curve(options.budget, options.tau)
     if has_several and options.solutions is not None:
         raise UserError("--solutions needs a single budget: give one, or leave out --solutions")
     return has_several
@@ -244,7 +220,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     with reporter.bar("solving") as progress:
         curve = curve_for(
             table,
-            _requirements(options),
+            read_requirements(options),
             str(options.budget),
             tau=options.tau,
             window=options.window,
@@ -281,15 +257,18 @@ def _layouts(result: ProposalResult) -> None:
     answer = result.answer
     table, spread = answer.table, random_spread(answer.rows)
     measure = f"density coverage at tau {table.tau:g}" if table.is_density else f"coverage of {table.signal}"
-    has_memory = "kv_bytes" in answer.rows
-    columns = ["strategy", "global heads", "density %", "coverage %", *(["memory"] if has_memory else []), "note"]
-    grid = Table(*columns, title=measure)
-    for row in answer.rows.itertuples():
-        cells = [row.strategy, str(row.num_global), f"{row.density_percent:.1f}", f"{100 * row.coverage:.2f}"]
-        if has_memory:
-            cells.append("-" if pd.isna(row.kv_bytes) else format_bytes(int(row.kv_bytes)))
-        grid.add_row(*cells, row.note)
-    out.print(grid)
+    rows = [
+        {
+            "strategy": row.strategy,
+            "global heads": str(row.num_global),
+            "density %": f"{row.density_percent:.1f}",
+            "coverage %": _percent(row.coverage),
+            "memory": _memory(getattr(row, "kv_bytes", None)),
+            "note": row.note,
+        }
+        for row in answer.rows.itertuples()
+    ]
+    print_rows(rows, measure)
     if spread is not None and spread.standard_deviation > 0:
         out.print(
             f"random layouts: coverage {100 * spread.mean:.2f} % on average, "
@@ -300,58 +279,63 @@ def _layouts(result: ProposalResult) -> None:
 
 def _solutions(solutions: Solutions, folder: Path) -> None:
     """Print several solutions, best first, with the coverage that each loses."""
-    rows = solutions.rows
-    has_intervals, has_notes = rows["lost_low"].notna().all(), rows["note"].any()
-    columns = ["solution", "global heads", "coverage %", "lost", *(["from", "to"] if has_intervals else [])]
-    columns += ["heads that differ", *(["note"] if has_notes else [])]
-    interval_note = f"; from, to: {100 * LEVEL:.0f} % interval of the loss" if has_intervals else ""
-    grid = Table(*columns, title=f"solutions at least {solutions.request.apart} heads apart{interval_note}")
-    for row in rows.itertuples():
-        cells = {
+    rows = [
+        {
             "solution": row.strategy,
             "global heads": str(row.num_global),
-            "coverage %": f"{100 * row.objective:.2f}",
-            "lost": f"{100 * row.lost:.2f}",
-            "from": f"{100 * row.lost_low:.2f}",
-            "to": f"{100 * row.lost_high:.2f}",
+            "coverage %": _percent(row.objective),
+            "lost": _percent(row.lost),
+            "from": _percent(row.lost_low),
+            "to": _percent(row.lost_high),
             "heads that differ": str(row.differing),
             "note": row.note,
         }
-        grid.add_row(*(cells[column] for column in columns))
-    out.print(grid)
+        for row in solutions.rows.itertuples()
+    ]
+    interval_note = _interval_note("lost", solutions.rows["lost_low"])
+    print_rows(rows, f"solutions at least {solutions.request.apart} heads apart{interval_note}")
     print_path("solutions", folder / SOLUTIONS)
+
+
+def _interval_note(name: str, lows: pd.Series[float]) -> str:
+    """Return what the columns "from" and "to" beside a column are; empty where no interval is known."""
+    return f"; from, to: {100 * LEVEL:.0f} % interval of {name}" if lows.notna().any() else ""
+
+
+def _percent(share: float) -> str:
+    """Format a share in percent; a dash for NaN."""
+    return "-" if math.isnan(share) else f"{100 * share:.2f}"
+
+
+def _memory(num_bytes: Any) -> str:
+    """Format the memory of a layout; a dash where it is not known."""
+    return "-" if pd.isna(num_bytes) else format_bytes(int(num_bytes))
 
 
 def show_budgets(result: BudgetsResult) -> None:
     """Print about ``_CURVE_ROWS`` rows of a budget curve, and its knee."""
     table, rows, knee = result.curve.table, result.curve.rows, result.curve.knee
-    has_intervals, has_memory = rows["coverage_low"].notna().all(), rows["kv_bytes"].notna().all()
-    # Choose the columns that have data
-    columns = ["budget", *(["heads"] if (rows["num_global"] != rows["budget"]).any() else []), "coverage %"]
-    columns += [*(["from", "to"] if has_intervals else []), "worst domain %", *(["memory"] if has_memory else [])]
-    has_more = "max_heads_same_memory" in rows
-    columns += ["heads, same memory"] if has_more else []
-    interval_note = f"; from, to: {100 * LEVEL:.0f} % interval" if has_intervals else ""
-    at_tau = f" at tau {table.tau:g}" if table.is_density else ""
-    grid = Table(*columns, title=f"{escape(table.name)}{at_tau}{interval_note}")
+    is_exact, has_more = (rows["num_global"] == rows["budget"]).all(), "max_heads_same_memory" in rows
     # Print every step-th row, the knee and the last row
     step = -(-len(rows) // _CURVE_ROWS)
-    for row in rows.itertuples():
-        if row.Index % step and row.budget != knee.budget and row.Index != len(rows) - 1:
-            continue
-        more = row.max_heads_same_memory if has_more else 0
-        cells = {
+    is_shown = (rows.index % step == 0) | (rows["budget"] == knee.budget) | (rows.index == len(rows) - 1)
+    shown = [
+        {
             "budget": f"{row.budget}{' knee' if row.budget == knee.budget else ''}",
-            "heads": str(row.num_global),
-            "coverage %": f"{100 * row.coverage:.2f}",
-            "from": f"{100 * row.coverage_low:.2f}",
-            "to": f"{100 * row.coverage_high:.2f}",
-            "worst domain %": f"{100 * row.worst_domain:.2f}",
-            "memory": format_bytes(int(row.kv_bytes)) if has_memory else "",
-            "heads, same memory": str(more) if more > row.num_global else "",
+            "heads": "" if is_exact else str(row.num_global),
+            "coverage %": _percent(row.coverage),
+            "from": _percent(row.coverage_low),
+            "to": _percent(row.coverage_high),
+            "worst domain %": _percent(row.worst_domain),
+            "memory": _memory(row.kv_bytes),
+            "heads, same memory": str(more)
+            if (more := getattr(row, "max_heads_same_memory", 0)) > row.num_global
+            else "",
         }
-        grid.add_row(*(cells[column] for column in columns))
-    out.print(grid)
+        for row in rows[is_shown].itertuples()
+    ]
+    at_tau = f" at tau {table.tau:g}" if table.is_density else ""
+    print_rows(shown, f"{escape(table.name)}{at_tau}{_interval_note('coverage', rows['coverage_low'])}")
     # Knee, caution, files
     out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if has_more:

@@ -15,21 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """A value that a command returns, and how it is printed.
+    """A value that a command returns, and how it is printed."""
 
-    Attributes:
-        value: the stage's return value.
-        show: prints the value for people.
-        document: converts the value to what ``--json`` prints (by ``cli.present.plain``); by default the value itself.
-        exit_code: the command's exit code.
-        next: commands to run next, the recommended one first.
-    """
-
-    value: Any
-    show: Callable[[Any], None]
-    document: Callable[[Any], Any] = lambda value: value
+    value: Any  # what the stage returns
+    show: Callable[[Any], None]  # prints the value for people
+    document: Callable[[Any], Any] = lambda value: value  # converts it to what ``--json`` prints
     exit_code: int = 0
-    next: Sequence[Suggestion] = ()
+    next: Sequence[Suggestion] = ()  # commands to run next, the recommended one first
 
 
 Results = Result | Iterator[Result]  # one result, or several that are printed as they arrive

@@ -35,29 +35,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measured:
-    """Loaded model with the blocks of text to measure it on.
+    """Loaded model with the blocks of text to measure it on."""
 
-    Attributes:
-        model: the model, on its device.
-        tokenizer: the model's tokenizer.
-        blocks: blocks to measure on.
-        whole: all blocks that were read, including those not measured on.
-        text: record of where the blocks come from.
-        saved_dtype: dtype of the checkpoint.
-        separator: what stands after a document, and how it was chosen.
-        train: blocks of other documents for gates to learn on; None unless gates are to be learned.
-        batch_size: micro-batch size in blocks.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # on its device
     tokenizer: PreTrainedTokenizerBase
-    blocks: TokenBlocks
-    whole: TokenBlocks
-    text: Any
-    saved_dtype: str
-    separator: SeparatorReport
-    train: TokenBlocks | None = None
-    batch_size: int = BATCH_SIZE
+    blocks: TokenBlocks  # to measure on
+    whole: TokenBlocks  # all that were read, including those not measured on
+    text: Any  # record of where the blocks come from
+    saved_dtype: str  # of the checkpoint
+    separator: SeparatorReport  # what stands after a document, and how it was chosen
+    train: TokenBlocks | None = None  # of other documents, for gates to learn on; None unless gates are to be learned
+    batch_size: int = BATCH_SIZE  # micro-batch size in blocks
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -67,49 +55,29 @@ class Measured:
 
 @dataclass(frozen=True)
 class NLLTable:
-    """Result of a command that measures variants of a model on one text, such as layouts or pruned caches.
+    """Result of a command that measures variants of a model on one text, such as layouts or pruned caches."""
 
-    Attributes:
-        name: name of the results.
-        rows: the table, one row per variant.
-        folder: folder of the table.
-        num_documents: documents measured on.
-        effective_documents: number of equally long documents that would give the same standard error.
-        selected_by: what selected a layout on some of these documents, such as "probe mine".
-        num_selection: number of these documents.
-        alarm: sentence if the scores make no sense (``evaluation.alarms``).
-    """
-
-    name: str
-    rows: pd.DataFrame
-    folder: Path
-    num_documents: int
-    effective_documents: float
-    selected_by: tuple[str, ...] = ()
-    num_selection: int = 0
-    alarm: str | None = None
+    name: str  # of the results
+    rows: pd.DataFrame  # the table, one row per variant
+    folder: Path  # of the table
+    num_documents: int  # measured on
+    effective_documents: float  # number of equally long documents that would give the same standard error
+    selected_by: tuple[str, ...] = ()  # what selected a layout on some of these documents, such as "probe mine"
+    num_selection: int = 0  # number of these documents
+    alarm: str | None = None  # sentence if the scores make no sense (``evaluation.alarms``)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Checkpoint to measure, with the user's text or a recipe's held-out text.
+    """Checkpoint to measure, with the user's text or a recipe's held-out text."""
 
-    Attributes:
-        source: model folder, Hub id or "embedded:NAME".
-        family: name of the model's layouts and other results: its recipe's, the embedded models', or its folder's.
-        name: name of the results: ``family``, or a name distinct from the demo's for an embedded model on custom text.
-        recipe, base: recipe whose held-out text is used without ``data``, and the folder of its relative paths.
-        options: text, block size and device.
-        given_separator: what stands after a document if the user or a probe says so; None or "auto": to be measured.
-    """
-
-    source: str
-    family: str
-    name: str
-    recipe: Recipe
-    base: Path
-    options: SubjectOptions
-    given_separator: str | None = None
+    source: str  # model folder, Hub id or "embedded:NAME"
+    family: str  # name of the model's layouts and other results: its recipe's, the embedded models', or its folder's
+    name: str  # of the results: ``family``, or one distinct from the demo's for an embedded model on custom text
+    recipe: Recipe  # its held-out text is used without ``data``
+    base: Path  # folder of the recipe's relative paths
+    options: SubjectOptions  # text, block size and device
+    given_separator: str | None = None  # of the user or a probe, after a document; None or "auto": to be measured
 
     def __post_init__(self) -> None:
         """Check the name before hours of work."""

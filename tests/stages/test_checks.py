@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from command_cases import commands
 from helpers import make_layouts, make_table
 
-from spkv_nas.cli.app import COMMANDS, NAMES
 from spkv_nas.cli.evaluate import EVALUATIONS
 from spkv_nas.stages import options
-from spkv_nas.stages.command_group import ADDED_COMMANDS
 
 SCRIPT = """
 import contextlib, io, json, sys
@@ -171,10 +170,9 @@ def answers(workspace: Path) -> dict[str, tuple[int, str, bool]]:
 
 def _options(command: str) -> type:
     """Return the options class of a command, and nothing for a group."""
-    for function in (*COMMANDS, *(entry.run for entry in ADDED_COMMANDS)):
-        if function.__name__.replace("_", "-") == command:
-            return next(iter(get_type_hints(function).values()))
-    return options.InWorkspace if command in ("demo", "evaluate") else object
+    if command in commands():
+        return next(iter(get_type_hints(commands()[command]).values()))
+    return options.InWorkspace if command == "evaluate" else object
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES, ids=[line for line, _ in MISTAKES])
@@ -190,7 +188,6 @@ def test_a_mistake_is_reported_before_torch_is_loaded(
 def test_every_command_that_loads_torch_has_a_mistake_here() -> None:
     quick = {"propose", "compare"}  # which need no torch at all
     tried = {" ".join(line.split()[:number]) for line, _ in MISTAKES for number in (1, 2)}
-    names = {NAMES.get(function, function.__name__.replace("_", "-")) for function in COMMANDS}
-    assert {*names, *ADDED_COMMANDS.names} - tried == quick
+    assert commands().keys() - tried == quick
     tried_evaluations = {line.split()[1] for line, _ in MISTAKES if line.startswith("evaluate ")}
     assert set(EVALUATIONS.names) - tried_evaluations == {"nll"}  # tried as plain evaluate

@@ -13,14 +13,14 @@ from typing import get_type_hints
 import pytest
 import typer
 from click import Context
+from command_cases import commands
 from typer.testing import CliRunner
 
 from spkv_nas.artifacts import defaults
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli.app import COMMANDS, LAYOUT_COMMANDS, NAMES, app
-from spkv_nas.cli.demo import demo
+from spkv_nas.cli.app import LAYOUT_COMMANDS, app
 from spkv_nas.cli.evaluate import EVALUATIONS
 from spkv_nas.cli.options import command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
@@ -43,13 +43,7 @@ from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.training.first_recipe import Draft
 
-FUNCTIONS = [
-    *COMMANDS,
-    demo,
-    *LAYOUT_COMMANDS,
-    *REPRODUCE.commands,
-    *(entry.run for entry in (*EVALUATIONS, *ADDED_COMMANDS)),
-]
+FUNCTIONS = [*commands().values(), *LAYOUT_COMMANDS, *REPRODUCE.commands, *(entry.run for entry in EVALUATIONS)]
 MODULES = [options, evaluation_options]
 MODULES += [sys.modules[next(iter(get_type_hints(function).values())).__module__] for function in FUNCTIONS]
 CLASSES = [
@@ -97,7 +91,7 @@ def test_a_name_means_one_thing() -> None:
 def test_command_line_and_stages_have_equal_options() -> None:
     option_classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
-    mixins |= {options.SubjectOptions, options.ConstraintOptions, options.LayerOptions, options.EngineOptions}
+    mixins |= {options.SubjectOptions, options.LayerOptions, options.EngineOptions}
     mixins |= {options.Measures, options.ChoosesProbe, options.RetrainsLayouts, evaluation_options.CheckpointOptions}
     nested = {ShowLayoutsOptions, DiffOptions, ConvertOptions}
     assert option_classes | nested == set(CLASSES) - mixins
@@ -167,10 +161,9 @@ def test_help_lists_the_commands_in_the_order_of_the_workflow() -> None:
 def test_every_command_accepts_and_describes_its_options() -> None:
     line = typer.main.get_command(app)
     group = line.get_command(Context(line), "evaluate")
-    commands = [(line, NAMES.get(one, one.__name__.replace("_", "-")), one) for one in COMMANDS]
-    commands += [(group, entry.name, entry.run) for entry in EVALUATIONS]
-    commands += [(line, entry.name, entry.run) for entry in ADDED_COMMANDS]
-    for parent, name, function in commands:
+    tried = [(line, name, function) for name, function in commands().items()]
+    tried += [(group, entry.name, entry.run) for entry in EVALUATIONS]
+    for parent, name, function in tried:
         options_class = next(iter(get_type_hints(function).values()))
         hints = get_type_hints(options_class, include_extras=True)
         parameters = {one.name: one for one in parent.get_command(Context(parent), name).params}

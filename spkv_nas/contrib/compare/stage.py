@@ -24,12 +24,7 @@ from spkv_nas.stages.result import Result
 
 @dataclass(frozen=True)
 class AgreementResult:
-    """Agreement between probes.
-
-    Attributes:
-        rows: table of ``proposal.agreement``.
-        folder: folder of the table.
-    """
+    """Agreement between probes: the table of ``agreement``, and its folder."""
 
     rows: pd.DataFrame
     folder: Path

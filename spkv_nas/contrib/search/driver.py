@@ -11,18 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import optuna
-from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
-from spkv_nas.artifacts.selection import Selection
-from spkv_nas.artifacts.shape import Shape
+from spkv_nas.artifacts.search_table import BASELINE, Retraining
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.search.registry import SAMPLERS
@@ -32,71 +29,18 @@ from spkv_nas.contrib.search.storage import INDEX, finished, open_storage, open_
 from spkv_nas.contrib.search.trials import Effort, LayoutCost, Trial, best_start, ranked
 from spkv_nas.evaluation.paired import PairedDifference
 
+if TYPE_CHECKING:  # tests search without training
+    from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator
+
 _SCORE = "score"  # user attribute of a scored trial: rows of the layout, standard error, hash
-
-
-class Evaluator(Protocol):
-    """Measures the change of NLL of layouts for a search (``training.recipe_evaluator``).
-
-    Scores without training are relative to the dense model, those of retrained layouts to the control. Held-out text is
-    split by document: full retrainings are measured on documents that nothing was selected on.
-    """
-
-    @property
-    def shape(self) -> Shape:
-        """Return the shape of the model."""
-
-    @property
-    def identity(self) -> str:
-        """Return an identifier that changes with the model's weights and with the selection text."""
-
-    @property
-    def num_selection_tokens(self) -> int:
-        """Return the held-out tokens used for scores and short retrainings. Raises ``UserError`` if too few."""
-
-    @property
-    def num_selection_documents(self) -> int:
-        """Return the number of held-out documents used for scores and short retrainings."""
-
-    def documents(self, fidelity: Fidelity) -> Selection:
-        """Return the documents that results of a fidelity are measured on."""
-
-    @property
-    def evaluation_tokens(self) -> NDArray[np.int64]:
-        """Return the tokens per held-out document used for full retrainings; unseen by the search."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Return the settings that results depend on, as plain values."""
-
-    def steps(self, fidelity: Retraining) -> int:
-        """Return the number of training steps of a retraining."""
-
-    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[PairedDifference]:
-        """Return the change of NLL of each layout without training, against full attention or another; cached."""
-
-    def alarm(self, changes: Sequence[PairedDifference]) -> str | None:
-        """Return a sentence if changes of NLL without training make no sense (``evaluation.alarms``), else None."""
-
-    def run_name(self, layout: Layout | None) -> str:
-        """Return a name that changes with everything that determines a retraining; None is full attention."""
-
-    def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
-        """Retrain a layout, or full attention, unless done already, and keep the result."""
-
-    def control(self, fidelity: Retraining) -> PairedDifference:
-        """Return the change of NLL of retrained full attention against the dense model. Raises as ``retrained``."""
-
-    def retrained(
-        self, fidelity: Retraining, layouts: Sequence[Layout], baseline: Layout | None = None
-    ) -> list[PairedDifference]:
-        """Return the change of NLL of each retrained layout against the control, or another. Raises ``UserError``."""
 
 
 class Search:
     """One search; every worker creates one with the same arguments and calls ``run``.
 
     Args:
+        evaluator: measures layouts. Scores without training are relative to the dense model, those of retrained layouts
+            to the control, on documents that nothing was selected on.
         starts: layouts of the space to start from, by name.
         others: layouts to compare with, by name; retrained with the best.
         folder: folder of the study, shared by the workers; unused with a database server.
@@ -109,7 +53,7 @@ class Search:
 
     def __init__(
         self,
-        evaluator: Evaluator,
+        evaluator: RecipeEvaluator,
         space: Space,
         starts: Mapping[str, Layout],
         others: Mapping[str, Layout],

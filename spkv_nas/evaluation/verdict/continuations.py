@@ -98,7 +98,7 @@ class ContinuationRounds(Rounds):
 
     def prepare(self, index: int, dense: PreTrainedModel) -> dict[str, NDArray[Any]]:
         """Continue the prompts of a round with the dense model, and predict the continuations with it."""
-        from spkv_nas.evaluation.agreement import predict, write_continuations
+        from spkv_nas.evaluation.continuations import predict, write_continuations
 
         sampling: dict[str, Any] = {"temperature": self._temperature, "seed": self._seed, "first": index * self.size}
         blocks = self._round(index)
@@ -113,7 +113,7 @@ class ContinuationRounds(Rounds):
 
     def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
         """Return the score of each continuation of a round."""
-        from spkv_nas.evaluation.agreement import predict
+        from spkv_nas.evaluation.continuations import predict
 
         rows = zip(prepared["tokens"].tolist(), prepared["length"].tolist(), strict=True)
         lines = [{"block": block, "tokens": tokens[:length]} for block, (tokens, length) in enumerate(rows)]

@@ -109,11 +109,3 @@ class LayerOptions:
 
     constraint: flags.Constraint = None
     granularity: flags.Granularity = "head"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConstraintOptions(LayerOptions, EngineOptions):
-    """Constraints on layouts, and the KV cache whose memory is computed."""
-
-    context: flags.OptionalContext = None
-    batch: flags.Batch = 1

@@ -12,7 +12,7 @@ from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.proposal.strategies import STRATEGIES
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import ChoosesProbe, ConstraintOptions
+from spkv_nas.stages.options import ChoosesProbe, EngineOptions, LayerOptions
 
 NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MAX_REPEATS)]
 Robust = Annotated[
@@ -37,13 +37,15 @@ SeveralSolutions = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposeOptions(ConstraintOptions, ChoosesProbe):
+class ProposeOptions(LayerOptions, EngineOptions, ChoosesProbe):
     """Propose layouts for a budget of global heads, with every strategy. Writes layouts/NAME/.
 
     A constraint, --robust or --head-costs adds the best layout that satisfies it. Several budgets give the best layout
     at each of them, and the curve of coverage against budget in layouts/NAME/budgets.csv.
     """
 
+    context: flags.OptionalContext = None
+    batch: flags.Batch = 1
     budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
     tau: flags.ChosenTau = None
     window: flags.OptionalWindow = default(None, "the probe's")

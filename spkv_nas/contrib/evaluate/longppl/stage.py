@@ -34,16 +34,24 @@ from spkv_nas.contrib.evaluate.longppl.reading import (
     read,
     stretches,
 )
+from spkv_nas.contrib.evaluate.samples import (
+    Checkpoint,
+    SampledTable,
+    kept_samples,
+    percent,
+    sample_file,
+    say_sample_count,
+    with_error,
+)
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import heldout_share
 from spkv_nas.data.tokenizer import piece_size
 from spkv_nas.evaluation.micro_batch import check_positions
-from spkv_nas.evaluation.samples import kept_samples, sample_file
 from spkv_nas.model import config_section, modes, transformers_logging
 from spkv_nas.model.checkpoint import read_size
 from spkv_nas.stages import checks, sized_model
-from spkv_nas.stages.checkpoints import Checkpoint, SampledTable, check_pair
-from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
+from spkv_nas.stages.checkpoints import check_pair
+from spkv_nas.stages.printing import change
 from spkv_nas.stages.result import Result
 
 if TYPE_CHECKING:

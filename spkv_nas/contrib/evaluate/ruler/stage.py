@@ -20,13 +20,21 @@ from spkv_nas.base.version import environment
 from spkv_nas.contrib.defaults import RULER_SAMPLES
 from spkv_nas.contrib.evaluate.ruler.answers import Answers, Cell, MakeSample, Questions, answer, ruler_table
 from spkv_nas.contrib.evaluate.ruler.options import RulerOptions
+from spkv_nas.contrib.evaluate.samples import (
+    Checkpoint,
+    SampledTable,
+    kept_samples,
+    percent,
+    sample_file,
+    say_sample_count,
+    with_error,
+)
 from spkv_nas.data.ruler.sample import VERSION
 from spkv_nas.evaluation.micro_batch import check_positions
-from spkv_nas.evaluation.samples import kept_samples, sample_file
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages import checks, sized_model
-from spkv_nas.stages.checkpoints import Checkpoint, SampledTable, check_pair
-from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
+from spkv_nas.stages.checkpoints import check_pair
+from spkv_nas.stages.printing import change
 from spkv_nas.stages.result import Result
 
 

@@ -1,6 +1,6 @@
 """Run tasks on a checkpoint, keep the answers by sample for the next run, and tabulate the results.
 
-A finished task is a file (``evaluation.samples``): a header with the density, then every sample. Its name depends on
+A finished task is a file (``evaluate.samples``): a header with the density, then every sample. Its name depends on
 the checkpoint and its gates, on the requests, and on the task's config.
 """
 
@@ -26,9 +26,9 @@ from lm_eval.utils import handle_non_serializable
 from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base import distributed, files, statistics
 from spkv_nas.base.errors import UserError
+from spkv_nas.contrib.evaluate.samples import read_samples, sample_file, write_samples
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
 from spkv_nas.contrib.evaluate.tasks.suite import SelectedTasks, seed_generators
-from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 
 # Config keys left out of the hash, as the requests contain their effect
 _OF_PLACES = ("metadata", "dataset_path", "dataset_kwargs")

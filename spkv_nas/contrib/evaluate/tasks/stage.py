@@ -15,11 +15,11 @@ from spkv_nas.base.console import out, print_path
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Reporter, part_of
 from spkv_nas.base.version import environment
+from spkv_nas.contrib.evaluate.samples import Checkpoint, SampledTable, percent, say_sample_count, with_error
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages import checks, sized_model
-from spkv_nas.stages.checkpoints import Checkpoint, SampledTable
-from spkv_nas.stages.printing import change, percent, say_sample_count, with_error
+from spkv_nas.stages.printing import change
 from spkv_nas.stages.result import Result
 
 if TYPE_CHECKING:

@@ -15,34 +15,23 @@ continuation in one pass (teacher forcing), so that they predict every token fro
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.result_tables import AGREEMENT
-from spkv_nas.base.distributed import gathered, own_share
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import AdaptiveBatchSize, chunk_tokens
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import NORMAL_95, jackknife_ratio, unseen_share
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model import generation, model_shape, modes
-from spkv_nas.model.generation import NOT_FINITE
-
-Float = NDArray[np.float64]
-Line = dict[str, Any]
+from spkv_nas.evaluation.continuations import Float, Line, by_continuation
 
 GREEDY, SAMPLED = "greedy", "sampled"
-_TOGETHER = 1 << 14  # tokens per batch of prompts and continuations
 
 
 @dataclass(frozen=True)
@@ -117,45 +106,6 @@ def expected_passes(kept: Float, draft_tokens: int) -> Float:
     return passes[:, 0]
 
 
-def write_continuations(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    blocks: TokenBlocks,
-    new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    seed: int = 0,
-    first: int = 0,
-    progress: Progress | None = None,
-) -> list[Line]:
-    """Continue the beginning of every block, all but its last ``new_tokens`` tokens; must be called on all ranks.
-
-    Temperature 0 decodes greedily. A block's sample depends on nothing but ``seed`` and its index, to which ``first``
-    adds the number of blocks of the text before these. Returns a record per block: block; document and name, of the
-    document of its last prompt token; tokens, of which an end-of-text token is the last.
-    """
-    prompt_length = blocks.block_size - new_tokens
-    names = [document.name for document in blocks.documents]
-
-    def run(part: range) -> list[Line]:
-        """Continue consecutive blocks."""
-        # Read the prompts, each with a seed of its own
-        prompts = torch.from_numpy(blocks.tokens[part.start : part.stop, :prompt_length].astype(np.int64))
-        seeds = [(seed, first + index) for index in part]
-        with modes.evaluation_mode(model):
-            rows = generation.continue_tokens(
-                model, tokenizer, prompts, new_tokens, temperature=temperature, seeds=seeds
-            )
-        # Name the document of each prompt's last token
-        documents = blocks.document[part.start : part.stop, prompt_length - 1].tolist()
-        return [
-            {"block": index, "document": document, "name": names[document], "tokens": tokens}
-            for index, document, tokens in zip(part, documents, rows, strict=True)
-        ]
-
-    return _in_batches(run, blocks.num_blocks, _TOGETHER // blocks.block_size, progress)
-
-
 def compare(
     model: PreTrainedModel,
     dense: PreTrainedModel,
@@ -183,91 +133,7 @@ def compare(
         log_ratio = (log_q - log_p).gather(-1, tokens[..., None].to(log_q.device))[..., 0]
         return {"equal": equal, "accepted": accepted.cpu(), "kept": log_ratio.clamp(max=0.0).exp().cpu()}
 
-    return _by_continuation((model, dense), blocks, continuations, new_tokens, columns, progress)
-
-
-def predict(
-    model: PreTrainedModel,
-    blocks: TokenBlocks,
-    continuations: Sequence[Mapping[str, Any]],
-    new_tokens: int,
-    *,
-    temperature: float = 0.0,
-) -> list[Line]:
-    """Predict the tokens of continuations with one model, by teacher forcing; must be called on all ranks.
-
-    Returns a record per continuation: block, and predicted, by token the most probable one if greedy, else the
-    logarithm of the probability of the continuation's own. Two models' records tell whether their most probable tokens
-    are equal, or min(1, q(x) / p(x)) of the tokens x that the dense model drew, whose mean is the acceptance.
-    """
-
-    def columns(tokens: Tensor, logits: Tensor) -> dict[str, Tensor]:
-        if temperature == 0:
-            return {"predicted": logits.argmax(-1).cpu()}
-        following = tokens[..., None].to(logits.device)
-        return {"predicted": (logits.float() / temperature).log_softmax(-1).gather(-1, following)[..., 0].cpu()}
-
-    return _by_continuation((model,), blocks, continuations, new_tokens, columns, None)
-
-
-def _by_continuation(
-    models: tuple[PreTrainedModel, ...],
-    blocks: TokenBlocks,
-    continuations: Sequence[Mapping[str, Any]],
-    new_tokens: int,
-    columns: Callable[..., dict[str, Tensor]],
-    progress: Progress | None,
-) -> list[Line]:
-    """Return the columns [B, N] of each continuation, from its tokens and each model's logits; call on all ranks."""
-    prompt_length = blocks.block_size - new_tokens
-
-    def run(part: range) -> list[Line]:
-        batch = continuations[part.start : part.stop]
-        tokens = _continued(blocks, batch, prompt_length)
-        with ExitStack() as evaluating:
-            for model in models:
-                evaluating.enter_context(modes.evaluation_mode(model))
-            values = columns(tokens[:, prompt_length:], *(_last_logits(model, tokens, new_tokens) for model in models))
-        return [
-            {
-                **{key: line[key] for key in ("block", "document", "name") if key in line},
-                **{name: rows[row, : len(line["tokens"])].tolist() for name, rows in values.items()},
-            }
-            for row, line in enumerate(batch)
-        ]
-
-    logit_tokens = chunk_tokens(model_shape.vocabulary_size(models[0])) // new_tokens
-    together = max(1, min(_TOGETHER // blocks.block_size, logit_tokens))
-    return _in_batches(run, len(continuations), together, progress)
-
-
-def _continued(blocks: TokenBlocks, continuations: Sequence[Mapping[str, Any]], prompt_length: int) -> Tensor:
-    """Return prompts with their continuations, int64 [B, T], padded on the right, which earlier positions ignore."""
-    tokens = torch.zeros(len(continuations), blocks.block_size, dtype=torch.long)
-    for row, line in zip(tokens, continuations, strict=True):
-        row[:prompt_length] = torch.from_numpy(blocks.tokens[line["block"], :prompt_length].astype(np.int64))
-        row[prompt_length : prompt_length + len(line["tokens"])] = torch.tensor(line["tokens"])
-    return tokens
-
-
-@torch.inference_mode()
-def _last_logits(model: PreTrainedModel, tokens: Tensor, number: int) -> Tensor:
-    """Return the logits [B, number, V] by which a model predicts the last ``number`` tokens of ``tokens`` [B, T]."""
-    model_shape.check_tokens(model, int(tokens.max()))  # a dense model of a larger vocabulary wrote them
-    is_possible = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-    only = {"logits_to_keep": number + 1} if is_possible else {}
-    logits: Tensor = model(input_ids=tokens.to(model.device), use_cache=False, **only).logits[:, -number - 1 : -1]
-    if not bool(torch.isfinite(logits.amax(-1)).all()):
-        raise UserError(NOT_FINITE)
-    return logits
-
-
-def _in_batches(
-    run: Callable[[range], list[Line]], number: int, together: int, progress: Progress | None
-) -> list[Line]:
-    """Collect the records of ``run`` for 0 to ``number`` - 1, shared by all ranks, in order."""
-    lines = AdaptiveBatchSize(together).run_all(run, own_share(number), progress)
-    return [line for part in gathered(lines) for line in part]
+    return by_continuation((model, dense), blocks, continuations, new_tokens, columns, progress)
 
 
 def agreement_table(results: Mapping[str, Agreement], draft_tokens: Sequence[int]) -> pd.DataFrame:

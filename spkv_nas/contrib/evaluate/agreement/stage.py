@@ -10,21 +10,28 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.defaults import AGREEMENT_TOKENS, DRAFT_TOKENS
 from spkv_nas.artifacts.result_tables import AGREEMENT
 from spkv_nas.base import distributed, version
 from spkv_nas.base.console import out, print_path
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.contrib.defaults import AGREEMENT_TOKENS, DRAFT_TOKENS
+from spkv_nas.contrib.evaluate.agreement.agreement import GREEDY, SAMPLED, Agreement, agreement_table, compare
+from spkv_nas.contrib.evaluate.agreement.options import AgreementOptions
+from spkv_nas.contrib.evaluate.samples import (
+    Checkpoint,
+    SampledTable,
+    kept_samples,
+    sample_file,
+    say_sample_count,
+    with_error,
+)
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.agreement import GREEDY, SAMPLED, Agreement, agreement_table, compare, write_continuations
+from spkv_nas.evaluation.continuations import write_continuations
 from spkv_nas.evaluation.micro_batch import check_positions
-from spkv_nas.evaluation.samples import kept_samples, sample_file
 from spkv_nas.model import model_shape, transformers_logging
-from spkv_nas.stages.checkpoints import Checkpoint, SampledTable, check_pair, evaluated
+from spkv_nas.stages.checkpoints import check_pair, evaluated
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.options.evaluate.agreement import AgreementOptions
-from spkv_nas.stages.printing import say_sample_count, with_error
 from spkv_nas.stages.result import Result
 
 _TEMPERATURE = 1.0  # of sampled continuations
@@ -32,7 +39,7 @@ _TEMPERATURE = 1.0  # of sampled continuations
 
 @dataclass(frozen=True)
 class AgreementResult(SampledTable):
-    """Table of ``evaluation.agreement`` with the dense model ``against``."""
+    """Table of ``agreement_table`` with the dense model ``against``."""
 
     against: str
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spkv_nas.artifacts.defaults import AGREEMENT_TOKENS
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import default
+from spkv_nas.contrib.defaults import AGREEMENT_TOKENS
 from spkv_nas.evaluation.verdict.continuations import NewTokens
 from spkv_nas.stages import flags
-from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, check_checkpoints
+from spkv_nas.stages.command_group import runner
+from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
 
@@ -48,3 +49,6 @@ def check(options: AgreementOptions) -> None:
     subject = evaluated(options)
     check_checkpoints(options)
     subject.check()
+
+
+AGREEMENT = Evaluation("agreement", runner(AgreementOptions), distributed=True)

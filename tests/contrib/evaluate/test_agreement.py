@@ -16,17 +16,16 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import AGREEMENT
 from spkv_nas.base.statistics import jackknife_ratio, unseen_share
 from spkv_nas.cli import main
-from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
-from spkv_nas.evaluation.agreement import (
+from spkv_nas.contrib.evaluate.agreement.agreement import (
     GREEDY,
     SAMPLED,
     Agreement,
     agreement_table,
     compare,
     expected_passes,
-    predict,
-    write_continuations,
 )
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.evaluation.continuations import predict, write_continuations
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.generation import continue_tokens
 from spkv_nas.model.windows import apply_layout
@@ -284,7 +283,7 @@ class TestCommand:
         # A finished comparison is read, not computed again
         written = table.read_bytes()
         for name in ("write_continuations", "compare"):
-            monkeypatch.setattr(f"spkv_nas.stages.evaluate.agreement.{name}", _unexpected)
+            monkeypatch.setattr(f"spkv_nas.contrib.evaluate.agreement.stage.{name}", _unexpected)
         main(against)
         assert table.read_bytes() == written
 
