@@ -20,8 +20,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.probing.signals import SIGNALS
-from spkv_nas.stages.evaluate.nll import nll
-from spkv_nas.stages.evaluate.sweep import sweep
+from spkv_nas.stages.evaluate.nll import nll, sweep
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.score import ScoreOptions

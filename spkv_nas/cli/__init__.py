@@ -9,11 +9,7 @@ from spkv_nas.base.errors import UserError
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with its code; see ``app.main``.
-
-    Args:
-        arguments: those of the command line; by default ``sys.argv[1:]``.
-    """
+    """Run the command line, by default ``sys.argv[1:]``, and exit with its code; see ``app.main``."""
     try:
         from spkv_nas.cli import app
     except UserError as error:  # an entry point of another package cannot be loaded

@@ -159,13 +159,10 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with its code.
+    """Run the command line, by default ``sys.argv[1:]``, and exit with its code.
 
     Exit codes: 0 on success, 1 for a bug, 2 for an error that the user can fix, 130 after Ctrl-C and 143 after SIGTERM
     (training saves a checkpoint first); ``verdict`` and ``critical-budget`` return their answer.
-
-    Args:
-        arguments: those of the command line; by default ``sys.argv[1:]``.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -196,11 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def explained(error: Exception) -> tuple[str, int]:
-    """Return the message for an error that ended a command, and the exit code.
-
-    Returns:
-        The message, "" if the help has been printed instead; 2 if the user can fix the error, 1 if it is a bug.
-    """
+    """Return the message for an error, "" if the help was printed instead, and the exit code: 1 for a bug, else 2."""
     # Errors that the user can fix
     if isinstance(error, UserError):
         return str(error), 2

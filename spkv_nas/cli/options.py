@@ -54,14 +54,10 @@ _SHARED = {"workspace": Root, "device": Device, "quiet": Quiet, "verbose": Verbo
 def command(
     app: typer.Typer, name: str | None = None
 ) -> Callable[[Callable[[Options, Reporter], Results | None]], Callable[..., None]]:
-    """Return a decorator that adds a function to ``app`` as a command.
+    """Return a decorator that adds a function to ``app`` as a command, by default of the function's name, with dashes.
 
     The function takes an options dataclass and a reporter; its docstring is the help. Its result is printed, with
     ``--json`` as one JSON document. A function that is declared to return None prints by itself and has no ``--json``.
-
-    Args:
-        app: the app to extend.
-        name: the command's name; by default the function's, with dashes.
     """
 
     def register(function: Callable[[Options, Reporter], Results | None]) -> Callable[..., None]:

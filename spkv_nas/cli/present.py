@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 
 
 def print_results(output: Results, *, as_json: bool) -> int:
-    """Print a command's results and return its exit code.
-
-    Args:
-        output: one result, or an iterator of them, each printed as soon as it arrives.
-        as_json: print all of them as one JSON document instead.
-
-    Returns:
-        The highest exit code of the results.
-    """
+    """Print a command's results as they arrive, or all as one JSON document; return the highest exit code."""
     # Several results are the steps of one workflow: drop the suggestions in between
     results = iter((output,)) if isinstance(output, Result) else (replace(result, next=()) for result in output)
     documents: list[Any] = []

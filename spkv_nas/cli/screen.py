@@ -31,9 +31,6 @@ def working(title: str, *, quiet: bool = False, verbose: bool = False, takes_lon
         quiet: show only warnings about results.
         verbose: also show details.
         takes_long: outside a terminal, announce that the command has started.
-
-    Yields:
-        The reporter that the block sends its progress to.
     """
     level = logging.DEBUG if verbose else logging.INFO
     # Show warnings only, rows in a terminal, or lines of a log
@@ -53,12 +50,7 @@ def working(title: str, *, quiet: bool = False, verbose: bool = False, takes_lon
 
 @contextmanager
 def _printed(level: int, show: Announce) -> Iterator[None]:
-    """Print the package's log records of at least ``level`` inside the ``with`` block: warnings as cautions.
-
-    Args:
-        level: lowest level to print.
-        show: prints the message of a lower record than a warning.
-    """
+    """Print the package's log records of at least ``level`` in the block: warnings as cautions, others by ``show``."""
     level_before, propagate_before = LOGGER.level, LOGGER.propagate
     handler = _Printer(show)
     LOGGER.addHandler(handler)

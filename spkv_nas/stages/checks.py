@@ -28,13 +28,9 @@ _WRITING = (options.Measures, options.Trains)
 
 
 def check(command_options: object) -> None:
-    """Check the options of a command.
+    """Check the options of a command, an instance of its options dataclass.
 
-    Args:
-        command_options: the options dataclass of a command.
-
-    Raises:
-        UserError: naming the option or the file that is wrong.
+    Raises ``UserError``, which names the option or the file that is wrong.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the stage reads the same files and warns then
@@ -52,15 +48,9 @@ def check(command_options: object) -> None:
 
 
 def check_recipe(file: Path, dtype: str | None = None, *, needs_text: bool = True) -> Recipe:
-    """Read a recipe and check that the files it names exist.
+    """Read a recipe, with ``dtype`` for its precision if given, and check its files; its text only if it is needed.
 
-    Args:
-        file: recipe (YAML).
-        dtype: precision that replaces the recipe's.
-        needs_text: whether the recipe's text is going to be read.
-
-    Raises:
-        UserError: naming the key or the file.
+    Raises ``UserError``, which names the key or the file.
     """
     recipe = Recipe.read(file).with_precision(dtype)
     check_files(recipe, file.parent, needs_text=needs_text)

@@ -49,12 +49,7 @@ COMMAND_GROUPS = Registry("spkv_nas.command_groups", "command group", CommandGro
 def runner(options_class: type, function: str = "run") -> Callable[..., Results | None]:
     """Return the function that runs the command of a class of options, whose docstring is the help.
 
-    It calls a function of ``stage_module(options_class)``. That module, and torch with it, is imported when the command
-    runs.
-
-    Args:
-        options_class: options of the command.
-        function: name of the function in a module of several commands.
+    It calls ``function`` of ``stage_module(options_class)``. That module, and torch with it, is imported when it runs.
     """
     module = stage_module(options_class)
 

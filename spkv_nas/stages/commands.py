@@ -48,12 +48,9 @@ def next_line(command: str) -> str:
 
 
 def command_line(options: object) -> str:
-    """Format the command line that gives a stage ``options``, without those at their defaults.
+    """Format the command line that gives a stage ``options``, a command's dataclass, without those at their defaults.
 
     Paths below the current folder are written relative to it.
-
-    Args:
-        options: the options dataclass of a command.
     """
     hints = get_type_hints(type(options), include_extras=True)
     # Split values into positional arguments and switches, skipping defaults

@@ -58,10 +58,8 @@ def serve(
 ) -> Served | None:
     """Return the cache of a model in the engine that options name, without rows; None without an engine.
 
-    ``sizes`` are the context and the window in tokens.
-
-    Raises:
-        UserError: layers of the model have a sliding window by design, which engines' memory is not planned for.
+    ``sizes`` are the context and the window in tokens. Raises ``UserError`` for layers that have a sliding window by
+    design, which engines' memory is not planned for.
     """
     serving = chosen_engine(options)
     if serving is None:

@@ -59,8 +59,7 @@ class FirstRecipe:
 def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:
     """Write a first recipe for a model and a text, and plan the runs that follow from it.
 
-    Raises:
-        UserError: the file exists, the model does not, or there is too little text or time to train.
+    Raises ``UserError`` if the file exists, the model does not, or text or time are too little to train.
     """
     check(options)
     quiet_transformers(reporter)
@@ -135,11 +134,7 @@ def _heldout_passes(planner: Planner) -> tuple[PlannedRun, PlannedRun]:
 
 
 def _steps_in_time(planner: Planner, seconds: float) -> int:
-    """Return the training steps per run for which all runs together take ``seconds``.
-
-    Raises:
-        UserError: the time is too short for ``MIN_STEPS``.
-    """
+    """Return the training steps per run for which all runs together take ``seconds``; ``UserError`` if too few."""
     # Separate the time per step from the fixed time
     trained = (Variant.sp_kv(), Variant.full_attention(), *[_any_layout(planner)] * _num_layouts())
     batch_size, steps = planner.recipe.branch.batch_size, planner.recipe.branch.steps

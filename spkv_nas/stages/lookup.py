@@ -63,10 +63,7 @@ def chosen_table(options: ChoosesProbe, reporter: Reporter = SILENT) -> HeadScor
     """Read the probe that options name, by default the workspace's only one.
 
     With several probes of one model the default is the recommended signal's, else the densities'; the choice is
-    announced.
-
-    Raises:
-        UserError: there is none, or the choice is ambiguous; the error then lists a command for each.
+    announced. Raises ``UserError`` if there is none, or with a command for each if the choice is ambiguous.
     """
     # Take the probe that is named, or the only one
     if options.probe is not None:
@@ -100,9 +97,7 @@ def chosen_table(options: ChoosesProbe, reporter: Reporter = SILENT) -> HeadScor
 def chosen_recipe(options: RetrainsLayouts, table: HeadScores, embedded: str) -> Path:
     """Return the recipe to retrain layouts by: the options', or ``embedded`` for a probe of an embedded model.
 
-    Raises:
-        UserError: the options name none and the probe is of another model; the error suggests a command that names the
-            recipe or writes one.
+    Raises ``UserError`` without one, with a command that names the recipe or writes one.
     """
     if options.recipe is not None:
         return options.recipe

@@ -40,16 +40,10 @@ RECOMMENDATION = (
 
 
 def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None) -> Suggestion | None:
-    """Recommend head gates where densities choose the heads; None for other signals and tables made by hand.
+    """Recommend head gates where densities choose the heads, and their layout is not among the table's.
 
-    None too where the head gates' layout is among the table's layouts. The command proposes by the same model's head
-    gates if the workspace has them, else it measures them. It is empty where the probe does not record its text; the
-    reason then says so.
-
-    Args:
-        workspace: workspace with the model's probes.
-        table: density table that the layouts are proposed from.
-        budget: global KV heads, as the user gave them; None: the default.
+    The command proposes by the same model's head gates if the workspace has them, else it measures them for ``budget``,
+    as the user gave it. Without a record of the probe's text the command is empty, and the reason says so.
     """
     identity = model_identity(table.metadata)
     if not table.is_density or identity is None:
@@ -82,10 +76,7 @@ def missing_options(table: HeadScores) -> str:
 def after_init(options: InitOptions, name: str, window: int) -> list[Suggestion]:
     """Suggest to retrain the model's layouts if there are any, else to measure its head gates.
 
-    Args:
-        options: options of the ``init`` command that wrote the recipe.
-        name: the recipe's name.
-        window: the recipe's window in tokens; layouts of another window are not comparable with its models.
+    Only layouts of the recipe's ``window`` compare with its models; ``name`` is the recipe's.
     """
     # Look for layouts of the same model and window
     workspace, model = options.folders, absolute(options.model)

@@ -50,11 +50,7 @@ class PlanResult:
 
 
 def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
-    """Estimate the cost of the full workflow on a recipe or a model.
-
-    Raises:
-        UserError: neither or both are given, the model cannot be read or is a mixture of experts, or options conflict.
-    """
+    """Estimate the cost of the full workflow on a recipe or a model; ``UserError`` for a mixture of experts."""
     quiet_transformers(reporter)
     check(options)
     # Count the stages

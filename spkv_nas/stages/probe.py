@@ -67,9 +67,8 @@ _MAX_TARGET = 0.99  # maximum target density of learned gates
 def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
     """Probe a recipe's reference (trained first if need be), a user's checkpoint, or the embedded reference.
 
-    The default signal is density for a recipe or a model with gates, else the recommended one, head gates. To measure
-    density on a model without gates, gates are learned first, at the budget's price and with frozen weights. Other
-    signals append their name to the result's, and "layer" if they score whole layers.
+    The default signal is density for a recipe or a model with gates, else head gates. To measure density on a model
+    without gates, gates are learned first, at the budget's price and with frozen weights.
     """
     check(options)
     quiet_transformers(reporter)

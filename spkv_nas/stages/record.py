@@ -54,11 +54,9 @@ def absolute(source: str | Path) -> str:
 
 
 def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | None:
-    """Read a probe's options from its record; None where they are missing, invalid or incomplete.
+    """Read a probe's options from its record, which users may have edited, to make commands for ``workspace``.
 
-    Args:
-        record: content of ``probe.yaml``, which users may have edited.
-        workspace: folder for the commands to be made from the options.
+    None where they are missing, invalid or incomplete.
     """
     if (content := record.get(OPTIONS)) is None:
         return None
@@ -79,11 +77,7 @@ def model_identity(record: Mapping[str, Any]) -> str | None:
 
 
 def probe_records(workspace: Workspace) -> dict[str, dict[str, Any]]:
-    """Read the records of all probes in a workspace, by name.
-
-    A record that cannot be read is empty here, like that of a table made by hand; reading the probe itself raises the
-    error.
-    """
+    """Read the records of all probes in a workspace, by name; one that cannot be read is empty, as without a record."""
     records: dict[str, dict[str, Any]] = {}
     for name in workspace.probes():
         records[name] = {}
@@ -105,11 +99,7 @@ def is_comparable(record: Mapping[str, Any], table: HeadScores) -> bool:
 def for_signal(options: ProbeOptions, signal: str, budget: str | None, *, learns: bool) -> ProbeOptions:
     """Return the options that measure another signal of the same model, on the same blocks of text.
 
-    Args:
-        options: options of the existing probe.
-        signal: name of the signal to measure.
-        budget: global KV heads to measure the signal for; None: the signal's default.
-        learns: whether the signal is learned on the model, so that it takes a budget, a window and a seed.
+    A signal that ``learns`` on the model takes the budget, the window and the seed.
     """
     name = options.name and f"{options.name}-{signal}"
     unset = {name: None for name in shared_options(SIGNALS) if name != "seed"}

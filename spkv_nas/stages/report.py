@@ -41,9 +41,6 @@ def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
     """Write the pages of a workspace, or that of ``options.probe``, and an index if there are several.
 
     Return the path of the index if there is one and no probe was named, else of the page.
-
-    Raises:
-        UserError: a file cannot be read.
     """
     check(options)
     workspace = options.folders
@@ -113,11 +110,7 @@ def pages(workspace: Workspace) -> list[str]:
 
 
 def write_workspace_index(workspace: Workspace) -> Path | None:
-    """Write ``reports/index.html`` if there are several pages, and return its path, else None.
-
-    Raises:
-        UserError: a file cannot be read; the error names it.
-    """
+    """Write ``reports/index.html`` if there are several pages, and return its path, else None."""
     names = pages(workspace)
     if len(names) < 2:
         return None

@@ -29,11 +29,7 @@ SEARCH = "search.csv"
 
 
 def read_inputs(workspace: Workspace, table: HeadScores, proposal: Proposal, **others: Any) -> ReportInputs:
-    """Return what the page of a probe is made from; ``others`` are further fields of ``ReportInputs``.
-
-    Raises:
-        UserError: a file cannot be read; the error names it.
-    """
+    """Return what the page of a probe is made from; ``others`` are further fields of ``ReportInputs``."""
     folder = workspace.report_dir(table.name)
     results = read_results(folder)
     scores = [file for file in _found(workspace, table, SCORES) if file.rows["heads"].any()]

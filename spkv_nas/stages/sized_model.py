@@ -118,9 +118,7 @@ def read_times(
 ) -> Calibration:
     """Read the calibration that ``options`` would write, and check that it has the windows, context and heads.
 
-    Raises:
-        UserError: it does not exist or fit, and then suggests the command that measures it; or layers have a sliding
-            window by design, for which nothing is measured.
+    Raises ``UserError`` if it does not fit, with the command that measures it, or for layers with a window by design.
     """
     if any(native_windows):
         raise UserError("attention times are not measured for models whose layers have a sliding window by design")

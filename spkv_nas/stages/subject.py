@@ -85,16 +85,9 @@ class Subject:
 
     @classmethod
     def of(cls, options: SubjectOptions, default: str, purpose: str, *, reads_text: bool = True) -> Subject:
-        """Make the subject that options name.
+        """Make the subject that options name, or the ``default`` model; ``purpose``, such as "probe on", ends an error.
 
-        Args:
-            options: options of a measuring command.
-            default: model to use where the options name none.
-            purpose: what the text is for, such as "probe on"; ends the error message.
-            reads_text: whether a text is needed.
-
-        Raises:
-            UserError: a model that is not embedded has no text, but needs one.
+        Raises ``UserError`` if a model that is not embedded has no text, but needs one (``reads_text``).
         """
         from spkv_nas.training.recipe import Recipe
 
@@ -115,14 +108,7 @@ class Subject:
         return cls(str(checkpoint), recipe.name, options.name or recipe.name, recipe, file.parent, options)
 
     def check(self, *, in_blocks: bool = True) -> None:
-        """Check that model and text exist, without torch.
-
-        Args:
-            in_blocks: whether to check too that ``max_tokens`` covers a block.
-
-        Raises:
-            UserError: model or text is missing, or ``max_tokens`` is less than a block.
-        """
+        """Check without torch that model and text exist, and if ``in_blocks`` that ``max_tokens`` covers a block."""
         check_checkpoint(self.source)
         for source in self.options.data or ():
             open_source(source, Path())
@@ -132,8 +118,7 @@ class Subject:
     def _length(self) -> int:
         """Return the block length in tokens, by default the model's context up to ``CONTEXT``.
 
-        Raises:
-            UserError: ``max_tokens`` is less.
+        Raises ``UserError`` if ``max_tokens`` is less.
         """
         options = self.options
         length = (
@@ -153,9 +138,6 @@ class Subject:
             with_logits: whether the pass that follows computes logits of a whole micro-batch, which must fit in memory.
             tokens: number to use, spread over the text, where ``max_tokens`` is None; None: all.
             learns: whether a model without gates will learn them, so that its text is split by document.
-
-        Raises:
-            UserError: too few tokens, tokens outside the model's vocabulary, too little memory, or a failed load.
         """
         from spkv_nas.evaluation.alarms import packing_warning
         from spkv_nas.model.checkpoint import load_on, saved_dtype
@@ -237,17 +219,8 @@ class Subject:
     ) -> tuple[TokenBlocks | None, TokenBlocks]:
         """Read the text without loading the model; must be called on all ranks.
 
-        Args:
-            tokenizer: tokenizer of the model.
-            separator: what stands after a document (``data.tokenizer.boundaries``).
-            reporter: receives messages and progress.
-            learns: whether gates are learned on a part of the text, so that it is split by document.
-
-        Returns:
-            (blocks that gates learn on, None unless ``learns``; all other blocks).
-
-        Raises:
-            UserError: the text is missing or too short.
+        ``separator`` stands after a document (``data.tokenizer.boundaries``). Returns (blocks that gates learn on, None
+        unless ``learns``; all other blocks). Raises ``UserError`` if the text is missing or too short.
         """
         from spkv_nas.data.splits import load_text
 

@@ -24,15 +24,9 @@ _ADD_ONE_HEAD = "add-one-head"  # signal whose values are gains
 
 
 def trust(workspace: Workspace, table: HeadScores, chosen: Mask) -> Trust | None:
-    """Say how well ``table`` ranks its heads; None where no gains were measured.
+    """Say how well ``table`` ranks its heads, at its threshold; None where no gains were measured.
 
-    Args:
-        workspace: workspace with the probes.
-        table: head scores, at the threshold that the heads were chosen at.
-        chosen: bool [L, Hkv], the table's densest heads.
-
-    Warns:
-        UserWarning: another probe of the same model cannot be read.
+    ``chosen`` bool [L, Hkv] are its densest heads. Warns of another probe of the same model that cannot be read.
     """
     for probe in (table, *neighbours(workspace, table)):
         if probe.sinks == table.sinks and (gains := _gains(probe, table)) is not None:

@@ -16,7 +16,7 @@ from paths import ROOT
 
 from spkv_nas.base.registry import Registry
 from spkv_nas.cli.evaluate import EVALUATIONS
-from spkv_nas.contrib.search.registry import SAMPLERS
+from spkv_nas.contrib.search.sampler import SAMPLERS
 from spkv_nas.engines.registry import ENGINES, planned_engines
 from spkv_nas.evaluation.verdict.registry import CRITERIA
 from spkv_nas.model.export.registry import TARGETS

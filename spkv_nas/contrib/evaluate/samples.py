@@ -13,10 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from spkv_nas.base.console import out
 from spkv_nas.base.device import dtype_name
@@ -25,12 +22,12 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import parse_json, read_text, write_atomic
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.statistics import share_text
-from spkv_nas.data.block_cache import fingerprint
-from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
-from spkv_nas.model.config_section import gate_config
-from spkv_nas.model.modes import gate_mode
 from spkv_nas.stages.checkpoints import load
 from spkv_nas.stages.options import InDtype
+
+if TYPE_CHECKING:  # where lm-eval is missing, ``evaluate tasks`` has to name it before torch
+    import pandas as pd
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _MAX_BYTES = 1 << 34
 
@@ -82,16 +79,25 @@ class Checkpoint:
     @property
     def origin(self) -> dict[str, Any]:
         """Return the record of which checkpoint was evaluated, at which dtype and threshold."""
+        from spkv_nas.model.checkpoint import model_origin
+        from spkv_nas.model.config_section import gate_config
+
         gates = gate_config(self.model)
         tau = gates.tau if self.tau is None and gates is not None else self.tau
         return {**model_origin(self.source), "computed_in": dtype_name(self.model.dtype), "tau": tau}
 
     def identity(self, mode: object) -> str:
         """Return a text of everything that answers depend on besides the questions, such as ``mode``: of its gates."""
+        from spkv_nas.data.block_cache import fingerprint
+        from spkv_nas.model.checkpoint import checkpoint_hash
+
         return f"{checkpoint_hash(self.source)} {self.model.dtype} {fingerprint(self.tokenizer)} {mode}"
 
     def hard(self) -> AbstractContextManager[Any]:
         """Return a context in which its gates, if any, are hard. Raises ``UserError`` for a threshold without gates."""
+        from spkv_nas.model.config_section import gate_config
+        from spkv_nas.model.modes import gate_mode
+
         if gate_config(self.model) is not None:
             return gate_mode(self.model, "hard", self.tau)
         if self.tau is not None:

@@ -11,7 +11,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.defaults import SAMPLER
-from spkv_nas.contrib.search.registry import SAMPLERS
+from spkv_nas.contrib.search.sampler import SAMPLERS
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
 from spkv_nas.stages.command_group import AddedCommand, runner

@@ -1,4 +1,4 @@
-"""Define what a sampler is: it chooses the layouts that a search scores next.
+"""Choose the layouts that a search scores next: by Thompson sampling, or at random to compare with.
 
 A sampler is a frozen dataclass whose fields are its options; packages add theirs to the group ``spkv_nas.samplers``.
 """
@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from spkv_nas.base.entry import Entry
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:  # reads pandas, which takes too long for --help
+from spkv_nas.base.entry import Entry
+from spkv_nas.base.registry import Registry
+
+if TYPE_CHECKING:  # pandas and scipy take too long for --help
     from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.contrib.search.head_weights import HeadWeights
     from spkv_nas.contrib.search.space import Space
     from spkv_nas.contrib.search.trials import Trial
+
+Float = NDArray[np.float64]
 
 TRIALS_PER_ROUND = 10  # layouts sampled together from the scores of all earlier ones
 
@@ -48,6 +56,95 @@ class Sampler(Entry, ABC):
     def settings(self, space: Space) -> dict[str, Any]:
         """Return what its layouts depend on besides the arguments, as plain values. A study with others is refused."""
         return {}
+
+
+@dataclass(frozen=True)
+class ThompsonSampling(Sampler):
+    """Draw head weights from their posterior given all scores, and take the best layout for them.
+
+    Heads with uncertain weights are tried because a draw may rate them high, until the scores rule that out. Draws are
+    scaled towards the mean by a random factor, because full draws with a weight per head explore for too long
+    (reports/LOG.md). With a second objective each layout draws its number of global heads, and thereby the trade-off of
+    cost against NLL.
+    """
+
+    name = "surrogate"
+    help = "a linear model of all scores so far, started from the strategies and the head scores"
+    takes_starts = True
+
+    def layouts(
+        self, space: Space, numbers: range, results: Sequence[Trial], *, seed: int, starts: Sequence[Layout] = ()
+    ) -> list[Layout]:
+        """Return the layouts of a round, first the starts, none twice while untried ones are left.
+
+        After the starts they are sorted, so that consecutive layouts share as many layers as possible.
+        """
+        tables = (space.table, *space.signals)
+        signals: Float = np.stack([table.density.ravel() for table in tables], 1)  # [H, K]
+        scored = [(result.layout, result.values[0]) for result in results]
+        weights = _fit(scored, signals)
+        # Propose starting layouts first, then untried ones
+        first = [*starts[numbers.start : numbers.stop]]
+        tried = {layout.heads for layout in (*first, *(layout for layout, _ in scored))}
+        proposals: list[Layout] = []
+        for number in numbers[len(first) :]:
+            proposals.append(_draw(space, seed, number, signals, weights, tried))
+            tried.add(proposals[-1].heads)
+        return [*first, *sorted(proposals, key=lambda layout: layout.heads)]
+
+    def settings(self, space: Space) -> dict[str, Any]:
+        """Name the signals that the model takes into account."""
+        return {"signals": [f"{table.name} {table.content_hash}" for table in space.signals]}
+
+
+def _fit(scored: Sequence[tuple[Layout, float]], signals: Float) -> HeadWeights | None:
+    """Fit the head weights to the finite scores, lower is better; None if there are too few."""
+    from spkv_nas.contrib.search.head_weights import HeadWeights
+
+    finite = [(layout.global_mask.ravel(), score) for layout, score in scored if np.isfinite(score)]
+    if not finite:
+        return None
+    masks, scores = zip(*finite, strict=True)
+    return HeadWeights.of(np.stack(masks), np.array(scores), signals)
+
+
+def _draw(
+    space: Space, seed: int, number: int, signals: Float, weights: HeadWeights | None, tried: set[tuple[str, ...]]
+) -> Layout:
+    """Draw the layout of trial ``number``, which is not in ``tried``."""
+    from spkv_nas.contrib.search.space import ranks
+
+    generator = np.random.default_rng([seed, number])
+    low, high = space.budgets
+    budget = int(generator.integers(low, high + 1))
+    if weights is None:  # no model yet: near the best heads of one of the signals
+        signal = signals[:, number % signals.shape[1]]
+        gain = ranks(signal) + generator.random(len(signal))
+    else:
+        gain = weights.draw(generator, spread=generator.random())
+    return space.optimum(gain.reshape(space.grid), budget, tried)
+
+
+@dataclass(frozen=True)
+class RandomSearch(Sampler):
+    """Draw all sets of heads of the budget with equal probability."""
+
+    name = "random"
+    help = "heads at random"
+
+    def layouts(
+        self, space: Space, numbers: range, results: Sequence[Trial], *, seed: int, starts: Sequence[Layout] = ()
+    ) -> list[Layout]:
+        """Return the layouts of a round, each drawn with the seed and the number of its trial."""
+        return [space.random(np.random.default_rng([seed, number])) for number in numbers]
+
+
+SAMPLERS: Registry[Sampler] = Registry(
+    "spkv_nas.samplers",
+    "sampler",
+    Sampler,  # type: ignore[type-abstract]
+    (ThompsonSampling(), RandomSearch()),
+)
 
 
 class StudySampler:

@@ -27,9 +27,8 @@ from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import LOGGER
 from spkv_nas.contrib.defaults import SAMPLER
-from spkv_nas.contrib.search.registry import SAMPLERS
 from spkv_nas.contrib.search.results import front, result_table
-from spkv_nas.contrib.search.sampler import TRIALS_PER_ROUND, Sampler, StudySampler
+from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Sampler, StudySampler
 from spkv_nas.contrib.search.space import Space, starting_layouts
 from spkv_nas.contrib.search.trials import LayoutCost, Trial
 from spkv_nas.data.blocks import TokenBlocks
@@ -161,7 +160,7 @@ def search_layouts(
             number that the table was learned for, or the paper's share.
         trials: layouts to try; 0 returns a study to call ``optimize`` on.
         window: tokens visible to local heads, the query's own included; by default the table's, or ``default_window``.
-        sampler: name of one of ``search.registry.SAMPLERS``: "surrogate" or "random"; or a sampler.
+        sampler: name of one of ``search.sampler.SAMPLERS``: "surrogate" or "random"; or a sampler.
         seed: random seed; equal seeds give equal trials.
         signals: further head scores that "surrogate" may use.
         starts: layouts to try first, by name; by default those of the proposal strategies.

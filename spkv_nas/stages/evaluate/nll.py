@@ -1,4 +1,4 @@
-"""Measure held-out NLL of a checkpoint, or of two on the same documents."""
+"""Measure held-out NLL of a checkpoint, of two on the same documents, or of one at many thresholds."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 import pandas as pd
 from rich.markup import escape
+from rich.table import Table
 
 from spkv_nas.artifacts import checkpoints, diagnosis
-from spkv_nas.artifacts.result_tables import EVALUATION
+from spkv_nas.artifacts.result_tables import EVALUATION, ResultTable
 from spkv_nas.base import console, distributed, locks
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.micro_batch import fitting_batch
 from spkv_nas.evaluation.paired import PairedDifference, paired_difference
 from spkv_nas.evaluation.selected import Selected, find_selected
-from spkv_nas.evaluation.sweep import Evaluation, checkpoint_table, evaluate, merged
+from spkv_nas.evaluation.sweep import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
+from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.model import config_section, transformers_logging
 from spkv_nas.stages.checkpoints import check_pair, evaluated, load
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.evaluate import sweep
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
 from spkv_nas.stages.printing import about_errors, about_selection, change, evaluation_document
 from spkv_nas.stages.result import Result
@@ -153,8 +154,66 @@ def document(result: NLLResult) -> dict[str, Any]:
     return document
 
 
+@dataclass(frozen=True)
+class SweepResult:
+    """Evaluation with open gates, and a row per threshold."""
+
+    name: str
+    evaluation: Evaluation
+    rows: pd.DataFrame
+    folder: Path
+
+
+def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> SweepResult:
+    """Measure NLL and density with open gates and at every threshold; must be called on all ranks."""
+    transformers_logging.quiet_transformers(reporter)
+    check(options)
+    subject = evaluated(options)
+    folder = options.folders.report_dir(subject.name)
+    taus = parse_taus(str(options.taus))
+    # Measure
+    measured = subject.load(reporter)
+    with reporter.bar("evaluating") as progress:
+        evaluations = tau_sweep(
+            measured.model, measured.blocks, taus, batch_size=measured.batch_size, progress=progress
+        )
+    # Write the table
+    rows = sweep_table(evaluations)
+    origin = measured_on(subject, measured, evaluations[0].nll)
+    distributed.on_main(lambda: _write_sweep(folder, rows, origin, reporter))
+    return SweepResult(subject.name, evaluations[0], rows, folder)
+
+
+def _write_sweep(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:
+    """Write table, origin and figure."""
+    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.result_charts import tau_sweep_chart
+
+    ResultTable("tau-sweep").write(folder, rows, origin, reporter)
+    save_chart(folder, tau_sweep_chart(rows))
+
+
+def show_sweep(result: SweepResult) -> None:
+    """Print NLL and density at every threshold."""
+    nll = result.evaluation.nll
+    text = f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents"
+    grid = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: {text}")
+    for row in result.rows.itertuples():
+        difference = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
+        grid.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
+    console.out.print(grid)
+    about_errors(nll.num_documents, nll.effective_documents)
+    console.print_path("sweep", result.folder / "tau-sweep.png")
+
+
+def sweep_document(result: SweepResult) -> dict[str, Any]:
+    """Return the evaluation with open gates, and every threshold's."""
+    evaluation = evaluation_document(result.evaluation)
+    return {"name": result.name, **evaluation, "sweep": result.rows, "folder": result.folder}
+
+
 def run(options: NLLOptions, reporter: Reporter) -> Result:
     """Run the command."""
     if options.taus is not None:
-        return Result(sweep.sweep(options, reporter), sweep.show, sweep.document)
+        return Result(sweep(options, reporter), show_sweep, sweep_document)
     return Result(nll(options, reporter), show, document)

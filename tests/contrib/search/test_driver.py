@@ -22,9 +22,8 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import read_record
 from spkv_nas.contrib.search.driver import Search
-from spkv_nas.contrib.search.registry import SAMPLERS
 from spkv_nas.contrib.search.results import front, write_results
-from spkv_nas.contrib.search.sampler import TRIALS_PER_ROUND, Sampler, StudySampler
+from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Sampler, StudySampler
 from spkv_nas.contrib.search.space import Space
 from spkv_nas.contrib.search.trials import Effort, LayoutCost, Trial, ranked
 from spkv_nas.evaluation.paired import PairedDifference
