@@ -283,7 +283,9 @@ class TestCommand:
         options += ["--against", checkpoint, "--taus", "0.6,0.7", "--density", "30%,0.2", "-w", tmp_path / "w"]
         main(["evaluate", "baselines", *map(str, options)])
         folder = tmp_path / "w" / "reports" / "dense"
-        assert {p.name for p in folder.glob("[!.]*")} == {f"baselines.{kind}" for kind in ("csv", "yaml", "png", "svg")}
+        assert {p.name for p in folder.glob("[!.]*")} == {
+            f"baselines.{kind}" for kind in ("csv", "yaml", "png", "svg", "pdf")
+        }
         rows = pd.read_csv(folder / "baselines.csv")
         assert list(rows.columns) == BASELINES.header
         chosen = [method for method in METHODS if method != "streaming" for _ in range(2)]
