@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from paths import ROOT
 from spkv_kernels import attention, reference
 from torch import Tensor
 
@@ -47,6 +53,23 @@ def inputs(shape: tuple[int, int, int, int, int], gate: str, seed: int = 0) -> d
     elif gate in ("all", "nothing"):
         keep = torch.full((batch, heads, length), gate == "all")
     return tensors | {"log_utility": log_utility, "keep": keep}
+
+
+def rounded(tensors: dict[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """Round values to ``dtype`` and return them in float64; log utilities, which stay in float32, are not rounded."""
+    return {
+        name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
+        for name, x in tensors.items()
+    }
+
+
+def compiled_kernels(*options: str) -> list[dict[str, Any]]:
+    """Compile kernels ahead of time for GPUs that are not installed, and return what each uses."""
+    command = [sys.executable, str(ROOT / "kernels" / "benchmarks" / "resources.py"), "--json", *options]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return [json.loads(line) for line in completed.stdout.splitlines()]
 
 
 def with_sink_logits(tensors: dict[str, Tensor | None], seed: int = 0) -> dict[str, Tensor | None]:

@@ -7,7 +7,7 @@ from functools import partial
 import operator_cases
 import pytest
 import torch
-from operator_cases import GATES, SHAPES, inputs, relative_error, run
+from operator_cases import GATES, SHAPES, inputs, relative_error, rounded, run, unwritten_is_nan
 from spkv_kernels import attention
 from spkv_kernels.cpu import compaction, masked
 from torch import Tensor
@@ -80,10 +80,7 @@ def test_float64_is_computed_in_float64(gate: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_16_bit_inputs_have_rounding_errors_only(gate: str, dtype: torch.dtype) -> None:
-    tensors = {
-        name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
-        for name, x in inputs((2, 6, 3, 160, 16), gate).items()
-    }
+    tensors = rounded(inputs((2, 6, 3, 160, 16), gate), dtype)
     expected = run(tensors, torch.float64, window=32, backend="reference")
     actual = run(tensors, dtype, window=32, backend="cpu")
     for name, value in expected.items():
@@ -98,15 +95,11 @@ def test_strided_inputs() -> None:
 
 @pytest.mark.parametrize("gate", GATES)
 def test_uninitialised_memory_does_not_leak(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deterministic mode fills every fresh tensor with NaN."""
     monkeypatch.setattr(compaction, "_COMPACT_FROM", 1)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with unwritten_is_nan():
         assert torch.empty(1).isnan().all()
         for window in (16, 90):
             check(inputs((2, 4, 2, 90, 16), gate), window)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_runs_repeat_bitwise() -> None:

@@ -8,7 +8,7 @@ import operator_cases
 import pytest
 import torch
 from marks import pairwise
-from operator_cases import GATES, SHAPES, inputs, relative_error, run, unwritten_is_nan, with_sink_logits
+from operator_cases import GATES, SHAPES, inputs, relative_error, rounded, run, unwritten_is_nan, with_sink_logits
 from spkv_kernels import attention
 from spkv_kernels.cpu import bands, compaction
 from torch import Tensor
@@ -84,10 +84,7 @@ def test_numerical_gradients(gate: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_16_bit_inputs_have_rounding_errors_only(gate: str, dtype: torch.dtype) -> None:
-    tensors = {
-        name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
-        for name, x in with_sink_logits(inputs((2, 6, 3, 160, 16), gate)).items()
-    }
+    tensors = rounded(with_sink_logits(inputs((2, 6, 3, 160, 16), gate)), dtype)
     expected = run(tensors, torch.float64, window=32, sinks=4, backend="reference")
     actual = run(tensors, dtype, window=32, sinks=4, backend="cpu")
     for name, value in expected.items():

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from marks import slow
-from operator_cases import GATES, check, eager, inputs, relative_error, run, unwritten_is_nan
+from operator_cases import GATES, check, compiled_kernels, eager, inputs, relative_error, rounded, run, unwritten_is_nan
 from paths import ROOT
 from spkv_kernels import attention
 from torch import Tensor
@@ -67,10 +62,7 @@ def test_another_scale_and_a_utility_of_exactly_zero() -> None:
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_half_precision_has_rounding_errors_only(gate: str) -> None:
     """The interpreter's bfloat16 products are wrong; ``test_real_sizes`` covers bfloat16 on a GPU."""
-    tensors = {
-        name: x.half().double() if x is not None and x.is_floating_point() and name != "log_utility" else x
-        for name, x in inputs((1, 2, 1, 130, 24), gate).items()
-    }
+    tensors = rounded(inputs((1, 2, 1, 130, 24), gate), torch.float16)
     expected = run(tensors, torch.float64, window=32, backend="reference")
     with unwritten_is_nan():
         actual = run(tensors, torch.float16, device=DEVICE, window=32, backend="triton")
@@ -215,12 +207,7 @@ class TestAheadOfTime:
         ],
     )
     def test_every_default_compiles(self, arch: int, modes: list[str], options: str) -> None:
-        command = [sys.executable, str(BENCHMARKS / "resources.py"), "--json", "--arch", str(arch), "--mode", *modes]
-        command += options.split()
-        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-        completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert completed.returncode == 0, completed.stderr
-        rows = [json.loads(line) for line in completed.stdout.splitlines()]
+        rows = compiled_kernels("--arch", str(arch), "--mode", *modes, *options.split())
         # Three kernels a mode, and far keys, for two dtypes and three sizes
         assert len(rows) == (1 if options else 2 * 3 * (3 * len(modes) + 1))
         for row in rows:
@@ -230,12 +217,8 @@ class TestAheadOfTime:
     @pytest.mark.slow
     def test_no_load_ahead_of_a_loop_is_unguarded(self) -> None:
         """A loop that never runs must load nothing: it would read past the end of a tensor."""
-        command = [sys.executable, str(BENCHMARKS / "resources.py"), "--json", "--size", "128", "--dtype", "bfloat16"]
-        command += ["--group", "5", "--kernel", "bwd_dkdv", "bwd_far_dkdv", "--config", "64,128,8,3", "32,64,4,3"]
-        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-        completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert completed.returncode == 0, completed.stderr
-        rows = [json.loads(line) for line in completed.stdout.splitlines()]
+        options = "--size 128 --dtype bfloat16 --group 5 --kernel bwd_dkdv bwd_far_dkdv --config 64,128,8,3 32,64,4,3"
+        rows = compiled_kernels(*options.split())
         assert len(rows) == 2 * (4 + 1)
         assert not any(row["unguarded"] for row in rows)
 
@@ -250,10 +233,7 @@ class TestOnGPU:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     def test_real_sizes(self, dtype: torch.dtype, size: int, gate: str) -> None:
         for length in (1000, 2048):
-            tensors = {
-                name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
-                for name, x in inputs((1, 4, 2, length, size), gate).items()
-            }
+            tensors = rounded(inputs((1, 4, 2, length, size), gate), dtype)
             expected = run(tensors, torch.float64, device="cuda", window=128, backend="reference")
             baseline = run(tensors, dtype, device="cuda", attend=eager, window=128)
             actual = run(tensors, dtype, device="cuda", window=128, backend="triton")
@@ -267,10 +247,7 @@ class TestOnGPU:
 
     @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
     def test_windows_per_head_at_real_sizes(self, gate: str) -> None:
-        tensors = {
-            name: x.bfloat16().double() if x is not None and x.is_floating_point() and name != "log_utility" else x
-            for name, x in inputs((2, 8, 4, 2000, 128), gate).items()
-        }
+        tensors = rounded(inputs((2, 8, 4, 2000, 128), gate), torch.bfloat16)
         window = torch.tensor([128, 1 << 30, 1, 700], device="cuda")
         expected = run(tensors, torch.float64, device="cuda", window=window, backend="reference")
         baseline = run(tensors, torch.bfloat16, device="cuda", attend=eager, window=window)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from operator_cases import relative_error, unwritten_is_nan
+from operator_cases import compiled_kernels, relative_error, unwritten_is_nan
 from paged_cases import DEVICE, filled_cache, normal
 from paths import ROOT
 from spkv_kernels import PagedKVCache, decode_attention
@@ -152,13 +148,8 @@ def test_no_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_every_default_compiles_without_spills() -> None:
-    """Kernels compile ahead of time for GPUs that are not installed."""
     options = "--arch 80 90 --mode none --kernel decode decode_combine append"
-    command = [sys.executable, str(BENCHMARKS / "resources.py"), "--json", *options.split()]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert completed.returncode == 0, completed.stderr
-    rows = [json.loads(line) for line in completed.stdout.splitlines()]
+    rows = compiled_kernels(*options.split())
     assert len(rows) == 2 * 2 * 3 * 3, "architectures, dtypes, sizes, kernels"
     for row in rows:
         assert row["spilled"] == 0, row

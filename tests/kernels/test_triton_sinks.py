@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from operator_cases import check, eager, inputs, relative_error, run, unwritten_is_nan, with_sink_logits
+from operator_cases import (
+    check,
+    compiled_kernels,
+    eager,
+    inputs,
+    relative_error,
+    rounded,
+    run,
+    unwritten_is_nan,
+    with_sink_logits,
+)
 from paged_cases import DEVICE, filled_cache, normal
-from paths import ROOT
 from spkv_kernels import attention, decode_attention
 from torch import Tensor
 
@@ -57,10 +61,7 @@ def test_gates_of_sink_tokens_have_no_gradient() -> None:
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_half_precision_has_rounding_errors_only(gate: str) -> None:
     """16-bit sink tokens have tiles of 16 keys."""
-    tensors = {
-        name: x.half().double() if x is not None and x.is_floating_point() and name != "log_utility" else x
-        for name, x in with_sink_logits(inputs((1, 4, 2, 130, 16), gate)).items()
-    }
+    tensors = rounded(with_sink_logits(inputs((1, 4, 2, 130, 16), gate)), torch.float16)
     expected = run(tensors, torch.float64, window=20, sinks=18, backend="reference")
     actual = run(tensors, torch.float16, device=DEVICE, window=20, sinks=18, backend="triton")
     for name, value in expected.items():
@@ -125,12 +126,7 @@ def test_decoding_with_learned_sinks(largest: float) -> None:
     ],
 )
 def test_every_default_compiles(options: str, kernels: int) -> None:
-    """Kernels compile ahead of time for GPUs that are not installed."""
-    command = [sys.executable, str(ROOT / "kernels" / "benchmarks" / "resources.py"), "--json", *options.split()]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert completed.returncode == 0, completed.stderr
-    rows = [json.loads(line) for line in completed.stdout.splitlines()]
+    rows = compiled_kernels(*options.split())
     assert len(rows) == kernels
     for row in rows:
         assert row["shared"] <= row["shared_limit"], row
@@ -147,10 +143,7 @@ class TestOnGPU:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     def test_real_sizes(self, dtype: torch.dtype, size: int, gate: str) -> None:
         sinks = torch.tensor([4, 50], device="cuda")
-        tensors = {
-            name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
-            for name, x in with_sink_logits(inputs((1, 4, 2, 1000, size), gate)).items()
-        }
+        tensors = rounded(with_sink_logits(inputs((1, 4, 2, 1000, size), gate)), dtype)
         expected = run(tensors, torch.float64, device="cuda", window=128, sinks=sinks, backend="reference")
         baseline = run(tensors, dtype, device="cuda", attend=eager, window=128, sinks=sinks)
         actual = run(tensors, dtype, device="cuda", window=128, sinks=sinks, backend="triton")

@@ -115,16 +115,7 @@ class TestExport:
         model = tiny_model()
         save(model, tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
         self.layerwise.write(tmp_path / "layout.yaml")
-        main(
-            [
-                "export",
-                str(tmp_path / "layout.yaml"),
-                "--model",
-                str(tmp_path / "dense"),
-                "--out",
-                str(tmp_path / "out"),
-            ]
-        )
+        self.export(tmp_path)
         apply_layout(model, self.layerwise)
         with torch.no_grad():
             expected = model(input_ids=tokens).logits
@@ -151,16 +142,7 @@ assert not [m for m in sys.modules if m.startswith(("spkv_nas", "spkv_kernels"))
         save(model, tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
         mixed = Layout(("GL", "LL", "LL", "GG"), window=6)
         mixed.write(tmp_path / "layout.yaml")
-        main(
-            [
-                "export",
-                str(tmp_path / "layout.yaml"),
-                "--model",
-                str(tmp_path / "dense"),
-                "--out",
-                str(tmp_path / "out"),
-            ]
-        )
+        self.export(tmp_path)
         assert "layer 0 mixes global and local heads" in " ".join(capsys.readouterr().out.split())
         apply_layout(model, mixed)
         restored, _ = load(tmp_path / "out")
