@@ -17,6 +17,7 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from helpers import train_branch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import TrainingArguments
 
@@ -26,7 +27,6 @@ from spkv_nas.base.distributed import disconnect, on_main, process_index
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import merged
 from spkv_nas.training import arguments, callbacks, trainer
-from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus, join_processes, load_corpus
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -28,6 +28,12 @@ from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.gates import predictors
+
+if TYPE_CHECKING:
+    from spkv_nas.training.branches import Branch
+    from spkv_nas.training.corpus import Corpus
+    from spkv_nas.training.recipe import Recipe
+    from spkv_nas.training.variants import Variant
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -301,6 +307,22 @@ class Page(HTMLParser):
 
     def all(self, *tags: str) -> list[dict[str, str | None]]:
         return [attributes for tag, attributes in self.elements if tag in tags]
+
+
+def train_branch(
+    recipe: Recipe,
+    corpus: Corpus,
+    dense: Path,
+    folder: Path,
+    variant: Variant,
+    *,
+    seed: int | None = None,
+    **options: Any,
+) -> Branch:
+    """Train a branch of the dense checkpoint in ``folder``; ``options`` are those of ``BranchContext``."""
+    from spkv_nas.training.branches import BranchContext  # loads the trainer, which few tests need
+
+    return BranchContext(recipe, corpus, dense, folder.parent, **options).train(variant, seed, folder)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -119,21 +119,6 @@ class BranchContext:
         return read_branch(final)
 
 
-def train_branch(
-    recipe: Recipe,
-    corpus: Corpus,
-    dense: Path,
-    folder: Path,
-    variant: Variant,
-    *,
-    seed: int | None = None,
-    device: str | None = None,
-    reporter: Reporter = SILENT,
-) -> Branch:
-    """Train a branch of the dense checkpoint in ``folder``, as ``BranchContext.train``."""
-    return BranchContext(recipe, corpus, dense, folder.parent, device, reporter).train(variant, seed, folder)
-
-
 def branch_folder(
     recipe: Recipe, dense: Path, runs: Path, variant: Variant, seed: int, *, origin: str | None = None
 ) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from helpers import train_branch
 from hypothesis import given
 from hypothesis import strategies as st
 from interruptions import assert_same, cut
@@ -30,7 +31,7 @@ from spkv_nas.model.loss import NO_TARGET
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.probe import probe
 from spkv_nas.training.branch_config import BranchConfig
-from spkv_nas.training.branches import Branch, train_branch
+from spkv_nas.training.branches import Branch
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dataset import training_data
 from spkv_nas.training.dense import train_dense

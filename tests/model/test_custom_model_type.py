@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import gated, logits, tiny_model
+from helpers import gated, logits, tiny_model, train_branch
 from marks import slow_after
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
@@ -20,7 +20,6 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.windows import apply_layout
-from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant

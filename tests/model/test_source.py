@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import tiny_model, train_branch
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
@@ -32,7 +32,7 @@ from spkv_nas.model.weight_files import INDEX, content_hashes
 from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.score import score
 from spkv_nas.stages.sized_model import model_name
-from spkv_nas.training.branches import branch_folder, train_branch
+from spkv_nas.training.branches import branch_folder
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import dense_checkpoint
 from spkv_nas.training.recipe import ModelConfig, Recipe

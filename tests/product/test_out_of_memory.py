@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import gated, make_layouts, tiny_model, weights
+from helpers import gated, make_layouts, tiny_model, train_branch, weights
 from marks import slow_after
 from torch import nn
 from transformers import PreTrainedModel, Trainer
@@ -29,7 +29,6 @@ from spkv_nas.probing import frozen
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
-from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.trainer import train_in_fitting_passes

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import fails, weights
+from helpers import fails, train_branch, weights
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from spkv_nas.artifacts.layout import Layout
@@ -18,7 +18,6 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import predictors
 from spkv_nas.training import callbacks, trainer
 from spkv_nas.training.branch_config import GateSchedule, LearningRateSchedule
-from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dataset import BlockDataset
 from spkv_nas.training.dense import new_model, train_dense

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from helpers import weights
+from helpers import train_branch, weights
 from interruptions import assert_same, cut
 from marks import slow
 
@@ -18,7 +18,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import merged
 from spkv_nas.cost.stage_costs import Site, Stages
 from spkv_nas.model.checkpoint import load, read_size, save
-from spkv_nas.training.branches import Branch, branch_key, train_branch
+from spkv_nas.training.branches import Branch, branch_key
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.recipe import ModelConfig, Recipe
 from spkv_nas.training.run_plan import Planner

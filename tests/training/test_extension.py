@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import logits, tiny_model
+from helpers import logits, tiny_model, train_branch
 from hypothesis import given
 from hypothesis import strategies as st
 from interruptions import Train, assert_same, cut
@@ -28,7 +28,7 @@ from spkv_nas.model.checkpoint import load
 from spkv_nas.model.export.export import export
 from spkv_nas.model.rope import extend_positions
 from spkv_nas.training.arguments import training_arguments
-from spkv_nas.training.branches import Branch, train_branch
+from spkv_nas.training.branches import Branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dataset import training_data
 from spkv_nas.training.recipe import Recipe

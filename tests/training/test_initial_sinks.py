@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_model, weights
+from helpers import tiny_model, train_branch, weights
 from interruptions import assert_same, cut
 from marks import slow
 from torch import Tensor
@@ -27,7 +27,7 @@ from spkv_nas.model.windows import full_attention
 from spkv_nas.training import initial_sinks
 from spkv_nas.training.arguments import make_optimizer
 from spkv_nas.training.branch_setup import set_up
-from spkv_nas.training.branches import Branch, branch_key, train_branch
+from spkv_nas.training.branches import Branch, branch_key
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.initial_sinks import measure_initial_sinks
 from spkv_nas.training.recipe import Recipe

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import fails, tiny_model, weights
+from helpers import fails, tiny_model, train_branch, weights
 from interruptions import assert_same, cut
 from marks import slow, slow_after
 from safetensors.torch import load_file
@@ -28,7 +28,7 @@ from spkv_nas.model.checkpoint import load, read_size, save
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.modes import compiled, recomputed
 from spkv_nas.training.branch_setup import set_up
-from spkv_nas.training.branches import Branch, branch_key, train_branch
+from spkv_nas.training.branches import Branch, branch_key
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import dense_run, train_dense
 from spkv_nas.training.lora import add_adapters, merge_adapters

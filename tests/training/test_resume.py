@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from helpers import Recorder, weights
+from helpers import Recorder, train_branch, weights
 from interruptions import Killed, Train, assert_same, at_step, cut, kill
 from marks import slow_after
 from safetensors.torch import load_file
@@ -27,7 +27,7 @@ from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.locks import FolderLock, locked
 from spkv_nas.base.manifest import MANIFEST, write_manifest
 from spkv_nas.training import callbacks, run_files, trainer
-from spkv_nas.training.branches import Branch, BranchContext, train_branch
+from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.corpus import Corpus, load_corpus, tokenizer_folder
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import RECIPE, weights
+from helpers import RECIPE, train_branch, weights
 from marks import slow
 from pydantic import ValidationError
 
@@ -22,7 +22,7 @@ from spkv_nas.report.plot import save_chart
 from spkv_nas.training import callbacks
 from spkv_nas.training.branch_config import GateSchedule
 from spkv_nas.training.branch_setup import branch_recipe, set_up
-from spkv_nas.training.branches import Branch, train_branch
+from spkv_nas.training.branches import Branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
