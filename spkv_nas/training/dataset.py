@@ -113,8 +113,8 @@ def training_data(
 ) -> Dataset[Item]:
     """Build the dataset of a phase of a recipe, in the order drawn by ``seed``.
 
-    Raises:
-        UserError: a task of the mixture does not fit in a block, or the text has less than a batch of longer blocks.
+    Raises ``UserError``: a task of the mixture does not fit in a block, or the text has less than a batch of longer
+    blocks.
     """
     # Plain text, which the trainer shuffles
     text, batch = corpus.train, phase.batch_size

@@ -108,8 +108,7 @@ def export(
 def _cells(target: ExportTarget, hybrid: Hybrid, engine: str | None) -> dict[str, str]:
     """Return what each engine does with the form that a target gives a hybrid, by name and version.
 
-    Raises:
-        TargetError: the target cannot express the hybrid, or the engine does not compute it from this form.
+    Raises ``TargetError``: the target cannot express the hybrid, or the engine does not compute it from this form.
     """
     if (reason := target.can_express(hybrid.model.config, hybrid.layout)) is not None:
         raise TargetError(reason)

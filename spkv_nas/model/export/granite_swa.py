@@ -58,8 +58,7 @@ GRANITE_SWA = GraniteSwaTarget()
 def granite_swa_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     """Build the config of a GraniteSWA with the layers of ``layout`` and the weights of ``config``'s model.
 
-    Raises:
-        TargetError: it cannot express the layout or the model, or transformers does not have it.
+    Raises ``TargetError``: it cannot express the layout or the model, or transformers does not have it.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -54,8 +54,7 @@ MLX = MlxTarget()
 def _smollm3_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     """Build the config of a SmolLM3 with RoPE in all layers, the layers of ``layout`` and a Llama's weights.
 
-    Raises:
-        TargetError: SmolLM3 cannot express the layout or the model.
+    Raises ``TargetError``: SmolLM3 cannot express the layout or the model.
     """
     from spkv_nas.model.config_section import has_learned_sinks
 

@@ -82,8 +82,7 @@ NATIVE = NativeTarget()
 def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     """Build the config of a native architecture with the layers of ``layout`` and the weights of ``config``'s model.
 
-    Raises:
-        TargetError: no native architecture can express it.
+    Raises ``TargetError``: no native architecture can express it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -161,8 +160,8 @@ def layer_kinds(config: PreTrainedConfig, layout: Layout) -> list[str]:
 def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
     """Return ``sliding_window`` for a layout of ``config``'s model.
 
-    Raises:
-        TargetError: ``layer_types`` cannot express it: sink tokens, layers that mix heads, or more than one window.
+    Raises ``TargetError``: ``layer_types`` cannot express it: sink tokens, layers that mix heads, or more than one
+    window.
     """
     layers = _layers(config, layout)
     windows = _windows(layers, layout)
