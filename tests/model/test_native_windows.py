@@ -186,7 +186,7 @@ class TestProposals:
 
     def test_constraints_leave_native_layers_local(self, table: HeadScores) -> None:
         assert solve(table, 8, Constraints(min_per_layer=1)).heads == ("LL", "GG", "LL", "GG")
-        with pytest.raises(UserError, match="--global-layers: layer 2 has a native sliding window"):
+        with pytest.raises(UserError, match="global-layers: layer 2 has a native sliding window"):
             solve(table, 4, Constraints(global_layers=(2,)))
 
     def test_searches_leave_native_layers_local(self, table: HeadScores) -> None:

@@ -11,7 +11,7 @@ from helpers import check_generation, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas import GateConfig, Layout, SPKVCache, attach_gates, layout_applied
+from spkv_nas import GateConfig, Layout, attach_gates, layout_applied
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
@@ -108,13 +108,12 @@ def test_a_local_head_of_gates_gets_none() -> None:
 
 
 def test_layers_with_a_native_window_get_none() -> None:
-    """They were trained without: in a layout, with every head local, and in the cache."""
+    """They were trained without: in a layout, and with every head local."""
     model = tiny_model("gemma3_text")
     apply_layout(model, LAYOUT)
     native = [state.native_window is not None for state in layer_states(model)]
     assert {*native} == {False, True}
     assert [state.local_sinks for state in layer_states(model)] == [0 if one else 3 for one in native]
-    assert [layer.local_sinks for layer in SPKVCache(model).layers] == [0 if one else 3 for one in native]
     with every_head_local(model, 2, 3):
         assert [state.local_sinks for state in layer_states(model)] == [0 if one else 3 for one in native]
 
