@@ -15,7 +15,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Import the fixtures, and with them torch, in every process but the one of pytest-xdist that runs no test."""
+    """Import the fixtures, and with them torch, in every process but the one of pytest-xdist that runs no test.
+
+    Other ``conftest.py`` may not import torch: they are read before ``shared_fixtures.py`` sets its environment.
+    """
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("shared_fixtures")
 

@@ -23,6 +23,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before transformers, which imports Triton
 
+from browser_cases import browser, open_file, open_page, workspace  # noqa: F401  # fixtures
 from helpers import BLOCK, gated, unsaved_pictures, write_project
 from transformers import PreTrainedTokenizerBase
 
