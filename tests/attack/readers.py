@@ -12,6 +12,7 @@ import pandas as pd
 from helpers import RECIPE, make_comparison, make_domain_table, make_layouts, make_search
 
 from attack.mutants import Reader
+from spkv_nas.artifacts.agreement import read_agreement
 from spkv_nas.artifacts.checkpoints import TrainedModel, read_checkpoints, write_checkpoints
 from spkv_nas.artifacts.comparison import write_comparison
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -23,7 +24,7 @@ from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.base.files import read_json, read_text, read_yaml, write_json
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv
-from spkv_nas.contrib.compare.agreement import agreement, read_agreement, short_labels, write_agreement
+from spkv_nas.contrib.compare.agreement import agreement, short_labels, write_agreement
 from spkv_nas.contrib.reproduce.ablate.ablation_plan import Ablations
 from spkv_nas.contrib.reproduce.scaling.scaling_law import describe_laws, fit_runs, read_runs
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
