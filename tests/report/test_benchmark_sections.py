@@ -22,13 +22,13 @@ from spkv_nas.contrib.evaluate.baselines import stage as baselines
 from spkv_nas.contrib.evaluate.longppl import stage as longppl
 from spkv_nas.contrib.evaluate.longppl.stage import LongPPLResult
 from spkv_nas.contrib.evaluate.ruler import stage as ruler
+from spkv_nas.contrib.evaluate.samples import SampledTable
 from spkv_nas.contrib.evaluate.tasks import stage as tasks
 from spkv_nas.report import page as report_page
 from spkv_nas.report.benchmark_sections import SECTIONS, read_benchmarks
 from spkv_nas.report.chart import Row, Section
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
-from spkv_nas.stages.checkpoints import SampledTable
 from spkv_nas.stages.subject import NLLTable
 
 COMMITTED = ROOT / "reports" / "stdlib-21x3"
